@@ -1,0 +1,124 @@
+"""The command line of both backends: run arguments, shortcuts, and every config field as --section.field."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.experiment import GPT2, Experiment, Llama, Section, read_toml
+
+SHORTCUTS = {
+    "mesh": "parallel.mesh",
+    "strategy": "parallel.strategy",
+    "precision": "precision.policy",
+    "steps": "train.steps",
+    "seed": "train.seed",
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a training command was asked to do."""
+
+    experiment: Experiment
+    device: str
+    output: Path | None
+    resume: bool
+    init: Path | None
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are ConfigErrors, so that every bad input ends the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            name = unknown[0].partition("=")[0]
+            raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(name, flags)}")
+        return namespace
+
+
+def fields() -> dict[str, tuple[str, Any]]:
+    """Every config field: dotted name -> (help, default)."""
+    found = {}
+    for section, info in Experiment.model_fields.items():
+        tables: tuple[type[Section], ...] = (Llama, GPT2) if section == "model" else (info.annotation,)  # type: ignore[assignment]
+        for table in tables:
+            for name, field in table.model_fields.items():
+                found.setdefault(f"{section}.{name}", (field.description or "", field.get_default()))
+    return found
+
+
+def add_fields(parser: argparse.ArgumentParser) -> None:
+    """One option per config field, grouped by section; shortcuts are second names of theirs."""
+    groups: dict[str, Any] = {}
+    for dotted, (description, default) in fields().items():
+        section = dotted.partition(".")[0]
+        group = groups.setdefault(section, parser.add_argument_group(section))
+        names = [f"--{short}" for short, target in SHORTCUTS.items() if target == dotted] + [f"--{dotted}"]
+        shown = "" if default in (None, "") else f" (default {str(default).lower() if isinstance(default, bool) else default})"
+        group.add_argument(*names, dest=dotted, default=argparse.SUPPRESS, metavar="VALUE", help=(description + shown).replace("%", "%%"))
+
+
+def find_config(name: str) -> Path:
+    """A TOML path, or the name of a shipped config."""
+    path = Path(name)
+    if path.suffix == ".toml" or path.exists():
+        return path
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+    shipped = {file.stem: file for file in folder.glob("*.toml")}
+    if name not in shipped:
+        raise ConfigError(f"--config {name}: neither a file nor a shipped config; {nearest(name, shipped)}")
+    return shipped[name]
+
+
+def load(config: str | None, overrides: dict[str, Any]) -> Experiment:
+    """A TOML file or shipped name (or the defaults) with dotted overrides on top."""
+    values = read_toml(find_config(config)) if config else {}
+    for dotted, value in overrides.items():
+        section, _, field = dotted.partition(".")
+        table = values.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} = {table!r}: must be a table of fields")
+        if dotted == "precision.policy":  # a new policy replaces the dtypes that a resolved config spelled out
+            table = values["precision"] = {}
+        table[field] = value
+    return Experiment.parse(values, source=config or "arguments")
+
+
+def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
+    """The arguments of a training command. Raises ConfigError."""
+    parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    parser.add_argument("--config", metavar="PATH|NAME", help="a TOML file, or the name of a shipped config (default: the small default)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    parser.add_argument("--init", type=Path, metavar="CHECKPOINT", help="start from these weights: a run folder, a checkpoint or a Hugging Face folder")
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPUs if there are enough, else the CPU (default auto)")
+    add_fields(parser)
+    given = vars(parser.parse_args(argv))
+    run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}
+    if run["resume"] and run["output"] is None:
+        raise ConfigError("--resume needs --output DIR, the run folder to go on with")
+    if run["init"] is not None and not run["init"].exists():
+        raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
+    return Arguments(load(run.pop("config"), given), **run)
+
+
+def exit_codes(main: Callable[[], None]) -> NoReturn:
+    """Run `main` and end the process: 0 done, 2 with one message for bad input; anything else is a failure, 1."""
+    try:
+        main()
+    except ConfigError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)

@@ -1,0 +1,414 @@
+"""The experiment: every field that both backends read, with its unit, its default and its limits.
+
+Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv heads, F hidden, V vocabulary, E experts.
+"""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import tomli_w
+from pydantic import Field, model_validator
+
+from jaxdist.config.errors import ConfigError, nearest
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(pydantic.BaseModel):
+    """A frozen table of fields; a key that it lacks is an error. A field's docstring is its help."""
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Model(Section):
+    """What every decoder has."""
+
+    layers: Count = 4
+    """Number of blocks, L."""
+    dim: Count = 128
+    """Width of the residual stream, D."""
+    heads: Count = 8
+    """Query heads, H."""
+    hidden: Count = 384
+    """Width of the MLP, F."""
+    vocab: Count = 256
+    """Vocabulary size, V. Bytes need 256."""
+    positions: Count = 1024
+    """Longest sequence that the model accepts, in tokens."""
+    norm_eps: Positive = 1e-5
+    """Added to the variance (LayerNorm) or mean square (RMSNorm)."""
+    tied: bool = False
+    """The output head is the embedding itself."""
+    init_std: Positive = 0.02
+    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L)."""
+
+
+class Llama(Model):
+    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
+
+    family: Literal["llama"] = "llama"
+    """llama covers Llama, Mistral, Qwen2 and Qwen3."""
+    kv_heads: Count = 4
+    """Key and value heads, K; each serves H/K query heads."""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
+    """Width of one head; need not be D/H."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "llama3"] = "none"
+    """llama3 stretches the low rotary frequencies by rope_factor, as Llama 3.1 does."""
+    rope_factor: Positive = 8.0
+    """llama3: how much the lowest frequencies are slowed."""
+    rope_low_freq_factor: Positive = 1.0
+    """llama3: wavelengths above rope_original_positions / this are slowed in full."""
+    rope_high_freq_factor: Positive = 4.0
+    """llama3: wavelengths below rope_original_positions / this are left alone."""
+    rope_original_positions: Count = 8192
+    """llama3: the context length of the original training, in tokens."""
+    window: CountOrZero = 0
+    """Sliding attention window in tokens, the token itself included; 0 for none (Mistral, Qwen)."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    output_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the MLP."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head before the rotation (Qwen3)."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> "Llama":
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
+                "each key/value head serves a whole number of query heads"
+            )
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"model.rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
+                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}"
+            )
+        return self
+
+
+class GPT2(Model):
+    """GPT-2: LayerNorm, learned positions, biases everywhere, tanh-approximated GELU."""
+
+    family: Literal["gpt2"]
+    """gpt2: learned positions, LayerNorm, biases."""
+    tied: bool = True
+    """The output head is the embedding itself."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> "GPT2":
+        if self.dim % self.heads:
+            raise ValueError(
+                f"model.heads = {self.heads} does not divide model.dim = {self.dim}; "
+                "GPT-2 splits its width evenly among the heads"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+class Data(Section):
+    """Where tokens come from. The batch of a step depends on these fields, the seed and the step alone."""
+
+    path: str = ""
+    """File or folder: .txt and other text, .jsonl, .npy or .bin of token ids; empty: the Python standard library's source."""
+    tokenizer: str = "bytes"
+    """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json. Pre-tokenized files ignore it."""
+    sequence: Count = 128
+    """Tokens per sequence, T."""
+    documents: Literal["packed", "padded"] = "packed"
+    """packed: one stream cut every T tokens. padded: each document starts a sequence; the rest of its last one has no loss."""
+    text_field: str = "text"
+    """The key that holds the text in a JSONL line."""
+    bin_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
+    """Integer type of a .bin file."""
+    validation: Fraction = 0.05
+    """Share of the sequences kept from training, for evaluation."""
+    shuffle: bool = True
+    """Visit the sequences of each epoch in a seeded permutation."""
+
+
+class Train(Section):
+    """How long and how much at once."""
+
+    steps: CountOrZero = 300
+    """Optimizer steps. 0 writes the starting weights as checkpoint 0."""
+    batch: Count = 16
+    """Global batch in sequences: over all devices and microbatches."""
+    accumulation: Count = 1
+    """Microbatches per step."""
+    seed: CountOrZero = 0
+    """Seed of the starting weights and of the data order."""
+    validation_batches: CountOrZero = 8
+    """Batches of the validation split evaluated after the last step; 0 for none."""
+
+
+class Optimizer(Section):
+    """AdamW with torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
+
+    learning_rate: Positive = 5e-3
+    """Peak learning rate."""
+    warmup: CountOrZero = 20
+    """Steps of linear warm-up: step s uses learning_rate · s / warmup."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    decay_steps: CountOrZero = 0
+    """Step at which the decay ends; 0: train.steps."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the end of the decay, as a share of the peak."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled weight decay, on tensors of two or more dimensions."""
+    clip: NotNegative = 1.0
+    """Largest global gradient norm; 0 for no clip."""
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+AXES = ("data", "fsdp", "tensor")
+
+
+class Parallel(Section):
+    """How the work is laid out over devices."""
+
+    mesh: str = "1x1"
+    """Data-parallel size × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left)."""
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    """What the data-parallel devices share: ddp nothing, zero1 optimizer state, zero2 gradients too, fsdp parameters too."""
+    reduce: Literal["auto", "microbatch", "step"] = "auto"
+    """When gradients cross devices under accumulation. auto: ddp and zero1 once per step, zero2 and fsdp per microbatch.
+    step with zero2 or fsdp: once, at the price of whole gradients on every device."""
+
+    @model_validator(mode="after")
+    def _reduce(self) -> "Parallel":
+        if self.reduce == "microbatch" and self.strategy in ("ddp", "zero1"):
+            raise ValueError(
+                f"parallel.reduce = microbatch with parallel.strategy = {self.strategy} would only repeat the "
+                "sum; use auto, or zero2 or fsdp"
+            )
+        return self
+
+    def axes(self, devices: int | None = None) -> dict[str, int]:
+        """Sizes of the mesh axes, all of them. `devices` fills an axis of -1.
+
+        Raises ConfigError for a malformed, repeated or unknown axis and for sizes that cannot be.
+        """
+        sizes = dict.fromkeys(AXES, 1)
+        field = f"parallel.mesh = {self.mesh!r}"
+        if "=" in self.mesh:
+            given = [part.partition("=")[::2] for part in self.mesh.split(",")]
+            for axis in (names := [axis.strip() for axis, _ in given]):
+                if axis not in AXES:
+                    raise ConfigError(f"{field}: unknown axis {axis!r}; {nearest(axis, AXES)}")
+                if names.count(axis) > 1:
+                    raise ConfigError(f"{field}: axis {axis!r} is given twice; give each axis once")
+        else:
+            batch_axis = "data" if self.strategy == "ddp" else "fsdp"
+            parts = self.mesh.split("x")
+            if len(parts) > 2:
+                raise ConfigError(f"{field}: name the axes of a mesh of three or more, as data=2,fsdp=2,tensor=2")
+            given = list(zip((batch_axis, "tensor"), parts, strict=False))
+        for axis, text in given:
+            try:
+                size = int(text)
+            except ValueError:
+                size = 0
+            if size < 1 and size != -1:
+                raise ConfigError(f"{field}: size {text!r} of axis {axis.strip()!r} must be a number from 1, or -1")
+            sizes[axis.strip()] = size
+        if list(sizes.values()).count(-1) > 1:
+            raise ConfigError(f"{field}: only one axis can be -1; give the size of the others")
+        if -1 in sizes.values():
+            known = -math.prod(sizes.values())
+            if devices is None:
+                raise ConfigError(f"{field}: -1 needs a known number of devices; write the size out")
+            if devices % known:
+                raise ConfigError(f"{field}: {devices} devices are no multiple of {known}; change the given sizes")
+            sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
+        if self.strategy == "ddp" and sizes["fsdp"] > 1:
+            raise ConfigError(f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp")
+        if self.strategy != "ddp" and sizes["fsdp"] == 1 and sizes["data"] > 1:
+            raise ConfigError(
+                f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "
+                "name the axis fsdp, or use --strategy ddp"
+            )
+        return sizes
+
+
+POLICIES: dict[str, tuple[Dtype, Dtype, Dtype]] = {
+    # policy: (parameters and optimizer state, compute, gradient reduction)
+    "fp32": ("float32", "float32", "float32"),
+    "bf16": ("float32", "bfloat16", "float32"),
+    "fp64": ("float64", "float64", "float64"),
+}
+
+
+class Precision(Section):
+    """The dtypes, as FSDP2's MixedPrecisionPolicy names them. Norms, softmax, rope and loss are never below float32."""
+
+    policy: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """fp32; bf16: float32 master weights, bfloat16 compute, float32 gradient reduction; fp64: for proofs."""
+    parameters: Dtype | None = None
+    """Master weights and optimizer state; unset: as the policy says."""
+    compute: Dtype | None = None
+    """Matrix products and activations; unset: as the policy says."""
+    reduce: Dtype | None = None
+    """Gradients on the wire; unset: as the policy says."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        policy = POLICIES.get(values.get("policy", "fp32")) if isinstance(values, dict) else None
+        if policy is None:
+            return values
+        return dict(zip(("parameters", "compute", "reduce"), policy, strict=True)) | values
+
+    @model_validator(mode="after")
+    def _double(self) -> "Precision":
+        dtypes = {self.parameters, self.compute, self.reduce}
+        if "float64" in dtypes and dtypes != {"float64"}:
+            raise ValueError(
+                f"precision.parameters = {self.parameters}, compute = {self.compute}, reduce = {self.reduce}: "
+                "float64 is for proofs and is all or nothing; use --precision fp64"
+            )
+        return self
+
+
+class Memory(Section):
+    """Activation checkpointing: what the backward pass recomputes instead of keeping."""
+
+    remat: Literal["none", "full", "selective"] = "none"
+    """none; full: keep only the input of a block; selective: keep also the results of matrix products."""
+    remat_every: Count = 1
+    """Apply `remat` to every n-th block, from the first."""
+
+
+class Checkpoint(Section):
+    """When a run is saved."""
+
+    every: CountOrZero = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: CountOrZero = 0
+    """How many of the newest are kept; 0: all."""
+
+
+class Metrics(Section):
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder."""
+
+
+class Experiment(Section):
+    """One experiment, as both backends read it."""
+
+    model: Annotated[Llama | GPT2, Field(discriminator="family")] = Llama()
+    data: Data = Data()
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Experiment":
+        model, train = self.model, self.train
+        if self.data.sequence > model.positions:
+            raise ValueError(
+                f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
+                "shorten the sequence or raise the positions"
+            )
+        if model.layers % self.memory.remat_every:
+            raise ValueError(
+                f"memory.remat_every = {self.memory.remat_every} does not divide model.layers = {model.layers}"
+            )
+        if train.batch % train.accumulation:
+            raise ValueError(
+                f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} "
+                "equal microbatches; make the batch a multiple"
+            )
+        return self
+
+    def check_mesh(self, axes: Mapping[str, int]) -> None:
+        """Raises ConfigError where the mesh does not divide what it must; the parameters' own check is sharding's."""
+        model, train = self.model, self.train
+        ways, tensor = axes["data"] * axes["fsdp"], axes["tensor"]
+        if train.batch % (ways * train.accumulation):
+            raise ConfigError(
+                f"train.batch = {train.batch} sequences cannot be divided over data × fsdp = {ways} devices and "
+                f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
+            )
+        for field in ("heads", "kv_heads", "hidden", "vocab"):
+            if (size := getattr(model, field)) % tensor:
+                raise ConfigError(
+                    f"model.{field} = {size} cannot be divided over the mesh axis tensor = {tensor}; "
+                    f"use a tensor size that divides it, such as {math.gcd(size, tensor)}"
+                )
+
+    def to_toml(self) -> str:
+        """The resolved config as TOML, which `--config` accepts back."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+    @classmethod
+    def parse(cls, values: dict[str, Any], source: str) -> "Experiment":
+        """Validate nested `values`, read from `source`. Raises ConfigError, one line per problem."""
+        if isinstance(values.get("model", {}), dict):
+            values = values | {"model": {"family": "llama"} | values.get("model", {})}
+        try:
+            return cls.model_validate(values)
+        except pydantic.ValidationError as error:
+            lines = [_explain(problem, values) for problem in error.errors()]
+            raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError when it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}; give a readable TOML file") from None
+
+
+def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
+    """The class of a section; the model's depends on its family."""
+    if name == "model":
+        return GPT2 if values.get("model", {}).get("family") == "gpt2" else Llama
+    return Experiment.model_fields[name].annotation  # type: ignore[return-value]
+
+
+def _explain(problem: Any, values: dict[str, Any]) -> str:
+    """One pydantic error in the config's own terms: field, value and fix."""
+    place = [str(part) for part in problem["loc"] if part not in ("llama", "gpt2")]
+    field, given, kind = ".".join(place), problem["input"], problem["type"]
+    if kind == "extra_forbidden":
+        section = section_type(place[0], values) if len(place) > 1 else Experiment
+        return f"{field} = {given!r}: no such field; {nearest(place[-1], section.model_fields)}"
+    if kind == "value_error":  # our own validators already say everything
+        return str(problem["ctx"]["error"])
+    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"

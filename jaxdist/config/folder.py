@@ -1,0 +1,89 @@
+"""The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.experiment import Experiment
+
+# What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
+FREE = ("parallel.", "memory.", "checkpoint.", "metrics.", "train.steps", "train.validation_batches")
+
+
+class RunFolder:
+    """Opening only looks; `create` is the first to write."""
+
+    def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
+        """Raises ConfigError when `path` holds another run, or a run that `--resume` cannot continue."""
+        self.path, self.experiment = path, experiment
+        if path.is_file():
+            raise ConfigError(f"--output {path} is a file; give a folder")
+        occupied = path.is_dir() and any(path.iterdir())
+        if occupied and not (path / "config.toml").exists():
+            raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
+        if occupied and not resume:
+            raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
+        if occupied:
+            self._same_run()
+
+    def _same_run(self) -> None:
+        before = _flat(tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8")))
+        now = _flat(self.experiment.model_dump(exclude_none=True))
+        # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
+        for config in (before, now):
+            config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
+        for field in sorted(before.keys() | now.keys()):
+            if not field.startswith(FREE) and before.get(field) != now.get(field):
+                raise ConfigError(
+                    f"--output {self.path} holds a run with {field} = {before.get(field)!r}, not {now.get(field)!r}; "
+                    "resume it with its own value, or give another folder"
+                )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def create(self, from_step: int = 0) -> None:
+        """Write the config, and drop the metrics after `from_step`: those steps are about to be done again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.toml").write_text(self.experiment.to_toml(), encoding="utf-8")
+        kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
+        self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one step's record."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out."""
+    file = path / "metrics.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def newest(checkpoints: Path) -> int | None:
+    """The newest whole step below a run's `checkpoints`; None when there is none. A folder named by digits is whole."""
+    steps = [int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdigit()]
+    return max(steps, default=None)
+
+
+def checkpoint_in(path: Path) -> Path:
+    """A run folder stands for its newest whole checkpoint; any other path for itself."""
+    step = newest(path / "checkpoints")
+    return path if step is None else path / "checkpoints" / str(step)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, table in values.items() for name, value in table.items()}
