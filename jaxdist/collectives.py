@@ -1,0 +1,125 @@
+"""The verbs by which a model speaks to the mesh, and what each sends.
+
+Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
+mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
+device sends with ring algorithms; n is the size of the axis, |x| the bytes of the whole operand.
+
+| verb | forward | backward |
+|---|---|---|
+| `use` | fsdp: all-gather, \\|w\\|(n-1)/n; else nothing | zero2, fsdp: reduce-scatter, \\|w\\|(n-1)/n; else nothing |
+| `enter` | nothing | all-reduce over tensor, 2\\|x\\|(n-1)/n |
+| `leave` | all-reduce over tensor, 2\\|x\\|(n-1)/n | nothing |
+| `lookup` | nothing (its caller leaves) | nothing |
+| `cross_entropy` | 3 floats a token over tensor | nothing |
+
+No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.config import Precision
+from jaxdist.sharding import BATCH, Strategy
+
+IGNORED = -100  # a target without loss
+M = TypeVar("M", bound=nnx.Module)
+
+
+class Weight(NamedTuple):
+    """A parameter as `use` takes it: this device's piece, and where its gradient is to arrive.
+
+    `sink` has the shape of the gradient accumulator; its value is never read. Differentiating with respect to the
+    sinks, not the pieces, lets parameters and gradients be laid out independently: all that tells strategies apart.
+    """
+
+    piece: jax.Array
+    sink: jax.Array | None
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x`, the same on all devices of `axes`, typed as differing there. Sends nothing."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def gather(piece: jax.Array, dim: int, to: str = "varying") -> jax.Array:
+    """All-gather over fsdp along `dim`; `to="invarying"` where all devices are to agree on the result."""
+    return lax.all_gather(piece, "fsdp", axis=piece.ndim + dim, tiled=True, to=to)
+
+
+def scatter(whole: jax.Array, dim: int) -> jax.Array:
+    """Reduce-scatter over fsdp along `dim`."""
+    return lax.psum_scatter(whole, "fsdp", scatter_dimension=whole.ndim + dim, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
+    # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
+    # any use, so that nothing below sums its gradient there: the backward rule alone decides.
+    piece = piece.astype(parallel.precision.compute)
+    return gather(vary(piece, ("data",)), dim) if parallel.strategy.parameters else vary(piece, BATCH)
+
+
+def _whole_forward(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> Any:
+    return _whole(parallel, dim, piece, sink), None
+
+
+def _whole_backward(parallel: "Parallel", dim: int, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+    if parallel.strategy.gradients:
+        gradient = scatter(gradient.astype(parallel.precision.reduce), dim)
+    return None, gradient.astype(parallel.precision.parameters)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What a model may know of how it is distributed: the verbs."""
+
+    strategy: Strategy
+    precision: Precision
+
+    def use(self, module: M) -> M:
+        """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
+        graph, state = nnx.split(module)
+        whole = jax.tree.map(
+            lambda p: p.replace(_whole(self, p.fsdp_dim, *p.get_value())), state, is_leaf=lambda x: isinstance(x, nnx.Param)
+        )
+        return nnx.merge(graph, whole)
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Before a column-parallel product: the same x on each tensor device, whose gradients are summed."""
+        return vary(x, ("tensor",))
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """After a row-parallel product: the sum of the tensor devices' partial results."""
+        return checkpoint_name(lax.psum(x, "tensor"), "leave")
+
+    def lookup(self, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        """Vocabulary-parallel embedding, partial over tensor: rows of other devices are zero."""
+        rows = embedding_VD.shape[0]
+        index = tokens_BT - lax.axis_index("tensor") * rows
+        mine = (index >= 0) & (index < rows)
+        return jnp.where(mine[..., None], embedding_VD[jnp.where(mine, index, 0)], 0)
+
+    def cross_entropy(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+        """Sum over this device's tokens of -log softmax(logits)[target], in float32 or wider; IGNORED targets add 0.
+
+        `logits_BTV` holds this tensor device's part of the vocabulary; no device ever sees all of a token's logits.
+        """
+        logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+        columns = logits_BTV.shape[-1]
+        index = targets_BT - lax.axis_index("tensor") * columns
+        mine = (index >= 0) & (index < columns)
+        highest_BT = lax.pmax(lax.stop_gradient(logits_BTV.max(-1)), "tensor")
+        logits_BTV = logits_BTV - highest_BT[..., None]
+        target_BT = jnp.take_along_axis(logits_BTV, jnp.where(mine, index, 0)[..., None], -1)[..., 0]
+        total_BT, target_BT = lax.psum((jnp.exp(logits_BTV).sum(-1), jnp.where(mine, target_BT, 0)), "tensor")
+        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, jnp.log(total_BT) - target_BT))

@@ -1,0 +1,52 @@
+"""Rematerialization: which results of a block's forward pass the backward pass keeps, and which it computes again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.config import Memory
+
+Block = Callable[..., jax.Array]
+
+# Never kept between forward and backward, in any mode: gathered weights (else fsdp would hold the whole model) and
+# casts, which are cheaper to repeat than to store.
+TRANSIENT = {"all_gather", "all_gather_invariant", "pvary", "pcast", "convert_element_type"}
+
+
+def _all_but_transient(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in TRANSIENT
+
+
+_saves = jax.checkpoint_policies
+POLICIES = {
+    # Every activation is kept.
+    "none": _all_but_transient,
+    # Only the block's input is kept; costs one more forward pass, tensor parallelism's all-reduces included.
+    "full": _saves.nothing_saveable,
+    # Results of matrix products, and of the all-reduces after them, are kept: norms, rotations, softmax are repeated.
+    "selective": _saves.save_from_both_policies(
+        _saves.dots_with_no_batch_dims_saveable, _saves.save_only_these_names("leave")
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rematerialize:
+    """`memory.remat`, applied to every `every`-th block."""
+
+    mode: str
+    every: int
+
+    @classmethod
+    def from_config(cls, memory: Memory) -> "Rematerialize":
+        return cls(memory.remat, memory.remat_every)
+
+    def block(self, block: Block) -> Block:
+        """`block` under the chosen policy."""
+        return jax.checkpoint(block, policy=POLICIES[self.mode], prevent_cse=False)
+
+    def keep(self, block: Block) -> Block:
+        """`block` with all its activations kept."""
+        return jax.checkpoint(block, policy=POLICIES["none"], prevent_cse=False)

@@ -1,0 +1,63 @@
+"""From `--mesh` and `--device` to devices and a `jax.sharding.Mesh`."""
+
+import os
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxdist.config import ConfigError, Parallel
+
+
+def make_mesh(parallel: Parallel, device: str) -> tuple[Mesh, str]:
+    """The mesh over all axes, and one line that says what it runs on. Call it before anything else touches JAX.
+
+    `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh asks for.
+    Raises ConfigError when the mesh and the devices do not fit.
+    """
+    wanted = None if "-1" in parallel.mesh else _product(parallel.axes())
+    preset = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if wanted and preset is None:
+        jax.config.update("jax_num_cpu_devices", wanted)
+    accelerators = [d for d in jax.devices() if d.platform != "cpu"]
+    if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
+        raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
+    axes = parallel.axes(len(accelerators) or (int(preset) if preset else None))
+    needed = _product(axes)
+    if accelerators and len(accelerators) >= needed:
+        devices = accelerators[:needed]
+    elif device == "gpu":
+        raise ConfigError(
+            f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(accelerators)} GPUs; "
+            "use a smaller mesh or --device cpu"
+        )
+    else:
+        devices = jax.devices("cpu")[:needed]
+    if len(devices) < needed:
+        raise ConfigError(
+            f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(devices)} CPU devices "
+            f"(JAX_NUM_CPU_DEVICES); use a smaller mesh or unset it"
+        )
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes))
+    return mesh, describe(mesh)
+
+
+def describe(mesh: Mesh) -> str:
+    """What the mesh runs on, in one line."""
+    first, count = mesh.devices.flat[0], mesh.devices.size
+    kind = "virtual CPU device" if first.platform == "cpu" else first.device_kind
+    return f"running on {count} {kind}{'s' if count > 1 else ''}"
+
+
+def axes_of(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the mesh axes by name."""
+    return dict(mesh.shape)
+
+
+def _product(axes: Mapping[str, int]) -> int:
+    size = 1
+    for n in axes.values():
+        size *= n
+    return size

@@ -1,0 +1,38 @@
+"""Models by family, the table of their parameters, and how arrays are put into them."""
+
+from typing import TypeVar
+
+import jax
+from flax import nnx
+
+from jaxdist import config
+from jaxdist.collectives import Weight
+from jaxdist.models.gpt2 import GPT2
+from jaxdist.models.llama import Llama
+from jaxdist.sharding import Layout
+
+M = TypeVar("M", bound=nnx.Module)
+
+FAMILIES = {"llama": Llama, "gpt2": GPT2}
+
+
+def build(model: config.Model) -> nnx.Module:
+    """The abstract model of a config: a tree of declarations."""
+    return FAMILIES[model.family](model)  # type: ignore[attr-defined]
+
+
+def layouts(model: nnx.Module) -> dict[str, Layout]:
+    """Every parameter that `model` declares, by dotted name, in the order of the names."""
+    flat = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {name: Layout(name, p.shape, p.axes, p.mean, p.std) for name, p in sorted(flat.items())}
+
+
+def bind(model: M, weights: dict[str, jax.Array], sinks: dict[str, jax.Array] | None = None) -> M:
+    """`model` holding a Weight per parameter. Without sinks it can be evaluated, not differentiated."""
+    graph, state = nnx.split(model)
+    flat = [
+        (path, p.replace(Weight(weights[name], sinks and sinks[name])))
+        for path, p in nnx.to_flat_state(state)
+        for name in [".".join(map(str, path))]
+    ]
+    return nnx.merge(graph, nnx.from_flat_state(flat))

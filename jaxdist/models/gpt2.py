@@ -1,0 +1,74 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, tanh-approximated GELU. Twin: torch_ref/models/gpt2.py."""
+
+import jax
+from flax import nnx
+
+from jaxdist.collectives import Parallel
+from jaxdist.config import GPT2 as Config
+from jaxdist.memory import Rematerialize
+from jaxdist.models.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, attend, dot, scan_layers, stacked
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with biases."""
+
+    def __init__(self, c: Config):
+        out_std = c.init_std / (2 * c.layers) ** 0.5
+        self.q_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
+        self.k_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
+        self.v_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
+        self.o_proj = RowLinear(c.dim, c.dim, ("heads", "embed"), out_std, bias=True)
+        self.head_dim = c.head_dim
+
+    def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHC = self.q_proj(x_BTD).reshape(heads)
+        k_BTHC = self.k_proj(x_BTD).reshape(heads)
+        v_BTHC = self.v_proj(x_BTD).reshape(heads)
+        y_BTHC = attend(q_BTHC, k_BTHC, v_BTHC)
+        return self.o_proj(par, y_BTHC.reshape(*x_BTD.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """Two products with GELU between them."""
+
+    def __init__(self, c: Config):
+        out_std = c.init_std / (2 * c.layers) ** 0.5
+        self.up_proj = ColumnLinear(c.dim, c.hidden, ("embed", "hidden"), c.init_std, bias=True)
+        self.down_proj = RowLinear(c.hidden, c.dim, ("hidden", "embed"), out_std, bias=True)
+
+    def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
+        return self.down_proj(par, jax.nn.gelu(self.up_proj(x_BTD), approximate=True))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, c: Config):
+        self.attention_norm = LayerNorm(c.dim, c.norm_eps)
+        self.attention = Attention(c)
+        self.mlp_norm = LayerNorm(c.dim, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.attention(par, par.enter(self.attention_norm(x_BTD)))
+        return x_BTD + self.mlp(par, par.enter(self.mlp_norm(x_BTD)))
+
+
+class GPT2(nnx.Module):
+    """Decoder: embedding and positions, blocks, norm, head. Tokens int32 [B, T] -> this device's logits [B, T, V/tensor]."""
+
+    def __init__(self, c: Config):
+        self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
+        self.positions = Embedding(c.positions, c.dim, "positions", c.init_std)
+        self.layers = stacked(c.layers, Block(c))
+        self.norm = LayerNorm(c.dim, c.norm_eps)
+        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
+
+    def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
+        embed = par.use(self.embed)
+        x_BTD = par.leave(par.lookup(embed.embedding[...], tokens_BT))
+        x_BTD = x_BTD + par.use(self.positions).embedding[: tokens_BT.shape[1]]
+        x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
+        x_BTD = par.enter(par.use(self.norm)(x_BTD))
+        return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)

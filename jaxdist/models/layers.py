@@ -1,0 +1,174 @@
+"""The parts that decoders are made of, each parameter declared once with its shape, axes and initial distribution.
+
+A module built from a config is abstract: it holds declarations. Bound to Weights (`models/__init__.py`) and passed
+through `par.use`, it holds this device's arrays: whole over `fsdp`, a slice of heads, hidden or vocabulary over
+`tensor`. The modules never ask which; local sizes come from the arrays.
+
+Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxdist.collectives import Parallel
+from jaxdist.config import Llama
+from jaxdist.memory import Rematerialize
+from jaxdist.sharding import Layout
+
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param:
+    """Declare a parameter: drawn from N(mean, std²), with one logical axis (`sharding.RULES`) per dimension."""
+    fsdp_dim = Layout("", shape, axes, mean, std).fsdp_dim
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, fsdp_dim=fsdp_dim)
+
+
+def stacked(count: int, module: M) -> M:
+    """`module` with a leading axis `layers` on every parameter: `count` of them, to be scanned over."""
+    graph, state = nnx.split(module)
+
+    def stack(p: nnx.Param) -> nnx.Param:
+        return p.replace(jax.ShapeDtypeStruct((count, *p.shape), p.dtype), axes=("layers", *p.axes))
+
+    return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Param)))
+
+
+def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: jax.Array, rematerialize: Rematerialize, *rest: Any) -> jax.Array:
+    """Apply a stack of blocks in order: one block is compiled, however many there are.
+
+    Each block's weights are gathered at its own start, and again in its backward pass, so that one block at a time is
+    whole on a device. `rest` is passed on to every block.
+    """
+    graph, weights = nnx.split(layers)
+
+    def block(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
+        return par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
+
+    first, others = rematerialize.block(block), rematerialize.keep(block)
+    group = jax.tree.map(lambda w: w.reshape(-1, rematerialize.every, *w.shape[1:]), weights)
+
+    def body(x_BTD: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+        for i in range(rematerialize.every):
+            x_BTD = (others if i else first)(x_BTD, jax.tree.map(lambda w, i=i: w[i], weights))
+        return x_BTD, None
+
+    return lax.scan(body, x_BTD, group)[0]
+
+
+def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x[..., I] · kernel[I, O]. Tokens are flattened: XLA's weight gradient over two dimensions is slow on CPU."""
+    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider: what norms, softmax and rotations are computed in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+class ColumnLinear(nnx.Module):
+    """y = x·kernel + bias with the outputs split over tensor (torch: ColwiseParallel). x must have been entered."""
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], std: float, bias: bool = False):
+        self.kernel = parameter((inputs, outputs), axes, std)
+        self.bias = parameter((outputs,), axes[1:]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = dot(x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class RowLinear(nnx.Module):
+    """y = x·kernel + bias with the inputs split over tensor (torch: RowwiseParallel). The sum leaves, then the bias."""
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], std: float, bias: bool = False):
+        self.kernel = parameter((inputs, outputs), axes, std)
+        self.bias = parameter((outputs,), axes[1:]) if bias else None
+
+    def __call__(self, par: Parallel, x: jax.Array) -> jax.Array:
+        y = par.leave(dot(x, self.kernel[...]))
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, one a row."""
+
+    def __init__(self, rows: int, dim: int, axis: str, std: float):
+        self.embedding = parameter((rows, dim), (axis, "embed"), std)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x²) + eps) · scale (arXiv:1910.07467), in float32 or wider, rounded once at the end."""
+
+    def __init__(self, size: int, eps: float, axis: str = "embed"):
+        self.scale, self.eps = parameter((size,), (axis,), mean=1.0), eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = wide(x)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * wide(self.scale[...])).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(var + eps) · scale + bias (arXiv:1607.06450), in float32 or wider, rounded once at the end."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale, self.bias, self.eps = parameter((size,), ("embed",), mean=1.0), parameter((size,), ("embed",)), eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = wide(x)
+        y = y - y.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * wide(self.scale[...]) + wide(self.bias[...])).astype(x.dtype)
+
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+def rotary_frequencies(c: Llama, dtype: Any) -> jax.Array:
+    """Angle per position of each of the head_dim/2 pairs, radians; llama3 scaling as in Llama 3.1's reference code."""
+    frequency = c.rope_theta ** -(jnp.arange(0, c.head_dim, 2, dtype=dtype) / c.head_dim)
+    if c.rope_scaling == "none":
+        return frequency
+    turns = c.rope_original_positions * frequency / (2 * math.pi)  # full turns within the original context
+    low, high = c.rope_low_freq_factor, c.rope_high_freq_factor
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)  # 1: fast, left alone; 0: slow, stretched in full
+    return frequency * (kept + (1 - kept) / c.rope_factor)
+
+
+def rotary(c: Llama, length: int, dtype: Any) -> Rotation:
+    """cos and sin [T, 1, C/2] of every position (arXiv:2104.09864), in float32 or wider."""
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    angle = jnp.arange(length, dtype=dtype)[:, None] * rotary_frequencies(c, dtype)
+    return jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+
+
+def rotate(x_BTHC: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotate the pairs (i, i + C/2), Hugging Face's layout of the halves."""
+    cos, sin = rotation
+    first, second = jnp.split(wide(x_BTHC), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)
+
+
+def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int = 0) -> jax.Array:
+    """Causal softmax attention; token t sees s with t - window < s <= t (all s <= t without a window).
+
+    Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider.
+    """
+    B, T, H, C = q_BTHC.shape
+    K = k_BSKC.shape[2]
+    q_BTKGC = (q_BTHC * C**-0.5).reshape(B, T, K, H // K, C)
+    scores = wide(jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC))
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    seen = (behind >= 0) & (behind < (window or T))
+    probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.einsum("BKGTS,BSKC->BTKGC", probabilities.astype(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)
+
+

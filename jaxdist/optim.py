@@ -1,0 +1,51 @@
+"""Learning rate, clip, AdamW and decay mask as one optax chain, by torch's formulas.
+
+Differences pinned here: the clip divides by norm + 1e-6 as `torch.nn.utils.clip_grad_norm_` does (optax does not);
+every AdamW hyperparameter is passed, since the defaults differ; weight decay applies to matrices only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.config import Optimizer
+from jaxdist.sharding import Layout
+
+
+def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
+    """The learning rate of `step`, counted from 1.
+
+    Warm-up: peak · s / warmup. Then, with p the share of the way from `warmup` to `decay_steps` (or `steps`), capped
+    at 1: cosine peak · (f + (1-f)(1 + cos πp)/2), linear peak · (1 - (1-f)p), constant peak; f is `final`.
+    """
+    end = o.decay_steps or steps
+    p = jnp.clip((step - o.warmup) / max(1, end - o.warmup), 0, 1)
+    decayed = {
+        "cosine": o.final + (1 - o.final) * (1 + jnp.cos(jnp.pi * p)) / 2,
+        "linear": 1 - (1 - o.final) * p,
+        "constant": jnp.ones_like(p),
+    }[o.decay]
+    return o.learning_rate * jnp.where(step < o.warmup, step / max(1, o.warmup), decayed)
+
+
+def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
+    """Scale updates by min(1, largest / (norm + 1e-6)); 0 leaves them alone. `norm` comes in as an extra argument."""
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
+        factor = jnp.minimum(1, largest / (norm + 1e-6)) if largest else 1
+        return jax.tree.map(lambda g: g * factor, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def adamw(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
+    """The whole update: clip -> Adam moments -> decoupled decay -> learning rate (arXiv:1711.05101, torch.optim.AdamW)."""
+    return optax.chain(
+        clip_by_norm(o.clip),
+        optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps, eps_root=0.0),
+        optax.add_decayed_weights(o.weight_decay, mask={name: layout.decays for name, layout in layouts.items()}),
+        optax.scale_by_learning_rate(lambda count: learning_rate(o, steps, count + 1)),
+    )

@@ -1,0 +1,134 @@
+"""All that follows from an experiment and a mesh: the model, its layouts, and the compiled functions over them."""
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import models, sharding
+from jaxdist.collectives import IGNORED, Parallel
+from jaxdist.config import Experiment
+from jaxdist.memory import Rematerialize
+from jaxdist.mesh import axes_of
+from jaxdist.optim import adamw
+from jaxdist.sharding import BATCH
+from jaxdist.step import Arrays, Batch, Step, TrainState
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One experiment on one mesh. Building it checks the fit (ConfigError) and allocates nothing."""
+
+    experiment: Experiment
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if "float64" in (self.experiment.precision.parameters, self.experiment.precision.compute):
+            jax.config.update("jax_enable_x64", True)
+        self.experiment.check_mesh(axes_of(self.mesh))
+        sharding.check(self.layouts, axes_of(self.mesh), self.strategy)
+
+    @cached_property
+    def model(self) -> Any:
+        return models.build(self.experiment.model)
+
+    @cached_property
+    def layouts(self) -> dict[str, sharding.Layout]:
+        return models.layouts(self.model)
+
+    @cached_property
+    def strategy(self) -> sharding.Strategy:
+        return sharding.strategy(self.experiment.parallel)
+
+    @cached_property
+    def step_function(self) -> Step:
+        e = self.experiment
+        optimizer = adamw(e.optimizer, e.train.steps, self.layouts)
+        parallel = Parallel(self.strategy, e.precision)
+        return Step(self.model, self.layouts, parallel, optimizer, Rematerialize.from_config(e.memory), e.train.accumulation)
+
+    # ---- what and where
+
+    def initial(self) -> TrainState:
+        """The starting state, from the seed and the parameters' names alone: the same bits on any mesh."""
+        key = jax.random.key(self.experiment.train.seed)
+
+        def draw(layout: sharding.Layout) -> jax.Array:
+            named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
+            values = layout.mean + layout.std * jax.random.normal(named, layout.shape, jnp.float32)
+            return values.astype(self.experiment.precision.parameters)
+
+        return self.state_from({name: draw(layout) for name, layout in self.layouts.items()})
+
+    def state_from(self, parameters: Arrays) -> TrainState:
+        """A fresh state around given parameters."""
+        return TrainState(parameters, self.step_function.optimizer.init(parameters))
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self.initial)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """PartitionSpecs of the state."""
+        parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
+        pieces = {n: layout.spec(self.strategy.optimizer) for n, layout in self.layouts.items()}
+        optimizer = optax.tree.map_params(
+            self.step_function.optimizer, lambda _, spec: spec, self.abstract.optimizer, pieces,
+            transform_non_params=lambda _: P(),
+        )  # fmt: skip
+        return TrainState(parameters, optimizer)
+
+    def shardings(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    @cached_property
+    def abstract_batch(self) -> Batch:
+        tokens = jax.ShapeDtypeStruct((self.experiment.train.batch, self.experiment.data.sequence), jnp.int32)
+        return Batch(tokens, tokens)
+
+    # ---- compiled functions
+
+    def initialize(self) -> TrainState:
+        """The starting state, born sharded: no device holds more than its share."""
+        return jax.jit(self.initial, out_shardings=self.shardings(self.specs))()
+
+    @cached_property
+    def step(self) -> Any:
+        """(state, batch) -> (state, metrics), jitted; the old state's memory is reused."""
+        batch = Batch(P(BATCH), P(BATCH))
+        function = jax.shard_map(
+            self.step_function, mesh=self.mesh, in_specs=(self.specs, batch), out_specs=(self.specs, P()), check_vma=True
+        )
+        return jax.jit(function, in_shardings=self.shardings((self.specs, batch)), donate_argnums=0)
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(parameters, batch) -> (sum of the loss in nats, number of valid tokens), jitted."""
+        batch = Batch(P(BATCH), P(BATCH))
+
+        def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            loss = self.step_function.loss(None, parameters, batch)
+            return lax.psum(loss, BATCH), lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+
+        specs = (self.specs.parameters, batch)
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
+
+    @cached_property
+    def logits(self) -> Any:
+        """(parameters, tokens [B, T]) -> logits [B, T, V], jitted."""
+
+        def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
+            step = self.step_function
+            return models.bind(self.model, parameters)(step.parallel, tokens, step.rematerialize)
+
+        specs = (self.specs.parameters, P(BATCH))
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(BATCH, None, "tensor")))

@@ -1,0 +1,112 @@
+"""Where every array lies: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
+
+A model declares each parameter once, with a logical axis per dimension (`models/layers.py`). The rules below send
+tensor-parallel axes to the mesh axis `tensor` and the residual width to `fsdp`; a strategy says which of parameters,
+gradients and optimizer state are sharded over `fsdp`, and which are whole on each of its devices.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import ConfigError, Parallel
+
+BATCH = ("data", "fsdp")  # the mesh axes that split the global batch
+
+# Logical axis -> mesh axis. A parameter without an `embed` dimension is split over fsdp along its last one.
+RULES: dict[str, str | None] = {
+    "layers": None,
+    "positions": None,
+    "head_dim": None,
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "hidden": "tensor",
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Which of the three copies of the model are sharded over `fsdp`; the others are whole on each of its devices."""
+
+    parameters: bool
+    gradients: bool
+    optimizer: bool
+
+
+# Bytes a device sends per step over n devices, P parameter bytes (ring algorithms):
+STRATEGIES = {
+    # 2P(n-1)/n: one all-reduce. torch: DistributedDataParallel
+    "ddp": Strategy(parameters=False, gradients=False, optimizer=False),
+    # 2P(n-1)/n: one reduce-scatter, one all-gather. torch: ZeroRedundancyOptimizer; DeepSpeed stage 1
+    "zero1": Strategy(parameters=False, gradients=False, optimizer=True),
+    # (1+m)P(n-1)/n with m microbatches: a reduce-scatter each, one all-gather. DeepSpeed stage 2: parameters stay
+    # whole at rest, where FSDP2's reshard_after_forward=False gathers them at the start of each step instead.
+    "zero2": Strategy(parameters=False, gradients=True, optimizer=True),
+    # 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
+    "fsdp": Strategy(parameters=True, gradients=True, optimizer=True),
+}
+
+
+def strategy(parallel: Parallel) -> Strategy:
+    """The row of the table; `parallel.reduce = step` keeps whole gradients until the end of the step."""
+    row = STRATEGIES[parallel.strategy]
+    return Strategy(row.parameters, row.gradients and parallel.reduce != "step", row.optimizer)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    mean: float
+    std: float
+
+    @property
+    def fsdp_dim(self) -> int:
+        """The dimension split over fsdp, counted from the end, so that it holds with and without the layer axis."""
+        return (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies to matrices: two or more dimensions, the layer axis not counted."""
+        return len(self.shape) - ("layers" in self.axes) >= 2
+
+    def split(self, sharded: bool) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each dimension, with or without fsdp."""
+        return tuple(
+            (("tensor",) if RULES[axis] == "tensor" else ()) + (("fsdp",) if sharded and dim == self.fsdp_dim else ())
+            for dim, axis in enumerate(self.axes, start=-len(self.axes))
+        )
+
+    def spec(self, sharded: bool) -> P:
+        """The PartitionSpec, with or without the split over fsdp."""
+        return P(*self.split(sharded))
+
+    def mesh_axes(self, sharded: bool) -> tuple[str, ...]:
+        """The mesh axes over which the pieces differ."""
+        return tuple(axis for axes in self.split(sharded) for axis in axes)
+
+    def local_shape(self, mesh: Mapping[str, int], sharded: bool) -> tuple[int, ...]:
+        """The shape of one device's piece. Raises ConfigError when the mesh does not divide the parameter."""
+        shape = []
+        for axis, size, entry in zip(self.axes, self.shape, self.split(sharded), strict=True):
+            ways = math.prod(mesh[mesh_axis] for mesh_axis in entry)
+            if size % ways:
+                raise ConfigError(
+                    f"parallel.mesh: parameter {self.name} has {size} along its axis {axis}, which mesh axis "
+                    f"{' × '.join(entry)} = {ways} does not divide; change the mesh or the model's size"
+                )
+            shape.append(size // ways)
+        return tuple(shape)
+
+
+def check(layouts: Mapping[str, Layout], mesh: Mapping[str, int], row: Strategy) -> None:
+    """Raises ConfigError naming the first parameter, axis and sizes that do not divide."""
+    for layout in layouts.values():
+        layout.local_shape(mesh, sharded=row.optimizer)

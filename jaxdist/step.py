@@ -1,0 +1,133 @@
+"""One training step: a global batch in, updated parameters out. Runs on every device inside `jax.shard_map`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from jaxdist.collectives import IGNORED, Parallel, gather, scatter, vary
+from jaxdist.memory import Rematerialize
+from jaxdist.models import bind
+from jaxdist.sharding import BATCH, Layout
+
+Arrays = dict[str, jax.Array]
+
+
+class Batch(NamedTuple):
+    """Tokens and the tokens that follow them, int32 [B, T]; a target of -100 carries no loss."""
+
+    tokens: Any
+    targets: Any
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step, laid out as the strategy says."""
+
+    parameters: Arrays
+    optimizer: optax.OptState
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one model under one strategy."""
+
+    model: nnx.Module
+    layouts: Mapping[str, Layout]
+    parallel: Parallel
+    optimizer: optax.GradientTransformationExtraArgs
+    rematerialize: Rematerialize
+    accumulation: int
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Arrays]:
+        """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token) and `grad_norm`."""
+        loss, gradients = self.accumulate(state.parameters, batch)
+        gradients = self.reduce(gradients)
+        norm = self.norm(gradients)
+        pieces = self.pieces(state.parameters)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm)
+        parameters = self.whole(optax.apply_updates(pieces, updates))
+        return TrainState(parameters, optimizer), {"loss": loss, "grad_norm": norm}
+
+    def loss(self, sinks: Arrays | None, parameters: Arrays, batch: Batch) -> jax.Array:
+        """Sum of this device's cross-entropy, nats."""
+        model = bind(self.model, parameters, sinks)
+        return self.parallel.cross_entropy(model(self.parallel, batch.tokens, self.rematerialize), batch.targets)
+
+    def accumulate(self, parameters: Arrays, batch: Batch) -> tuple[jax.Array, Arrays]:
+        """Loss of the global batch, and its gradient as the microbatches leave it.
+
+        The loss is the sum over the global batch divided by its number of valid tokens, known before the first
+        microbatch: uneven microbatches and devices weigh as their tokens do.
+        """
+        count = lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+        scaled = jax.value_and_grad(lambda sinks, *rest: self.loss(sinks, *rest) / count)
+
+        def microbatch(total: tuple[jax.Array, Arrays], part: Batch) -> tuple[tuple[jax.Array, Arrays], None]:
+            return jax.tree.map(jnp.add, total, scaled(sinks, parameters, part)), None
+
+        sinks = self.sinks(parameters)
+        parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), BATCH)
+        (loss, gradients), _ = lax.scan(microbatch, (nothing, sinks), parts)
+        return lax.psum(loss, BATCH), gradients
+
+    def sinks(self, parameters: Arrays) -> Arrays:
+        """Zeros in the layout of the gradients, to be accumulated into."""
+        at_rest, strategy = self.pieces(parameters), self.parallel.strategy
+        sharded = strategy.gradients
+
+        def zeros(layout: Layout, piece: jax.Array) -> jax.Array:
+            shape = list(piece.shape)
+            if strategy.optimizer and not sharded:
+                shape[layout.fsdp_dim] *= lax.axis_size("fsdp")
+            tensor = ("tensor",) if "tensor" in layout.mesh_axes(sharded) else ()
+            return vary(jnp.zeros(shape, piece.dtype), BATCH + tensor)
+
+        return {name: zeros(self.layouts[name], piece) for name, piece in at_rest.items()}
+
+    def reduce(self, gradients: Arrays) -> Arrays:
+        """What the microbatches left unsummed, in the optimizer's layout: whole for ddp, else pieces over fsdp."""
+        strategy, precision = self.parallel.strategy, self.parallel.precision
+
+        def one(layout: Layout, g: jax.Array) -> jax.Array:
+            g = g.astype(precision.reduce)
+            if not strategy.optimizer:
+                g = lax.psum(g, BATCH)
+            else:
+                g = lax.psum(g if strategy.gradients else scatter(g, layout.fsdp_dim), "data")
+            return g.astype(precision.parameters)
+
+        return {name: one(self.layouts[name], g) for name, g in gradients.items()}
+
+    def norm(self, gradients: Arrays) -> jax.Array:
+        """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
+        total: Any = 0.0
+        sums: dict[tuple[str, ...], Any] = {}
+        for name, g in gradients.items():
+            axes = tuple(sorted(self.layouts[name].mesh_axes(self.parallel.strategy.optimizer)))
+            sums[axes] = sums.get(axes, 0.0) + jnp.sum(g * g)
+        for axes, partial in sums.items():
+            total = total + (lax.psum(partial, axes) if axes else partial)
+        return jnp.sqrt(total)
+
+    def pieces(self, parameters: Arrays) -> Arrays:
+        """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""
+        if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
+            return parameters
+
+        def piece(layout: Layout, w: jax.Array) -> jax.Array:
+            size = w.shape[layout.fsdp_dim] // lax.axis_size("fsdp")
+            return lax.dynamic_slice_in_dim(w, lax.axis_index("fsdp") * size, size, w.ndim + layout.fsdp_dim)
+
+        return {name: piece(self.layouts[name], w) for name, w in parameters.items()}
+
+    def whole(self, pieces: Arrays) -> Arrays:
+        """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
+        if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
+            return pieces
+        return {name: gather(w, self.layouts[name].fsdp_dim, to="invarying") for name, w in pieces.items()}
