@@ -26,9 +26,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Precision
+from jaxdist.data import IGNORED
 from jaxdist.sharding import BATCH, Strategy
 
-IGNORED = -100  # a target without loss
 M = TypeVar("M", bound=nnx.Module)
 
 

@@ -1,21 +1,24 @@
 """From `--mesh` and `--device` to devices and a `jax.sharding.Mesh`."""
 
+import math
 import os
-from collections.abc import Mapping
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxdist.config import ConfigError, Parallel
+from jaxdist.config import ConfigError, Experiment
 
 
-def make_mesh(parallel: Parallel, device: str) -> tuple[Mesh, str]:
-    """The mesh over all axes, and one line that says what it runs on. Call it before anything else touches JAX.
+def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
+    """The mesh over all axes, and one line that says what it runs on.
 
-    `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh asks for.
-    Raises ConfigError when the mesh and the devices do not fit.
+    Call it before anything else touches JAX: it also settles the platform, the number of virtual CPU devices and
+    whether float64 exists. `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh
+    asks for. Raises ConfigError when the mesh and the devices do not fit.
     """
-    wanted = None if "-1" in parallel.mesh else _product(parallel.axes())
+    parallel = experiment.parallel
+    jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
+    wanted = None if "-1" in parallel.mesh else math.prod(parallel.axes().values())
     preset = os.environ.get("JAX_NUM_CPU_DEVICES")
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -25,7 +28,7 @@ def make_mesh(parallel: Parallel, device: str) -> tuple[Mesh, str]:
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
     axes = parallel.axes(len(accelerators) or (int(preset) if preset else None))
-    needed = _product(axes)
+    needed = math.prod(axes.values())
     if accelerators and len(accelerators) >= needed:
         devices = accelerators[:needed]
     elif device == "gpu":
@@ -54,10 +57,3 @@ def describe(mesh: Mesh) -> str:
 def axes_of(mesh: Mesh) -> dict[str, int]:
     """Sizes of the mesh axes by name."""
     return dict(mesh.shape)
-
-
-def _product(axes: Mapping[str, int]) -> int:
-    size = 1
-    for n in axes.values():
-        size *= n
-    return size

@@ -13,13 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import models, sharding
-from jaxdist.collectives import IGNORED, Parallel
+from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
+from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
 from jaxdist.optim import adamw
 from jaxdist.sharding import BATCH
-from jaxdist.step import Arrays, Batch, Step, TrainState
+from jaxdist.step import Arrays, Step, TrainState
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +31,6 @@ class Program:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        if "float64" in (self.experiment.precision.parameters, self.experiment.precision.compute):
-            jax.config.update("jax_enable_x64", True)
         self.experiment.check_mesh(axes_of(self.mesh))
         sharding.check(self.layouts, axes_of(self.mesh), self.strategy)
 
@@ -95,6 +94,8 @@ class Program:
         tokens = jax.ShapeDtypeStruct((self.experiment.train.batch, self.experiment.data.sequence), jnp.int32)
         return Batch(tokens, tokens)
 
+    batch_specs = Batch(P(BATCH), P(BATCH))
+
     # ---- compiled functions
 
     def initialize(self) -> TrainState:
@@ -104,22 +105,21 @@ class Program:
     @cached_property
     def step(self) -> Any:
         """(state, batch) -> (state, metrics), jitted; the old state's memory is reused."""
-        batch = Batch(P(BATCH), P(BATCH))
+        inputs = (self.specs, self.batch_specs)
         function = jax.shard_map(
-            self.step_function, mesh=self.mesh, in_specs=(self.specs, batch), out_specs=(self.specs, P()), check_vma=True
+            self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
-        return jax.jit(function, in_shardings=self.shardings((self.specs, batch)), donate_argnums=0)
+        return jax.jit(function, in_shardings=self.shardings(inputs), donate_argnums=0)
 
     @cached_property
     def evaluate(self) -> Any:
         """(parameters, batch) -> (sum of the loss in nats, number of valid tokens), jitted."""
-        batch = Batch(P(BATCH), P(BATCH))
 
         def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
             loss = self.step_function.loss(None, parameters, batch)
             return lax.psum(loss, BATCH), lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
 
-        specs = (self.specs.parameters, batch)
+        specs = (self.specs.parameters, self.batch_specs)
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
 
     @cached_property

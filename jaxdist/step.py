@@ -10,19 +10,13 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jaxdist.collectives import IGNORED, Parallel, gather, scatter, vary
+from jaxdist.collectives import Parallel, gather, scatter, vary
+from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.models import bind
 from jaxdist.sharding import BATCH, Layout
 
 Arrays = dict[str, jax.Array]
-
-
-class Batch(NamedTuple):
-    """Tokens and the tokens that follow them, int32 [B, T]; a target of -100 carries no loss."""
-
-    tokens: Any
-    targets: Any
 
 
 class TrainState(NamedTuple):

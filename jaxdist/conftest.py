@@ -1,0 +1,47 @@
+"""Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line."""
+
+import os
+
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import Experiment
+
+
+def tiny(**sections: Any) -> Experiment:
+    """A model whose sizes are all different, with uneven valid tokens in mind: 6 query and 2 kv heads, H·C ≠ D."""
+    model = {
+        "family": "llama", "layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 48, "vocab": 64,
+        "qk_norm": True, "qkv_bias": True, "init_std": 0.2,
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "model": model,
+        "data": {"sequence": 16},
+        "train": {"steps": 20, "batch": 16},
+        "optimizer": {"warmup": 3, "learning_rate": 1e-2},
+        "precision": {"policy": "fp64"},
+    }
+    for name, section in sections.items():
+        values[name] = section if name == "model" and "family" in section else values.get(name, {}) | section
+    return Experiment.parse(values, source="test")
+
+
+@pytest.fixture
+def batches() -> Any:
+    """batches(experiment, n): random tokens whose first rows have few valid targets, so that means of means differ."""
+    from jaxdist.data import IGNORED, Batch
+
+    def make(experiment: Experiment, count: int) -> list[Batch]:
+        random = np.random.default_rng(0)
+        shape = (count, experiment.train.batch, experiment.data.sequence + 1)
+        tokens = random.integers(0, experiment.model.vocab, shape, dtype=np.int32)
+        targets = tokens[..., 1:].copy()
+        targets[:, :5, 4:] = IGNORED
+        return [Batch(x[:, :-1], y) for x, y in zip(tokens, targets, strict=True)]
+
+    return make

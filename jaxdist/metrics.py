@@ -1,0 +1,106 @@
+"""What a run reports of itself: arithmetic, memory, traffic, and the summary of the contract."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from jaxdist import __version__, traffic
+from jaxdist.config import Experiment
+from jaxdist.mesh import axes_of
+from jaxdist.program import Program
+from jaxdist.sharding import Layout
+
+WARM_UP = 2  # steps left out of medians
+
+# Dense bfloat16 matrix rate of a device in FLOP/s, from the makers' data sheets, by a part of JAX's device_kind.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5p": 459e12,
+    "TPU v5 lite": 197e12,
+    "TPU v6": 918e12,
+}
+
+
+def parameter_count(layouts: Mapping[str, Layout]) -> int:
+    return sum(math.prod(layout.shape) for layout in layouts.values())
+
+
+def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 6·L·H·C·T for causal attention.
+
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are halved for
+    the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square).
+    """
+    model = experiment.model
+    looked_up = {"positions.embedding"} | (set() if model.tied else {"embed.embedding"})
+    multiplying = sum(math.prod(layout.shape) for name, layout in layouts.items() if name not in looked_up)
+    return 6.0 * multiplying + 6.0 * model.layers * model.heads * model.head_dim * experiment.data.sequence
+
+
+def utilization(program: Program, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilization: arithmetic done over the devices' bfloat16 peak; None where the peak is unknown."""
+    kind = program.mesh.devices.flat[0].device_kind
+    peak = next((rate for name, rate in PEAK_FLOPS.items() if name in kind), None)
+    if peak is None:
+        return None
+    return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
+
+
+def memory(program: Program, compiled: Any) -> dict[str, int]:
+    """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
+    `peak` is arguments + temporaries + outputs - reused arguments.
+    """
+    mesh, strategy = axes_of(program.mesh), program.strategy
+
+    def size(tree: Any, specs: Any) -> int:
+        shards = jax.tree.map(
+            lambda a, s: math.prod(s.shard_shape(a.shape)) * a.dtype.itemsize, tree, program.shardings(specs)
+        )
+        return sum(jax.tree.leaves(shards))
+
+    gradients = sum(
+        math.prod(layout.local_shape(mesh, strategy.gradients)) * program.abstract.parameters[name].dtype.itemsize
+        for name, layout in program.layouts.items()
+    )
+    analysis = compiled.memory_analysis()
+    return {
+        "parameters": size(program.abstract.parameters, program.specs.parameters),
+        "gradients": gradients,
+        "optimizer_state": size(program.abstract.optimizer, program.specs.optimizer),
+        "temporary": analysis.temp_size_in_bytes,
+        "peak": analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes,
+    }
+
+
+def summary(
+    program: Program, traced: Any, compiled: Any, compile_seconds: float, records: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """summary.json of the contract; `records` are this process's steps."""
+    rates = [record["tokens_per_second"] for record in records]
+    rate = statistics.median(rates[WARM_UP:] or rates) if rates else None
+    return {
+        "backend": "jax",
+        "versions": {"jaxdist": __version__}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
+        "parameters": parameter_count(program.layouts),
+        "devices": program.mesh.devices.size,
+        "mesh": axes_of(program.mesh),
+        "strategy": program.experiment.parallel.strategy,
+        "precision": program.experiment.precision.policy,
+        "memory": memory(program, compiled),
+        "collectives": [collective._asdict() for collective in traffic.count(traced.jaxpr)],
+        "compile_seconds": compile_seconds,
+        "tokens_per_second": rate,
+        "flops_per_token": flops_per_token(program.experiment, program.layouts),
+        "mfu": utilization(program, rate) if rate else None,
+    }

@@ -1,0 +1,140 @@
+"""The mathematics of distribution: every mesh and strategy trains as one device does, in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxdist.collectives import Parallel
+from jaxdist.config import Experiment
+from jaxdist.conftest import tiny
+from jaxdist.mesh import make_mesh
+from jaxdist.program import Program
+from jaxdist.sharding import BATCH
+from jaxdist.step import Step
+
+STEPS = 20
+LOSS, STATE = 1e-12, 1e-10  # bounds of the contract in float64, relative
+
+GPT2 = {"family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 24, "init_std": 0.2}
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulation": {"train": {"accumulation": 2}},
+    "ddp": {"parallel": {"mesh": "8x1", "strategy": "ddp"}},
+    "zero1": {"parallel": {"mesh": "8x1", "strategy": "zero1"}},
+    "zero2": {"parallel": {"mesh": "8x1", "strategy": "zero2"}},
+    "fsdp": {"parallel": {"mesh": "8x1"}},
+    "hybrid": {"parallel": {"mesh": "data=2,fsdp=4"}},
+    "tensor": {"parallel": {"mesh": "1x4"}},
+    "2x4": {"parallel": {"mesh": "2x4"}},
+    "2x4 ddp": {"parallel": {"mesh": "2x4", "strategy": "ddp"}, "train": {"accumulation": 2}},
+    "2x4 zero1": {"parallel": {"mesh": "2x4", "strategy": "zero1"}, "train": {"accumulation": 2}},
+    "2x4 zero2": {"parallel": {"mesh": "2x4", "strategy": "zero2"}, "train": {"accumulation": 2}},
+    "2x2x2": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}, "train": {"accumulation": 2}, "memory": {"remat": "full"}},
+    "reduce per step": {"parallel": {"mesh": "4x2", "reduce": "step"}, "train": {"accumulation": 4}},
+    "zero2 per step": {"parallel": {"mesh": "4x2", "strategy": "zero2", "reduce": "step"}, "train": {"accumulation": 4}},
+    "full": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full"}},
+    "selective": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "selective"}},
+    "every second": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full", "remat_every": 2}},
+}
+
+
+def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(loss and grad_norm per step [steps, 2], final parameters and moments by name)."""
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    state, curve = program.initialize(), []
+    for batch in batches(experiment, steps):
+        state, values = program.step(state, batch)
+        curve.append((float(values["loss"]), float(values["grad_norm"])))
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    return np.array(curve), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
+
+
+def error(a: tuple[np.ndarray, dict[str, np.ndarray]], b: tuple[np.ndarray, dict[str, np.ndarray]]) -> tuple[float, float]:
+    """Largest relative difference along the loss curve, and of grad_norm, parameters and moments."""
+    curve = np.abs(a[0] / b[0] - 1).max(0)
+    states = [np.linalg.norm(a[1][k] - b[1][k]) / max(np.linalg.norm(b[1][k]), 1e-300) for k in b[1]]
+    return curve[0], max(curve[1], *states)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[..., Any]:
+    """One device's run of a model, computed once."""
+    known: dict[str, Any] = {}
+
+    def run(batches: Any, **sections: Any) -> Any:
+        return known.setdefault(str(sections), train(tiny(**sections), batches)) if str(sections) not in known else known[str(sections)]
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
+    loss, state = error(train(tiny(**CASES[case]), batches), alone(batches))
+    assert loss <= LOSS and state <= STATE
+
+
+@pytest.mark.parametrize("case", ["fsdp", "2x4", "2x2x2"])
+def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
+    sections = {"model": GPT2}
+    # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
+    first, second = train(tiny(**CASES[case], **sections), batches), alone(batches, **sections)
+    kept = [name for name in second[1] if "k_proj.bias" not in name]
+    loss, state = error((first[0], {n: first[1][n] for n in kept}), (second[0], {n: second[1][n] for n in kept}))
+    assert loss <= LOSS and state <= STATE
+
+
+@pytest.mark.parametrize("case", ["tensor", "2x4"])
+def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
+    sections = {"model": dict(tiny().model.model_dump(), tied=True)}
+    loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
+    assert loss <= LOSS and state <= STATE
+
+
+def no_reduction(self: Step, gradients: Any) -> Any:
+    """Planted: replicas keep their own gradients."""
+    return {n: lax.pmean(g, BATCH) * lax.axis_size(BATCH) * (1 + 1e-9) for n, g in gradients.items()}
+
+
+def local_norm(self: Step, gradients: Any) -> Any:
+    """Planted: replicated parameters are counted once per device."""
+    return _norm(self, gradients) * 2**0.5
+
+
+_norm = Step.norm
+
+
+def unshifted(self: Parallel, logits: Any, targets: Any) -> Any:
+    """Planted: each device takes the mean over its own valid tokens."""
+    count = (targets != -100).sum()
+    return _cross_entropy(self, logits, targets) / count * lax.pmean(count, BATCH)
+
+
+_cross_entropy = Parallel.cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake"),
+    [(Step, "reduce", no_reduction), (Step, "norm", local_norm), (Parallel, "cross_entropy", unshifted)],
+)
+def test_planted_mistakes_are_caught(
+    owner: type, name: str, mistake: Any, batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = alone(batches)
+    monkeypatch.setattr(owner, name, mistake)
+    loss, state = error(train(tiny(**CASES["ddp"]), batches), right)
+    assert loss > LOSS or state > STATE
+
+
+def test_start_is_the_same_on_any_mesh() -> None:
+    """Weights depend on the seed and the name only, to the bit."""
+    states = []
+    for sections in ({}, CASES["2x2x2"], CASES["ddp"]):
+        experiment = tiny(**sections, precision={"policy": "fp32"})
+        states.append(Program(experiment, make_mesh(experiment, "cpu")[0]).initialize().parameters)
+    for other in states[1:]:
+        for name, array in states[0].items():
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(other[name]))

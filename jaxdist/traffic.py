@@ -1,0 +1,114 @@
+"""Bytes on the wire: counted from the program that runs, and the least that its strategy could send.
+
+Both are bytes that one device sends per step with ring algorithms over n devices: all-gather and reduce-scatter
+(n-1)/n of the whole array, all-reduce twice that. The count is taken from the jaxpr, not from compiled HLO, because
+XLA's CPU backend widens bfloat16 collectives to float32; in float32 both agree to the byte (`traffic_test.py`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
+
+from jaxdist.config import Experiment
+from jaxdist.sharding import Layout, strategy
+
+KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "psum_scatter": "reduce_scatter",
+}
+
+
+class Collective(NamedTuple):
+    """All collectives of a step of one kind; `bytes` is what a device sends."""
+
+    op: str
+    axis: str
+    dtype: str
+    count: int
+    bytes: float
+
+
+def ring_bytes(op: str, whole: float, n: int) -> float:
+    """Bytes a device sends for one collective over n devices; `whole` is the unsharded array's size in bytes."""
+    return (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+
+
+def count(closed: Any) -> list[Collective]:
+    """The collectives of a traced program (`jax.jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
+    live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    sent: Counter[tuple[str, str, str]] = Counter()
+    for op, axis, dtype, times, size in _walk(live, 1, {}):
+        counts[op, axis, dtype] += times
+        sent[op, axis, dtype] += times * size
+    return [Collective(*key, counts[key], sent[key]) for key in sorted(counts)]
+
+
+def _walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, str, int, float]]:
+    for equation in jaxpr.eqns:
+        parameters = equation.params
+        if op := KINDS.get(equation.primitive.name):
+            names = parameters.get("axes", parameters.get("axis_name"))
+            names = [name for name in (names if isinstance(names, tuple) else (names,)) if mesh[name] > 1]
+            n = math.prod(mesh[name] for name in names)
+            for before, after in zip(equation.invars, equation.outvars, strict=True):
+                whole = max(v.aval.size for v in (before, after)) * before.aval.dtype.itemsize
+                if n > 1:
+                    yield op, "+".join(names), str(before.aval.dtype), times, ring_bytes(op, whole, n)
+        repeats = times * (parameters["length"] if equation.primitive.name == "scan" else 1)
+        inner = dict(parameters["mesh"].shape) if equation.primitive.name == "shard_map" else mesh
+        for value in parameters.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, ClosedJaxpr | Jaxpr):
+                    yield from _walk(getattr(part, "jaxpr", part), repeats, inner)
+
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+    """Least bytes a device must send per step, by mesh axis: `data`, `fsdp`, `tensor` and, for ddp and zero1, `data+fsdp`.
+
+    Parameters: as `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each
+    block forward and backward and the rest (embedding, last norm, head) once; a replica axis adds one all-reduce of
+    the fsdp pieces. Activations, per microbatch over tensor, A = B·T·D: two all-reduces a block forward and two
+    backward, one more with full rematerialization, one for the embedding, one for the head, and three numbers a token
+    for the loss.
+    """
+    e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
+    compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
+    at_rest = ITEMSIZE[str(e.precision.parameters)]
+    n, replicas, tensor = mesh["fsdp"], mesh["data"], mesh["tensor"]
+    total: Counter[str] = Counter()
+    for layout in layouts.values():
+        size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
+        if not row.optimizer:
+            total["data"] += ring_bytes("all_reduce", size * reduced, replicas)
+            continue
+        total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
+        total["fsdp"] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
+        if row.parameters:
+            passes = 2 if "layers" in layout.axes else 1
+            total["fsdp"] += ring_bytes("all_gather", size * compute, n) * passes * m
+        else:
+            total["fsdp"] += ring_bytes("all_gather", size * at_rest, n)
+    model = e.model
+    tokens = e.train.batch * e.data.sequence / (n * replicas)  # all microbatches together
+    again = model.layers // e.memory.remat_every if e.memory.remat == "full" else 0
+    activation = tokens * model.dim * compute
+    total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + again + 2), tensor)
+    total["tensor"] += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
+    if getattr(model, "qk_norm", False):  # the norms' scales are whole on each tensor device, their gradients sums
+        scales = 2 * model.layers * model.head_dim * compute
+        total["tensor"] += ring_bytes("all_reduce", scales * m, tensor)
+    return {axis: size for axis, size in total.items() if size}

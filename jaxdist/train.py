@@ -1,0 +1,168 @@
+"""Train an experiment: `python -m jaxdist.train --mesh 2x4`. `main` reads as the table of contents."""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import checkpoint, metrics
+from jaxdist.config import Arguments, ConfigError, RunFolder, exit_codes, newest, parse
+from jaxdist.config.display import megabytes, progress, say, show_table
+from jaxdist.data import Batch, Dataset, open_dataset
+from jaxdist.mesh import axes_of, make_mesh
+from jaxdist.optim import learning_rate
+from jaxdist.program import Program
+from jaxdist.step import TrainState
+from jaxdist.weights import load_weights, placed
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
+    arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", __doc__ or "")
+    experiment = arguments.experiment
+    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+
+    mesh, where = make_mesh(experiment, arguments.device)
+    program = Program(experiment, mesh)
+    dataset = open_dataset(experiment.data, experiment.model.vocab)
+
+    checkpoints = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint.keep) if folder else None
+    start, state = starting_state(program, arguments, folder, checkpoints)
+    if folder:
+        folder.create(from_step=start)
+    say(where)
+
+    began = time.perf_counter()
+    say("compiling the step ...")
+    traced = program.step.trace(program.abstract, program.abstract_batch)
+    compiled = traced.lower().compile()
+    compile_seconds = time.perf_counter() - began
+    show_start(program, metrics.memory(program, compiled), compile_seconds)
+
+    state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
+
+    if checkpoints:
+        if newest(checkpoints.folder) != experiment.train.steps:
+            checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
+        checkpoints.close()
+    summary = metrics.summary(program, traced, compiled, compile_seconds, records)
+    summary["validation_loss"] = validation_loss(program, state, dataset)
+    if folder:
+        folder.summarize(summary)
+    show_end(summary, records, folder)
+
+
+def starting_state(
+    program: Program, arguments: Arguments, folder: RunFolder | None, checkpoints: checkpoint.Checkpoints | None
+) -> tuple[int, TrainState]:
+    """(steps already done, state): from the run folder's newest checkpoint, from `--init`, or from the seed."""
+    step = newest(folder.checkpoints) if arguments.resume and folder else None
+    if step is not None and checkpoints is not None:
+        if step > arguments.experiment.train.steps:
+            raise ConfigError(f"train.steps = {arguments.experiment.train.steps}: the run is at step {step} already; ask for more")
+        say(f"resuming from step {step}")
+        return step, checkpoints.restore(step, placed(program, program.abstract, program.specs))
+    if arguments.init is None:
+        return 0, program.initialize()
+    weights = load_weights(program, arguments.init)
+    make = jax.jit(program.state_from, out_shardings=program.shardings(program.specs), donate_argnums=0)
+    return 0, make(weights)
+
+
+def loop(
+    program: Program,
+    compiled: Any,
+    dataset: Dataset,
+    state: TrainState,
+    start: int,
+    folder: RunFolder | None,
+    checkpoints: checkpoint.Checkpoints | None,
+) -> tuple[TrainState, list[dict[str, Any]]]:
+    """Steps `start + 1` to `train.steps`: the state after the last, and a record per step."""
+    experiment = program.experiment
+    train, every = experiment.train, experiment.checkpoint.every
+    sharding = program.shardings(program.batch_specs)
+    rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
+    tokens = train.batch * experiment.data.sequence
+
+    def fetch(step: int) -> Batch:
+        return jax.device_put(dataset.batch(step, train.batch, train.seed), sharding)
+
+    records: list[dict[str, Any]] = []
+    with progress(train.steps, start) as show:
+        batch = fetch(start + 1) if start < train.steps else None
+        for step in range(start + 1, train.steps + 1):
+            began = time.perf_counter()
+            state, values = compiled(state, batch)
+            batch = fetch(step + 1)  # while the devices work
+            loss, norm = float(values["loss"]), float(values["grad_norm"])
+            seconds = time.perf_counter() - began
+            record = {
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": float(rate(jnp.asarray(step))),
+                "tokens": step * tokens,
+                "step_seconds": seconds,
+                "tokens_per_second": tokens / seconds,
+            }
+            records.append(record)
+            show(record)
+            if folder:
+                folder.log(record)
+            if checkpoints and every and step % every == 0:
+                checkpoints.save(step, experiment, state.parameters, state.optimizer)
+    return state, records
+
+
+def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> float | None:
+    """Mean nats per token over `train.validation_batches` batches of the validation split; None where there is none."""
+    train = program.experiment.train
+    if not train.validation_batches or not dataset.sequences("validation"):
+        return None
+    loss = count = 0.0
+    for step in range(1, train.validation_batches + 1):
+        batch = dataset.batch(step, train.batch, train.seed, split="validation")
+        total, tokens = program.evaluate(state.parameters, batch)
+        loss, count = loss + float(total), count + float(tokens)
+    return loss / count
+
+
+def show_start(program: Program, memory: dict[str, int], compile_seconds: float) -> None:
+    """The start-up table."""
+    e, model = program.experiment, program.experiment.model
+    held = {name: megabytes(memory[name]) for name in memory}
+    show_table(
+        {
+            "model": f"{model.family}, {model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}",
+            "parameters": f"{metrics.parameter_count(program.layouts):,}",
+            "mesh": " × ".join(f"{axis} {size}" for axis, size in axes_of(program.mesh).items()),
+            "strategy": e.parallel.strategy,
+            "precision": f"{e.precision.policy} (weights {e.precision.parameters}, compute {e.precision.compute}, "
+            f"reduce {e.precision.reduce})",
+            "batch": f"{e.train.batch} sequences of {e.data.sequence} tokens, {e.train.accumulation} microbatch(es)",
+            "memory per device": f"parameters {held['parameters']}, gradients {held['gradients']}, "
+            f"optimizer {held['optimizer_state']}, peak {held['peak']}",
+            "compiled in": f"{compile_seconds:.1f} s",
+        },
+        title="jaxdist",
+    )
+
+
+def show_end(summary: dict[str, Any], records: list[dict[str, Any]], folder: RunFolder | None) -> None:
+    """One closing line."""
+    parts = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"]
+    if (validation := summary["validation_loss"]) is not None:
+        parts.append(f"validation loss {validation:.4f}, perplexity {math.exp(validation):.2f}")
+    if summary["tokens_per_second"]:
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"saved in {folder.path}" if folder else "nothing saved (--output DIR keeps a run)")
+    say(", ".join(parts))
+
+
+if __name__ == "__main__":
+    exit_codes(main)

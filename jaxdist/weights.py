@@ -1,0 +1,41 @@
+"""Weights from any source, laid out for a program."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist import checkpoint
+from jaxdist.config import Experiment
+from jaxdist.convert import read_hf
+from jaxdist.program import Program
+
+
+def source_experiment(path: Path) -> Experiment:
+    """The experiment of a jaxdist checkpoint; for a Hugging Face folder, the defaults around its model. Raises ConfigError."""
+    if checkpoint.is_checkpoint(path):
+        return checkpoint.read_experiment(path)
+    model, _ = read_hf(path)
+    return Experiment(model=model)  # type: ignore[arg-type]
+
+
+def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
+    """The weights of a jaxdist checkpoint or a Hugging Face folder, laid out for the program. Raises ConfigError."""
+    abstract = placed(program, program.abstract.parameters, program.specs.parameters)
+    if checkpoint.is_checkpoint(path):
+        folder, step = checkpoint.locate(path)
+        return checkpoint.Checkpoints(folder).restore_parameters(step, abstract)
+    _, arrays = read_hf(path)
+    shapes = {name: array.shape for name, array in arrays.items()}
+    checkpoint.check_shapes(str(path), shapes, {name: a.shape for name, a in abstract.items()})
+    return {
+        name: jax.make_array_from_callback(a.shape, a.sharding, lambda index, n=name, d=a.dtype: arrays[n][index].astype(d))
+        for name, a in abstract.items()
+    }
+
+
+def placed(program: Program, abstract: Any, specs: Any) -> Any:
+    """Shapes and dtypes with their shardings: what a restore aims at."""
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, program.shardings(specs)
+    )
