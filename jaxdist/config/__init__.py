@@ -3,6 +3,7 @@
 from jaxdist.config.arguments import Arguments, exit_codes, parse
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import (
+    AXES,
     GPT2,
     POLICIES,
     STRATEGIES,
@@ -21,6 +22,7 @@ from jaxdist.config.experiment import (
 from jaxdist.config.folder import RunFolder, checkpoint_in, newest, read_metrics
 
 __all__ = [
+    "AXES",
     "GPT2",
     "POLICIES",
     "STRATEGIES",

@@ -1,5 +1,6 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -27,6 +28,16 @@ class RunFolder:
             raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
         if occupied:
             self._same_run()
+        self._events = self._event_writer() if experiment.metrics.tensorboard else None
+
+    def _event_writer(self) -> Any:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
+            ) from None
+        return functools.cache(lambda: SummaryWriter(str(self.path)))
 
     def _same_run(self) -> None:
         before = _flat(tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8")))
@@ -60,6 +71,9 @@ class RunFolder:
         """Append one step's record."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+        if self._events:
+            for name, value in record.items():
+                self._events().add_scalar(name, value, record["step"])
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""

@@ -1,0 +1,184 @@
+"""The experiment and its command line: what is accepted, what is refused, and what the refusal says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config import AXES, POLICIES, ConfigError, Experiment, RunFolder, parse
+from jaxdist.config.arguments import fields, find_config, load
+from jaxdist.config.experiment import GPT2, Llama
+
+SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
+
+
+def experiment(*argv: str) -> Experiment:
+    return parse(argv, "jaxdist.train", "").experiment
+
+
+def test_defaults_are_the_shipped_default() -> None:
+    assert load("default", {}) == Experiment()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_say_how_to_run_them(path: Path) -> None:
+    assert load(path.stem, {}) == load(str(path), {})
+    head = path.read_text(encoding="utf-8").split("\n[")[0]
+    for word in ("Command:", "Hardware:", "Time:", "Expect:"):
+        assert word in head, f"{path.name} does not state its {word}"
+    assert f"--config {path.stem}" in head or path.stem == "default"
+
+
+def test_resolved_config_is_accepted_back(tmp_path: Path) -> None:
+    original = experiment("--mesh", "2x4", "--precision", "bf16", "--model.qk_norm", "true", "--data.path", 'a "b"\\c')
+    file = tmp_path / "config.toml"
+    file.write_text(original.to_toml(), encoding="utf-8")
+    assert experiment("--config", str(file)) == original
+    assert experiment("--config", str(file), "--precision", "fp64").precision.compute == "float64"
+
+
+def test_every_field_has_help_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (description, _) in fields().items():
+        assert description.endswith((".", ")")), f"{name} has no docstring"
+    with pytest.raises(SystemExit):
+        parse(["--help"], "jaxdist.train", "")
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in fields())
+
+
+def test_policies_resolve() -> None:
+    for policy, (parameters, compute, reduce) in POLICIES.items():
+        p = experiment("--precision", policy).precision
+        assert (p.parameters, p.compute, p.reduce) == (parameters, compute, reduce)
+    assert experiment("--precision", "bf16", "--precision.reduce", "bfloat16").precision.reduce == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "sizes"),
+    [
+        ("1x1", "fsdp", (1, 1, 1)),
+        ("8", "fsdp", (1, 8, 1)),
+        ("2x4", "fsdp", (1, 2, 4)),
+        ("2x4", "zero1", (1, 2, 4)),
+        ("2x4", "ddp", (2, 1, 4)),
+        ("data=2,fsdp=2,tensor=2", "fsdp", (2, 2, 2)),
+        ("tensor=2, fsdp=4", "zero2", (1, 4, 2)),
+        ("fsdp=-1,tensor=2", "fsdp", (1, 8, 2)),
+        ("-1x4", "ddp", (4, 1, 4)),
+    ],
+)
+def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
+    parallel = experiment(f"--mesh={mesh}", "--strategy", strategy).parallel
+    assert parallel.axes(16) == dict(zip(AXES, sizes, strict=True))
+
+
+BAD: list[tuple[list[str], str]] = [
+    (["--model.layrs", "3"], r"'--model.layrs'; did you mean '--model.layers'"),
+    (["--model.layers", "three"], r"model.layers = 'three': .*integer"),
+    (["--model.layers", "0"], r"model.layers = '0': .*greater than or equal to 1"),
+    (["--strategy", "fsdp2"], r"parallel.strategy = 'fsdp2': .*'ddp', 'zero1', 'zero2' or 'fsdp'"),
+    (["--precision", "fp8"], r"precision.policy = 'fp8': .*'fp32', 'bf16' or 'fp64'"),
+    (["--precision.compute", "float64"], r"float64 is for proofs .* --precision fp64"),
+    (["--mesh", "2x4x2"], r"parallel.mesh = '2x4x2': name the axes"),
+    (["--mesh", "2xfour"], r"size 'four' of axis 'tensor'"),
+    (["--mesh", "fsdp=2,fsdp=4"], r"axis 'fsdp' is given twice"),
+    (["--mesh", "fsdp=2,tenser=4"], r"unknown axis 'tenser'; did you mean 'tensor'"),
+    (["--mesh", "fsdp=-1,tensor=-1"], r"only one axis can be -1"),
+    (["--mesh", "fsdp=-1,tensor=3"], r"16 devices are no multiple of 3"),
+    (["--mesh", "fsdp=4", "--strategy", "ddp"], r"ddp shards nothing; name the axis data"),
+    (["--mesh", "data=4"], r"shards over the axis fsdp, which has size 1"),
+    (["--mesh", "1x3"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"),
+    (["--mesh", "1x8"], r"model.kv_heads = 4 cannot be divided over the mesh axis tensor = 8"),
+    (["--mesh", "1x4", "--model.vocab", "255"], r"model.vocab = 255 cannot be divided over the mesh axis tensor = 4"),
+    (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
+    (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
+    (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),
+    (["--train.batch", "5", "--train.accumulation", "2"], r"train.batch = 5 .* train.accumulation = 2"),
+    (["--memory.remat_every", "3"], r"memory.remat_every = 3 does not divide model.layers = 4"),
+    (["--model.family", "gpt3"], r"'gpt3'.*'llama', 'gpt2'"),
+    (["--model.family", "gpt2", "--model.window", "4"], r"model.window = '4': no such field"),
+    (["--config", "defualt"], r"--config defualt: .*did you mean 'default'"),
+    (["--config", "missing.toml"], r"--config missing.toml: .*No such file"),
+    (["--resume"], r"--resume needs --output"),
+    (["--init", "nowhere"], r"--init nowhere: no such file"),
+    (["--steps"], r"expected one argument"),
+]
+
+
+@pytest.mark.parametrize(("argv", "says"), BAD, ids=[" ".join(argv) for argv, _ in BAD])
+def test_bad_input_is_named(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        e = experiment(*argv)
+        e.check_mesh(e.parallel.axes(16))
+    assert re.search(says, str(error.value)), str(error.value)
+
+
+def test_bad_toml(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    for text, says in (
+        ("[model]\nlayrs = 3", "model.layrs = 3: no such field; did you mean 'layers'"),
+        ("[modell]\nlayers = 3", "modell = .*: no such field; did you mean 'model'"),
+        ("[model\n", "x.toml: "),
+        ("model = 3", "model"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=says):
+            experiment("--config", str(file))
+
+
+def test_families_share_their_names() -> None:
+    """What both families have is named alike, so that code can read it from either."""
+    for name in ("kv_heads", "head_dim"):
+        assert hasattr(Llama(), name) and hasattr(GPT2(family="gpt2"), name)
+
+
+class TestRunFolder:
+    """A run folder never mixes runs."""
+
+    def test_occupied(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="no run"):
+            RunFolder(tmp_path, Experiment())
+        with pytest.raises(ConfigError, match="is a file"):
+            RunFolder(tmp_path / "notes.txt", Experiment())
+
+    def test_another_run(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create()
+        with pytest.raises(ConfigError, match="already holds a run"):
+            RunFolder(tmp_path, Experiment())
+        RunFolder(tmp_path, Experiment(), resume=True)
+        RunFolder(tmp_path, experiment("--mesh", "2x4"), resume=True)
+        for argv, field in ((["--seed", "1"], "train.seed"), (["--model.layers", "2"], "model.layers")):
+            with pytest.raises(ConfigError, match=field):
+                RunFolder(tmp_path, experiment(*argv), resume=True)
+
+    def test_a_longer_run_keeps_its_schedule(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, experiment("--steps", "10")).create()
+        with pytest.raises(ConfigError, match="decay_steps"):
+            RunFolder(tmp_path, experiment("--steps", "20"), resume=True)
+        RunFolder(tmp_path, experiment("--steps", "20", "--optimizer.decay_steps", "10"), resume=True)
+
+    def test_metrics_are_cut_at_the_checkpoint(self, tmp_path: Path) -> None:
+        from jaxdist.config import read_metrics
+
+        folder = RunFolder(tmp_path, Experiment())
+        folder.create()
+        for step in range(1, 6):
+            folder.log({"step": step, "loss": 1.0})
+        with folder.metrics.open("a") as file:
+            file.write('{"step": 6, "lo')  # a kill
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+        folder.create(from_step=3)
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_find_config_prefers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "default").write_text("")
+    assert find_config("default") == Path("default")
+
+
+def test_overrides_win(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"model.layers": "7"}
+    assert load("default", values).model.layers == 7

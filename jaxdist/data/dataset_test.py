@@ -1,0 +1,206 @@
+import json
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Data
+from jaxdist.data import IGNORED, Batch, dataset, open_dataset
+from jaxdist.data.permutation import permute
+
+
+def numbered(tmp_path, sequences, **fields):
+    """Packed data in which sequence i is i, i, ... so that a batch shows which sequences it holds."""
+    T = 4
+    np.save(tmp_path / "ids.npy", np.append(np.repeat(np.arange(sequences), T), sequences).astype(np.uint16))
+    return open_dataset(Data(path=str(tmp_path / "ids.npy"), sequence=T, **fields), vocab=2**15)
+
+
+def seen(found, steps, size, seed=0, split="train"):
+    """The sequence numbers of `steps` batches in order."""
+    return np.concatenate([found.batch(s, size, seed, split).tokens[:, 0] for s in range(1, steps + 1)])
+
+
+def once_per_epoch(visits, sequences):
+    epochs = visits[: len(visits) // sequences * sequences].reshape(-1, sequences)
+    return len(epochs) > 0 and (np.sort(epochs) == np.arange(sequences)).all()
+
+
+@pytest.mark.parametrize(("sequences", "size"), [(1, 1), (1, 3), (2, 1), (3, 2), (7, 3), (10007, 1000)])
+def test_each_sequence_once_per_epoch(tmp_path, sequences, size):
+    found = numbered(tmp_path, sequences, validation=0)
+    assert found.sequences("train") == sequences and found.sequences("validation") == 0
+    assert once_per_epoch(seen(found, -(-2 * sequences // size), size), sequences)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda place, n, seed, epoch: np.random.default_rng(seed).integers(n, size=len(place)),
+        lambda place, n, seed, epoch: permute(place, n, seed, epoch * n + place),  # an order per sequence
+    ],
+)
+def test_once_per_epoch_catches_a_broken_order(tmp_path, monkeypatch, planted):
+    monkeypatch.setattr(dataset, "permute", planted)
+    assert not once_per_epoch(seen(numbered(tmp_path, 8, validation=0), 4, 4), 8)
+
+
+def test_unshuffled_is_in_order_and_wraps(tmp_path):
+    found = numbered(tmp_path, 5, validation=0, shuffle=False)
+    assert seen(found, 4, 3).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_shuffled_differs_by_epoch_and_seed(tmp_path):
+    found = numbered(tmp_path, 100, validation=0)
+    first, second = seen(found, 2, 100).reshape(2, 100)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, seen(found, 1, 100, seed=1))
+
+
+def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path):
+    found = numbered(tmp_path, 50)
+    late = found.batch(9, 8, 3)
+    seen(found, 5, 8)
+    fresh = numbered(tmp_path, 50).batch(9, 8, 3)
+    for again in (found.batch(9, 8, 3), fresh):
+        assert np.array_equal(again.tokens, late.tokens) and np.array_equal(again.targets, late.targets)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 8), slice(7, 8), slice(0, 0)])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_rows_are_those_of_the_global_batch(tmp_path, rows, split):
+    found = numbered(tmp_path, 13, validation=0.3)
+    whole, part = found.batch(4, 8, 1, split), found.batch(4, 8, 1, split, rows)
+    assert np.array_equal(part.tokens, whole.tokens[rows]) and np.array_equal(
+        part.targets, whole.targets[rows]
+    )
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
+    found = numbered(tmp_path, 100)
+    read, reads = found._stream.read, []
+
+    def counted(start, stop):
+        reads.append(start)
+        return read(start, stop)
+
+    monkeypatch.setattr(found._stream, "read", counted)
+    found.batch(1, 64, 0, rows=slice(8, 12))
+    assert len(reads) == 4
+
+
+@pytest.mark.parametrize(
+    ("sequences", "share", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (100, 0.25, 25)]
+)
+def test_validation_is_the_tail(tmp_path, sequences, share, held):
+    found = numbered(tmp_path, sequences, validation=share)
+    train = seen(found, 1, found.sequences("train"))
+    assert found.sequences("validation") == held and sorted(train) == list(range(sequences - held))
+    if held:
+        assert seen(found, 2, held, split="validation").tolist() == [*range(sequences - held, sequences)] * 2
+
+
+def test_an_empty_validation_split_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.validation = 0\.0 leaves no sequence .* raise it"):
+        numbered(tmp_path, 4, validation=0).batch(1, 1, 0, "validation")
+
+
+def test_steps_count_from_one(tmp_path):
+    with pytest.raises(ValueError, match="step = 0"):
+        numbered(tmp_path, 4).batch(0, 1, 0)
+
+
+def whole(tmp_path, text, **fields):
+    """All sequences of a text in order, as one batch."""
+    (tmp_path / "text.txt").write_bytes(text)
+    found = open_dataset(
+        Data(path=str(tmp_path / "text.txt"), validation=0, shuffle=False, **fields), vocab=256
+    )
+    return found.batch(1, found.sequences("train"), 0)
+
+
+def joined(batch):
+    """The text that the sequences cover, when they lie side by side as packed ones must."""
+    tokens, targets = batch.tokens, batch.targets
+    assert batch.tokens.dtype == batch.targets.dtype == np.int32
+    assert np.array_equal(tokens[:, 1:], targets[:, :-1]), "a target is not the next token"
+    assert np.array_equal(tokens[1:, 0], targets[:-1, -1]), "sequences do not touch"
+    return bytes(tokens.ravel().tolist()) + bytes([targets[-1, -1]])
+
+
+@pytest.mark.parametrize(("length", "kept"), [(5, 5), (8, 5), (9, 9), (12, 9), (13, 13)])
+def test_packed_covers_the_stream_but_for_the_remainder(tmp_path, length, kept):
+    text = bytes(range(65, 65 + length))
+    assert joined(whole(tmp_path, text, sequence=4)) == text[:kept]
+
+
+def test_packed_check_catches_unshifted_targets_and_a_wrong_stride(tmp_path):
+    batch = whole(tmp_path, bytes(range(65, 82)), sequence=4)
+    with pytest.raises(AssertionError, match="next token"):
+        joined(Batch(batch.tokens, batch.tokens))
+    with pytest.raises(AssertionError, match="touch"):
+        joined(Batch(batch.tokens[::2], batch.targets[::2]))
+
+
+def padded(tmp_path, documents, T):
+    file = tmp_path / "documents.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    found = open_dataset(
+        Data(path=str(file), sequence=T, documents="padded", validation=0, shuffle=False), vocab=256
+    )
+    return found.batch(1, found.sequences("train"), 0)
+
+
+def test_padded_starts_each_document_anew(tmp_path):
+    batch = padded(tmp_path, ["abcdef", "x", "gh", "", "ijklm"], T=4)
+    rows = [bytes(row).rstrip(b"\0").decode() for row in batch.tokens.astype(np.uint8)]
+    targets = ["".join(chr(target) for target in row if target != IGNORED) for row in batch.targets]
+    assert rows == ["abcd", "ef", "gh", "ijkl"]
+    assert targets == ["bcde", "f", "h", "jklm"]
+    assert (batch.targets != IGNORED).sum(axis=1).tolist() == [4, 1, 1, 4]
+    assert batch.targets[1].tolist() == [ord("f"), IGNORED, IGNORED, IGNORED]
+
+
+def test_padded_keeps_every_token_of_every_document(tmp_path):
+    random = np.random.default_rng(0)
+    documents = [chr(97 + number % 26) * int(random.integers(2, 30)) for number in range(40)]
+    batch = padded(tmp_path, documents, T=7)
+    assert (batch.targets != IGNORED).sum() == sum(len(text) - 1 for text in documents)
+    real = batch.targets != IGNORED
+    assert np.array_equal(batch.tokens[real], batch.targets[real]), "a sequence mixes two documents"
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+def test_ids_without_documents_are_padded_as_one(tmp_path, suffix):
+    ids = np.arange(1, 7, dtype=np.uint16)
+    if suffix == ".npy":
+        np.save(tmp_path / "ids.npy", ids)
+    else:
+        ids.tofile(tmp_path / "ids.bin")
+    data = Data(
+        path=str(tmp_path / f"ids{suffix}"), sequence=4, documents="padded", validation=0, shuffle=False
+    )
+    batch = open_dataset(data, vocab=7).batch(1, 2, 0)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert batch.targets.tolist() == [[2, 3, 4, 5], [6, IGNORED, IGNORED, IGNORED]]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        (b"", {}, r"data\.path = .*holds no tokens; give"),
+        (b"abcd", {"sequence": 4}, r"data\.sequence = 4: .* has 4 tokens, not enough .*; shorten"),
+        (b"a", {"sequence": 4, "documents": "padded"}, r"data\.sequence = 4: .* 1 tokens"),
+    ],
+)
+def test_too_little_text(tmp_path, text, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        whole(tmp_path, text, **fields)
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    def refuse(data, vocab):
+        raise PermissionError(13, "Permission denied", data.path)
+
+    monkeypatch.setattr(dataset, "open_stream", refuse)
+    with pytest.raises(ConfigError, match=r"data\.path = 'secret': .*Permission denied.*; give files"):
+        open_dataset(Data(path="secret"), vocab=256)
