@@ -7,6 +7,7 @@ are asynchronous and appear whole or not at all: Orbax writes a temporary folder
 import json
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,14 +35,18 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         """`keep`: how many of the newest stay; 0 for all."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True)
+        self.folder, self.keep = folder.resolve(), keep
+
+    @cached_property
+    def manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager; making it creates the folder, so it is made when it is first needed."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep or None, create=True)
         handlers = {
             "parameters": ocp.StandardCheckpointHandler(),
             "optimizer": ocp.StandardCheckpointHandler(),
             "experiment": ocp.JsonCheckpointHandler(),
         }
-        self.folder = folder.resolve()
-        self.manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def save(self, step: int, experiment: Experiment, parameters: Any, optimizer: Any = None) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can go on."""

@@ -1,9 +1,17 @@
 """Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line."""
 
 import os
+import tempfile
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# LLVM's optimizations double the time to compile, and what is tested here is the program that it is given.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# Many tests compile the same program; what one of them compiled serves the others, and only this session.
+CACHE = tempfile.TemporaryDirectory(prefix="jaxdist-compiled-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from typing import Any
 

@@ -22,6 +22,7 @@ def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
     at 1: cosine peak · (f + (1-f)(1 + cos πp)/2), linear peak · (1 - (1-f)p), constant peak; f is `final`.
     """
     end = o.decay_steps or steps
+    step = step.astype(jnp.result_type(float))  # an int32 divided by a number would be float32, also in float64 runs
     p = jnp.clip((step - o.warmup) / max(1, end - o.warmup), 0, 1)
     decayed = {
         "cosine": o.final + (1 - o.final) * (1 + jnp.cos(jnp.pi * p)) / 2,

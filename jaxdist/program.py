@@ -60,6 +60,8 @@ class Program:
         key = jax.random.key(self.experiment.train.seed)
 
         def draw(layout: sharding.Layout) -> jax.Array:
+            if not layout.std:
+                return jnp.full(layout.shape, layout.mean, self.experiment.precision.parameters)
             named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
             values = layout.mean + layout.std * jax.random.normal(named, layout.shape, jnp.float32)
             return values.astype(self.experiment.precision.parameters)

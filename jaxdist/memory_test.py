@@ -1,0 +1,96 @@
+"""What a device holds: its share of the state, and as many activations as the mode of rematerialization keeps."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import memory, metrics
+from jaxdist.conftest import tiny
+from jaxdist.mesh import make_mesh
+from jaxdist.program import Program
+
+
+def program(**sections: Any) -> Program:
+    experiment = tiny(**{"precision": {"policy": "fp32"}} | sections)
+    return Program(experiment, make_mesh(experiment, "cpu")[0])
+
+
+def compiled(p: Program) -> Any:
+    return p.step.lower(p.abstract, p.abstract_batch).compile()
+
+
+def held(tree: Any) -> int:
+    """Bytes of a tree of arrays on the fullest device, from the real buffers."""
+    totals: dict[Any, int] = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
+    return max(totals.values())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "parameters", "optimizer"),
+    [("8x1", "ddp", 1, 1), ("8x1", "zero1", 1, 8), ("8x1", "zero2", 1, 8), ("8x1", "fsdp", 8, 8), ("data=2,fsdp=4", "fsdp", 4, 4)],
+)
+def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
+    p = program(parallel={"mesh": mesh, "strategy": strategy})
+    state = p.initialize()
+    whole = metrics.parameter_count(p.layouts) * 4
+    assert held(state.parameters) == whole // parameters
+    counts = 2 * 4  # the step counts of Adam and of the schedule
+    assert held(state.optimizer) == 2 * whole // optimizer + counts
+    reported = metrics.memory(p, compiled(p))
+    assert (reported["parameters"], reported["optimizer_state"]) == (held(state.parameters), held(state.optimizer))
+
+
+def test_initialization_never_holds_the_whole_model() -> None:
+    """Drawing a weight born sharded needs no more than its share of memory, arguments to the draw included."""
+    p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
+    analysis = jax.jit(p.initial, out_shardings=p.shardings(p.specs)).lower().compile().memory_analysis()
+    whole = metrics.parameter_count(p.layouts) * 4
+    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # 3/8 are the state itself
+
+
+def temporary(remat: str, every: int = 1, **sections: Any) -> int:
+    model = dict(tiny().model.model_dump(), layers=8, dim=64, hidden=256)
+    p = program(model=model, data={"sequence": 64}, memory={"remat": remat, "remat_every": every}, **sections)
+    return compiled(p).memory_analysis().temp_size_in_bytes
+
+
+def test_rematerialization_saves_memory() -> None:
+    none, selective, full, half = (temporary(*mode) for mode in (("none",), ("selective",), ("full",), ("full", 2)))
+    assert full < selective < none
+    assert full < half < none
+
+
+def big(remat: str) -> tuple[int, int]:
+    """(scratch of the compiled step, bytes of the whole model) where weights dwarf activations, on 8 devices."""
+    model = dict(tiny().model.model_dump(), layers=16, dim=256, hidden=1024)
+    p = program(model=model, data={"sequence": 8}, train={"steps": 1, "batch": 8}, parallel={"mesh": "8x1"}, memory={"remat": remat})
+    return compiled(p).memory_analysis().temp_size_in_bytes, metrics.parameter_count(p.layouts) * 4
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_fsdp_holds_one_block_at_a_time(remat: str) -> None:
+    """Gathered weights are not kept from forward to backward, in any mode; a mode that keeps them is caught."""
+    scratch, whole = big(remat)
+    assert scratch < 0.7 * whole
+
+
+def test_kept_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(memory.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
+    scratch, whole = big("none")
+    assert scratch > 0.7 * whole
+
+
+def test_same_numbers_in_every_mode(batches: Any) -> None:
+    results = []
+    for remat in ("none", "full", "selective"):
+        p = program(memory={"remat": remat}, precision={"policy": "fp64"})
+        state, values = p.step(p.initialize(), batches(p.experiment, 1)[0])
+        results.append((float(values["loss"]), float(values["grad_norm"]), np.asarray(state.parameters["norm.scale"])))
+    for loss, norm, scale in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-14) and norm == pytest.approx(results[0][1], rel=1e-13)
+        np.testing.assert_allclose(scale, results[0][2], rtol=1e-13)

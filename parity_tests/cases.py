@@ -1,0 +1,48 @@
+"""What is compared: two models, the meshes and strategies, accumulation and rematerialization."""
+
+from typing import Any
+
+# Sizes are all different, so that a swapped pair cannot pass; the initial weights are large enough to matter.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "family": "llama", "layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 48, "vocab": 256,
+        "positions": 64, "qk_norm": True, "qkv_bias": True, "output_bias": True, "init_std": 0.1, "rope_scaling": "llama3",
+        "rope_original_positions": 16, "window": 20,
+    },
+    "gpt2": {
+        "family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 256, "positions": 40, "init_std": 0.1,
+    },
+}  # fmt: skip
+
+MESHES: dict[str, dict[str, Any]] = {
+    "1x1": {"mesh": "1x1"},
+    "ddp": {"mesh": "8x1", "strategy": "ddp"},
+    "zero1": {"mesh": "8x1", "strategy": "zero1"},
+    "zero2": {"mesh": "8x1", "strategy": "zero2"},
+    "fsdp": {"mesh": "8x1", "strategy": "fsdp"},
+    "hybrid": {"mesh": "data=2,fsdp=4"},
+    "tensor": {"mesh": "1x4"},
+    "2x4": {"mesh": "2x4"},
+    "2x2x2": {"mesh": "data=2,fsdp=2,tensor=2"},
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "accumulation": {"train.accumulation": 2},
+    "full": {"memory.remat": "full"},
+    "selective": {"memory.remat": "selective"},
+    "full-every-2": {"memory.remat": "full", "memory.remat_every": 2},
+}
+
+# Mistakes of the size that real ports make, as overrides of one side's config; each must be caught.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "learning rate +0.01 %": {"optimizer.learning_rate": 0.010001},
+    "Adam eps × 10": {"optimizer.eps": 1e-7},
+    "clip +0.1 %": {"optimizer.clip": 0.5005},
+    "beta2 + 0.001": {"optimizer.beta2": 0.951},
+    "weight decay 0.1 -> 0.01": {"optimizer.weight_decay": 0.01},
+    "norm eps 1e-5 -> 1e-6": {"model.norm_eps": 1e-6},
+    "window + 1": {"model.window": 21},
+    "no rope scaling": {"model.rope_scaling": "none"},
+    "another seed": {"train.seed": 1},
+    "schedule off by one": {"optimizer.warmup": 4},
+}

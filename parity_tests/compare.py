@@ -1,0 +1,53 @@
+"""Differences between two runs, from their files alone. numpy only: neither side's code can hide a mistake here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# Bounds of the contract in float64, relative: nothing planted in `mistakes.py` hides below them.
+LOSS, GRAD_NORM, STATE = 1e-12, 1e-10, 1e-10
+
+# GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is
+# rounding, of which Adam makes steps of at most lr·|g|/eps. Such tensors are compared absolutely.
+ZERO_GRADIENT = "attention.k_proj.bias"
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """||a - b|| / ||b||, infinite where shapes differ or either holds a NaN: a NaN is equal to nothing."""
+    if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return float("inf")
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    distance, size = np.linalg.norm(a - b), np.linalg.norm(b)
+    return float(distance / size) if size else float("inf" if distance else 0.0)
+
+
+def curve(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
+    """|a - b| / |b| of one field of metrics.jsonl, per step; infinite when the runs have unequal steps or a NaN."""
+    if [record["step"] for record in a] != [record["step"] for record in b]:
+        return np.array([np.inf])
+    x, y = (np.array([record[field] for record in records], np.float64) for records in (a, b))
+    difference = np.abs(x - y) / np.abs(y)
+    return np.where(np.isfinite(difference), difference, np.inf)
+
+
+def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradient: bool = False) -> dict[str, float]:
+    """Relative difference of each tensor by name; infinite for one that is missing on a side.
+
+    With `zero_gradient` (GPT-2), the difference of key biases and their moments is absolute.
+    """
+    differences = {}
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            differences[name] = float("inf")
+        elif zero_gradient and ZERO_GRADIENT in name:
+            differences[name] = float(np.abs(a[name] - b[name]).max())
+        else:
+            differences[name] = relative(a[name], b[name])
+    return differences
+
+
+def worst(differences: Mapping[str, float]) -> tuple[str, float]:
+    """The name and size of the largest difference."""
+    name = max(differences, key=lambda key: differences[key])
+    return name, differences[name]

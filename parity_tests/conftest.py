@@ -1,0 +1,72 @@
+"""Runs are shared by the tests of a session: each (side, model, settings) is trained once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the parity suite needs torch: pip install 'jaxdist[test]'")
+
+import tomli_w
+
+from parity_tests.cases import MODELS
+from parity_tests.run import Run, command, run
+
+STEPS = 20
+Runs = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A config file per model. The data are padded documents of uneven length, so that a mean of means differs."""
+    folder = tmp_path_factory.mktemp("experiments")
+    documents = folder / "documents.jsonl"
+    words = "the same model, trained the same way, with the same memory".split()
+    lines = (" ".join(words[(i * j) % len(words)] for j in range(1 + (7 * i) % 23)) for i in range(400))
+    documents.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")
+    paths = {}
+    for name, model in MODELS.items():
+        paths[name] = folder / f"{name}.toml"
+        values = {
+            "model": model,
+            "data": {"path": str(documents), "documents": "padded", "sequence": 32},
+            "train": {"steps": STEPS, "batch": 16, "validation_batches": 2},
+            "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},
+            "precision": {"policy": "fp64"},
+        }
+        paths[name].write_text(tomli_w.dumps(values), encoding="utf-8")
+    return paths
+
+
+@pytest.fixture(scope="session")
+def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The starting weights of each model: written by the JAX side's seed, converted to a Hugging Face folder."""
+    from jaxdist.convert.__main__ import main as convert
+
+    folders = {}
+    for name, config in experiments.items():
+        folder = tmp_path_factory.mktemp(f"start-{name}")
+        seed = run("jaxdist", folder / "seed", config, {"steps": 0, "precision": "fp32"})
+        folders[name] = folder / "hf"
+        convert([str(seed.path), str(folders[name]), "--to", "hf"])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def runs(experiments: dict[str, Path], start: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """runs(side, model, **settings) -> Run of 20 steps from the common start; the same settings are run once."""
+    known: dict[Any, Run] = {}
+    folder = tmp_path_factory.mktemp("runs")
+
+    def get(side: str, model: str, settings: dict[str, Any]) -> Run:
+        key = (side, model, *sorted(settings.items()))
+        if key not in known:
+            path = folder / f"{len(known)}-{side}-{model}"
+            known[key] = run(side, path, experiments[model], settings, "--init", str(start[model]))
+        return known[key]
+
+    return get
+
+
+__all__ = ["command"]

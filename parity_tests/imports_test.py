@@ -1,0 +1,84 @@
+"""Who may import whom: what both sides read is neutral, and nothing that computes is shared."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def sources(folder: str) -> list[Path]:
+    return [p for p in sorted((ROOT / folder).rglob("*.py")) if not p.name.endswith("_test.py") and p.name != "conftest.py"]
+
+
+def tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("folder", ["jaxdist/config", "jaxdist/data"])
+def test_what_both_read_is_neutral(folder: str) -> None:
+    for path in sources(folder):
+        assert not tops(path) & (JAX | {"torch", "torch_ref", "parity_tests"}), path
+        inside = {name for name in imports(path) if name.startswith("jaxdist.")}
+        assert all(name.startswith(("jaxdist.config", "jaxdist.data")) for name in inside), path
+
+
+def test_torch_ref_never_imports_jax() -> None:
+    for path in sources("torch_ref"):
+        assert not tops(path) & (JAX | {"parity_tests"}), path
+        inside = {name for name in imports(path) if name.startswith("jaxdist.")}
+        assert all(name.startswith(("jaxdist.config", "jaxdist.data")) for name in inside), path
+
+
+def test_jaxdist_never_imports_torch() -> None:
+    for path in sources("jaxdist"):
+        assert not tops(path) & {"torch", "torch_ref", "parity_tests", "transformers"}, path
+
+
+def test_comparison_needs_neither() -> None:
+    assert tops(ROOT / "parity_tests/compare.py") <= {"collections", "typing", "numpy"}
+
+
+def test_order_within_jaxdist() -> None:
+    """config <- mesh <- sharding <- step <- train: nothing imports what comes after it; models never see a mesh."""
+    order = ["mesh", "sharding", "step", "program", "train"]
+    for i, name in enumerate(order):
+        later = {f"jaxdist.{other}" for other in order[i + 1 :]}
+        assert not imports(ROOT / f"jaxdist/{name}.py") & later, name
+    for path in sources("jaxdist/models"):
+        assert not imports(path) & {"jaxdist.mesh", "jaxdist.program", "jaxdist.step", "jax.sharding.Mesh"}, path
+
+
+@pytest.mark.parametrize(
+    ("module", "forbidden"),
+    [("jaxdist", JAX | {"torch"}), ("jaxdist.config", JAX | {"torch"}), ("jaxdist.data", JAX | {"torch"}),
+     ("jaxdist.train", {"torch"}), ("torch_ref.train", JAX)],
+)  # fmt: skip
+def test_at_run_time(module: str, forbidden: set[str]) -> None:
+    """The same, of what is really loaded."""
+    if module == "torch_ref.train":
+        pytest.importorskip("torch")
+    code = f"import sys, {module}; print(sorted(set(sys.modules) & {forbidden!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text("def f():\n    from jax.numpy import array\n    import torch.nn\n")
+    assert tops(file) >= {"jax", "torch"}

@@ -1,0 +1,90 @@
+"""Runs of either side through their command lines, and what they left behind, under common names."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.config import read_metrics
+
+Overrides = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run folder."""
+
+    side: str
+    path: Path
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+
+    @cached_property
+    def states(self) -> dict[str, np.ndarray]:
+        """Weights and Adam moments of the newest checkpoint: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`."""
+        return {"jaxdist": _jax_states, "torch_ref": _torch_states}[self.side](self.path)
+
+
+def command(side: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m SIDE.train ...` in a process of its own, on the CPU, with nothing inherited from the test's JAX."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return subprocess.run(
+        [sys.executable, "-m", f"{side}.train", "--device", "cpu", *arguments],
+        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1"}, timeout=600,
+    )  # fmt: skip
+
+
+def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str) -> Run:
+    """Train one side into the folder `path`. Raises AssertionError with its output when it fails."""
+    flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
+    done = command(side, "--config", str(config), "--output", str(path), *flags, *arguments)
+    assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return Run(side, path)
+
+
+# JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
+LEAVES = {"kernel": ("weight", True), "embedding": ("weight", False), "scale": ("weight", False), "bias": ("bias", False)}
+
+
+def as_torch(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """JAX's stacked, (in, out) parameters under torch's names, one per layer, (out, in)."""
+    named = {}
+    for name, array in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        new, transposed = LEAVES[leaf]
+        if module.startswith("layers."):
+            parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
+        else:
+            parts = {f"{module}.{new}": array}
+        named |= {key: w.T if transposed else w for key, w in parts.items()}
+    return named
+
+
+def _jax_states(path: Path) -> dict[str, np.ndarray]:
+    from jaxdist import checkpoint
+
+    saved = checkpoint.read(path)
+    adam = next(part for part in saved.optimizer if part and "mu" in part)
+    trees = {"weights": saved.parameters, "exp_avg": adam["mu"], "exp_avg_sq": adam["nu"]}
+    return {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in as_torch(tree).items()}
+
+
+def _torch_states(path: Path) -> dict[str, np.ndarray]:
+    from torch_ref import checkpoint
+
+    _, trees = checkpoint.read(path)
+    kinds = {"model": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    return {f"{kinds[kind]}/{name}": w.numpy() for kind, tree in trees.items() for name, w in tree.items()}
