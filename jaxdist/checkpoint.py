@@ -75,7 +75,9 @@ class Checkpoints:
     def restore_parameters(self, step: int, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The weights alone. Raises ConfigError."""
         self._check(step, abstract)
-        return self.manager.restore(step, args=ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract))).parameters
+        return self.manager.restore(
+            step, args=ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract))
+        ).parameters
 
     def _check(self, step: int, abstract: Mapping[str, Any]) -> None:
         shapes = {name: tuple(a.shape) for name, a in self.manager.item_metadata(step)["parameters"].items()}

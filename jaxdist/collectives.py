@@ -90,7 +90,9 @@ class Parallel:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
         graph, state = nnx.split(module)
         whole = jax.tree.map(
-            lambda p: p.replace(_whole(self, p.fsdp_dim, *p.get_value())), state, is_leaf=lambda x: isinstance(x, nnx.Param)
+            lambda p: p.replace(_whole(self, p.fsdp_dim, *p.get_value())),
+            state,
+            is_leaf=lambda x: isinstance(x, nnx.Param),
         )
         return nnx.merge(graph, whole)
 

@@ -13,7 +13,7 @@ from rich.progress import track
 from jaxdist.config import ConfigError, Experiment, exit_codes
 from jaxdist.config.arguments import Parser
 from jaxdist.config.display import console, say
-from jaxdist.data import open_dataset
+from jaxdist.data import Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.program import Program
 from jaxdist.weights import load_weights, source_experiment
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
     dataset = open_dataset(experiment.data, experiment.model.vocab)
-    split = "train" if a.data else "validation"
+    split: Split = "train" if a.data else "validation"
     batches = dataset.sequences(split) // experiment.train.batch
     if not batches:
         raise ConfigError(
-            f"the {split} split has {dataset.sequences(split)} sequences of {experiment.data.sequence} tokens, fewer than "
-            f"train.batch = {experiment.train.batch}; give more data by --data FILE, or a smaller --batch"
+            f"the {split} split has {dataset.sequences(split)} sequences of {experiment.data.sequence} tokens, fewer "
+            f"than train.batch = {experiment.train.batch}; give more data by --data FILE, or a smaller --batch"
         )
     parameters = load_weights(program, a.checkpoint)
     total = count = 0.0
@@ -47,20 +47,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         loss, tokens = program.evaluate(parameters, dataset.batch(step, experiment.train.batch, 0, split=split))
         total, count = total + float(loss), count + float(tokens)
     result = {"loss": total / count, "perplexity": math.exp(total / count), "tokens": int(count)}
-    say(json.dumps(result) if a.json else f"{where}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens")
+    say(
+        json.dumps(result)
+        if a.json
+        else f"{where}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
+    )
 
 
 def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
     parser = Parser(prog="python -m jaxdist.evaluate", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a run folder, a checkpoint or a Hugging Face folder")
-    parser.add_argument("--data", metavar="FILE", help="data to evaluate, all of it (default: the run's validation split)")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a run folder, a checkpoint or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--data", metavar="FILE", help="data to evaluate, all of it (default: the run's validation split)"
+    )
     parser.add_argument("--mesh", default="1x1", help="as in training (default 1x1)")
     parser.add_argument("--precision", help="policy (default: the run's own)")
     parser.add_argument("--batch", type=int, help="sequences per batch (default: the run's own)")
     parser.add_argument("--batches", type=int, default=0, help="at most this many batches (default: all)")
     parser.add_argument("--tokens", type=Path, metavar="FILE.npy", help="token ids, integers [B, T]")
-    parser.add_argument("--logits", type=Path, metavar="FILE.npy", help="where to write the float32 logits [B, T, V] of --tokens")
+    parser.add_argument(
+        "--logits",
+        type=Path,
+        metavar="FILE.npy",
+        help="where to write the float32 logits [B, T, V] of --tokens",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     a = parser.parse_args(argv)
@@ -94,12 +111,19 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
         raise ConfigError(f"--tokens {path}: {tokens.dtype} {list(tokens.shape)}; give integers [B, T]")
     if tokens.min() < 0 or tokens.max() >= experiment.model.vocab:
-        raise ConfigError(f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}; model.vocab = {experiment.model.vocab} allows 0 to {experiment.model.vocab - 1}")
+        raise ConfigError(
+            f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}; "
+            f"model.vocab = {experiment.model.vocab} allows 0 to {experiment.model.vocab - 1}"
+        )
     if tokens.shape[1] > experiment.model.positions:
-        raise ConfigError(f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}")
+        raise ConfigError(
+            f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}"
+        )
     ways = axes_of(program.mesh)["data"] * axes_of(program.mesh)["fsdp"]
     if tokens.shape[0] % ways:
-        raise ConfigError(f"--tokens {path}: {tokens.shape[0]} rows cannot be divided over data × fsdp = {ways}; change --mesh")
+        raise ConfigError(
+            f"--tokens {path}: {tokens.shape[0]} rows cannot be divided over data × fsdp = {ways}; change --mesh"
+        )
     return tokens.astype(np.int32)
 
 

@@ -32,7 +32,13 @@ def held(tree: Any) -> int:
 
 @pytest.mark.parametrize(
     ("mesh", "strategy", "parameters", "optimizer"),
-    [("8x1", "ddp", 1, 1), ("8x1", "zero1", 1, 8), ("8x1", "zero2", 1, 8), ("8x1", "fsdp", 8, 8), ("data=2,fsdp=4", "fsdp", 4, 4)],
+    [
+        ("8x1", "ddp", 1, 1),
+        ("8x1", "zero1", 1, 8),
+        ("8x1", "zero2", 1, 8),
+        ("8x1", "fsdp", 8, 8),
+        ("data=2,fsdp=4", "fsdp", 4, 4),
+    ],
 )
 def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy})
@@ -42,13 +48,16 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
     counts = 2 * 4  # the step counts of Adam and of the schedule
     assert held(state.optimizer) == 2 * whole // optimizer + counts
     reported = metrics.memory(p, compiled(p))
-    assert (reported["parameters"], reported["optimizer_state"]) == (held(state.parameters), held(state.optimizer))
+    assert (reported["parameters"], reported["optimizer_state"]) == (
+        held(state.parameters),
+        held(state.optimizer),
+    )
 
 
 def test_initialization_never_holds_the_whole_model() -> None:
     """Drawing a weight born sharded needs no more than its share of memory, arguments to the draw included."""
     p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
-    analysis = jax.jit(p.initial, out_shardings=p.shardings(p.specs)).lower().compile().memory_analysis()
+    analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.specs)).lower().compile().memory_analysis()
     whole = metrics.parameter_count(p.layouts) * 4
     assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # 3/8 are the state itself
 
@@ -68,7 +77,13 @@ def test_rematerialization_saves_memory() -> None:
 def big(remat: str) -> tuple[int, int]:
     """(scratch of the compiled step, bytes of the whole model) where weights dwarf activations, on 8 devices."""
     model = dict(tiny().model.model_dump(), layers=16, dim=256, hidden=1024)
-    p = program(model=model, data={"sequence": 8}, train={"steps": 1, "batch": 8}, parallel={"mesh": "8x1"}, memory={"remat": remat})
+    p = program(
+        model=model,
+        data={"sequence": 8},
+        train={"steps": 1, "batch": 8},
+        parallel={"mesh": "8x1"},
+        memory={"remat": remat},
+    )
     return compiled(p).memory_analysis().temp_size_in_bytes, metrics.parameter_count(p.layouts) * 4
 
 

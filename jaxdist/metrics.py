@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
@@ -98,7 +99,7 @@ def summary(
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,
         "memory": memory(program, compiled),
-        "collectives": [collective._asdict() for collective in traffic.count(traced.jaxpr)],
+        "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "compile_seconds": compile_seconds,
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

@@ -43,7 +43,7 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 
 
 def adamw(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
-    """The whole update: clip -> Adam moments -> decoupled decay -> learning rate (arXiv:1711.05101, torch.optim.AdamW)."""
+    """Clip -> Adam moments -> decoupled decay -> learning rate (arXiv:1711.05101, torch.optim.AdamW)."""
     return optax.chain(
         clip_by_norm(o.clip),
         optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps, eps_root=0.0),

@@ -23,7 +23,7 @@ def double() -> None:
 @pytest.mark.parametrize(
     ("decay", "step", "rate"),
     [
-        ("cosine", 1, 0.25), ("cosine", 4, 1.0), ("cosine", 8, 0.1 + 0.9 * 0.5), ("cosine", 12, 0.1), ("cosine", 99, 0.1),
+        ("cosine", 1, 0.25), ("cosine", 4, 1.0), ("cosine", 8, 0.55), ("cosine", 12, 0.1), ("cosine", 99, 0.1),
         ("linear", 2, 0.5), ("linear", 8, 0.55), ("linear", 12, 0.1), ("constant", 3, 0.75), ("constant", 12, 1.0),
     ],
 )  # fmt: skip

@@ -51,7 +51,14 @@ class Program:
         e = self.experiment
         optimizer = adamw(e.optimizer, e.train.steps, self.layouts)
         parallel = Parallel(self.strategy, e.precision)
-        return Step(self.model, self.layouts, parallel, optimizer, Rematerialize.from_config(e.memory), e.train.accumulation)
+        return Step(
+            self.model,
+            self.layouts,
+            parallel,
+            optimizer,
+            Rematerialize.from_config(e.memory),
+            e.train.accumulation,
+        )
 
     # ---- what and where
 

@@ -22,8 +22,8 @@ Arrays = dict[str, jax.Array]
 class TrainState(NamedTuple):
     """All that training carries from step to step, laid out as the strategy says."""
 
-    parameters: Arrays
-    optimizer: optax.OptState
+    parameters: Any
+    optimizer: Any
 
 
 @dataclass(frozen=True)

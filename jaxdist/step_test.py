@@ -19,7 +19,16 @@ from jaxdist.step import Step
 STEPS = 20
 LOSS, STATE = 1e-12, 1e-10  # bounds of the contract in float64, relative
 
-GPT2 = {"family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 24, "init_std": 0.2}
+GPT2 = {
+    "family": "gpt2",
+    "layers": 2,
+    "dim": 32,
+    "heads": 4,
+    "hidden": 48,
+    "vocab": 64,
+    "positions": 24,
+    "init_std": 0.2,
+}
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"train": {"accumulation": 2}},
@@ -33,9 +42,16 @@ CASES: dict[str, dict[str, Any]] = {
     "2x4 ddp": {"parallel": {"mesh": "2x4", "strategy": "ddp"}, "train": {"accumulation": 2}},
     "2x4 zero1": {"parallel": {"mesh": "2x4", "strategy": "zero1"}, "train": {"accumulation": 2}},
     "2x4 zero2": {"parallel": {"mesh": "2x4", "strategy": "zero2"}, "train": {"accumulation": 2}},
-    "2x2x2": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}, "train": {"accumulation": 2}, "memory": {"remat": "full"}},
+    "2x2x2": {
+        "parallel": {"mesh": "data=2,fsdp=2,tensor=2"},
+        "train": {"accumulation": 2},
+        "memory": {"remat": "full"},
+    },
     "reduce per step": {"parallel": {"mesh": "4x2", "reduce": "step"}, "train": {"accumulation": 4}},
-    "zero2 per step": {"parallel": {"mesh": "4x2", "strategy": "zero2", "reduce": "step"}, "train": {"accumulation": 4}},
+    "zero2 per step": {
+        "parallel": {"mesh": "4x2", "strategy": "zero2", "reduce": "step"},
+        "train": {"accumulation": 4},
+    },
     "full": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full"}},
     "selective": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "selective"}},
     "every second": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full", "remat_every": 2}},
@@ -53,10 +69,12 @@ def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.
     return np.array(curve), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 
 
-def error(a: tuple[np.ndarray, dict[str, np.ndarray]], b: tuple[np.ndarray, dict[str, np.ndarray]]) -> tuple[float, float]:
+def error(
+    a: tuple[np.ndarray, dict[str, np.ndarray]], b: tuple[np.ndarray, dict[str, np.ndarray]]
+) -> tuple[float, float]:
     """Largest relative difference along the loss curve, and of grad_norm, parameters and moments."""
-    curve = np.abs(a[0] / b[0] - 1).max(0)
-    states = [np.linalg.norm(a[1][k] - b[1][k]) / max(np.linalg.norm(b[1][k]), 1e-300) for k in b[1]]
+    curve: Any = np.abs(a[0] / b[0] - 1).max(0)
+    states: list[Any] = [np.linalg.norm(a[1][k] - b[1][k]) / np.maximum(np.linalg.norm(b[1][k]), 1e-300) for k in b[1]]
     return curve[0], max(curve[1], *states)
 
 
@@ -66,7 +84,11 @@ def alone() -> Callable[..., Any]:
     known: dict[str, Any] = {}
 
     def run(batches: Any, **sections: Any) -> Any:
-        return known.setdefault(str(sections), train(tiny(**sections), batches)) if str(sections) not in known else known[str(sections)]
+        return (
+            known.setdefault(str(sections), train(tiny(**sections), batches))
+            if str(sections) not in known
+            else known[str(sections)]
+        )
 
     return run
 

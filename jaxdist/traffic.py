@@ -6,9 +6,10 @@ XLA's CPU backend widens bfloat16 collectives to float32; in float32 both agree 
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
@@ -28,7 +29,8 @@ KINDS = {
 }
 
 
-class Collective(NamedTuple):
+@dataclass(frozen=True)
+class Collective:
     """All collectives of a step of one kind; `bytes` is what a device sends."""
 
     op: str
@@ -44,10 +46,10 @@ def ring_bytes(op: str, whole: float, n: int) -> float:
 
 
 def count(closed: Any) -> list[Collective]:
-    """The collectives of a traced program (`jax.jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
+    """The collectives of a traced program (`jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
     live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     counts: Counter[tuple[str, str, str]] = Counter()
-    sent: Counter[tuple[str, str, str]] = Counter()
+    sent: dict[tuple[str, str, str], float] = defaultdict(float)
     for op, axis, dtype, times, size in _walk(live, 1, {}):
         counts[op, axis, dtype] += times
         sent[op, axis, dtype] += times * size
@@ -77,7 +79,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Least bytes a device must send per step, by mesh axis: `data`, `fsdp`, `tensor` and, for ddp and zero1, `data+fsdp`.
+    """Least bytes a device must send per step, by mesh axis.
 
     Parameters: as `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each
     block forward and backward and the rest (embedding, last norm, head) once; a replica axis adds one all-reduce of
@@ -89,7 +91,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     n, replicas, tensor = mesh["fsdp"], mesh["data"], mesh["tensor"]
-    total: Counter[str] = Counter()
+    total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
         size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
         if not row.optimizer:

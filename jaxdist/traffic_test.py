@@ -64,7 +64,9 @@ def test_a_forgotten_enter_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratio(program(**CASES["tensor"])) > BOUND
 
 
-@pytest.mark.parametrize("case", ["ddp", "zero1", "zero2", "fsdp", "hybrid", "tensor", "2x4", "2x2x2", "reduce per step"])
+@pytest.mark.parametrize(
+    "case", ["ddp", "zero1", "zero2", "fsdp", "hybrid", "tensor", "2x4", "2x2x2", "reduce per step"]
+)
 def test_compiled_program_sends_what_was_counted(case: str) -> None:
     p = program(**CASES[case])
     traced = trace(p)

@@ -1,6 +1,5 @@
 """Train an experiment: `python -m jaxdist.train --mesh 2x4`. `main` reads as the table of contents."""
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import Arguments, ConfigError, RunFolder, exit_codes, newest, parse
-from jaxdist.config.display import megabytes, progress, say, show_table
+from jaxdist.config import Arguments, RunFolder, exit_codes, newest, parse
+from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.data import Batch, Dataset, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
@@ -41,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     traced = program.step.trace(program.abstract, program.abstract_batch)
     compiled = traced.lower().compile()
     compile_seconds = time.perf_counter() - began
-    show_start(program, metrics.memory(program, compiled), compile_seconds)
+    rows = notes(metrics.memory(program, compiled), compile_seconds)
+    show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
     state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
 
@@ -53,17 +53,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary["validation_loss"] = validation_loss(program, state, dataset)
     if folder:
         folder.summarize(summary)
-    show_end(summary, records, folder)
+    show_end(summary, records, folder.path if folder else None)
 
 
 def starting_state(
-    program: Program, arguments: Arguments, folder: RunFolder | None, checkpoints: checkpoint.Checkpoints | None
+    program: Program,
+    arguments: Arguments,
+    folder: RunFolder | None,
+    checkpoints: checkpoint.Checkpoints | None,
 ) -> tuple[int, TrainState]:
     """(steps already done, state): from the run folder's newest checkpoint, from `--init`, or from the seed."""
-    step = newest(folder.checkpoints) if arguments.resume and folder else None
-    if step is not None and checkpoints is not None:
-        if step > arguments.experiment.train.steps:
-            raise ConfigError(f"train.steps = {arguments.experiment.train.steps}: the run is at step {step} already; ask for more")
+    step = folder.resume_from() if folder else None
+    if step is not None and checkpoints:
         say(f"resuming from step {step}")
         return step, checkpoints.restore(step, placed(program, program.abstract, program.specs))
     if arguments.init is None:
@@ -132,36 +133,11 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> fl
     return loss / count
 
 
-def show_start(program: Program, memory: dict[str, int], compile_seconds: float) -> None:
-    """The start-up table."""
-    e, model = program.experiment, program.experiment.model
-    held = {name: megabytes(memory[name]) for name in memory}
-    show_table(
-        {
-            "model": f"{model.family}, {model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}",
-            "parameters": f"{metrics.parameter_count(program.layouts):,}",
-            "mesh": " × ".join(f"{axis} {size}" for axis, size in axes_of(program.mesh).items()),
-            "strategy": e.parallel.strategy,
-            "precision": f"{e.precision.policy} (weights {e.precision.parameters}, compute {e.precision.compute}, "
-            f"reduce {e.precision.reduce})",
-            "batch": f"{e.train.batch} sequences of {e.data.sequence} tokens, {e.train.accumulation} microbatch(es)",
-            "memory per device": f"parameters {held['parameters']}, gradients {held['gradients']}, "
-            f"optimizer {held['optimizer_state']}, peak {held['peak']}",
-            "compiled in": f"{compile_seconds:.1f} s",
-        },
-        title="jaxdist",
-    )
-
-
-def show_end(summary: dict[str, Any], records: list[dict[str, Any]], folder: RunFolder | None) -> None:
-    """One closing line."""
-    parts = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"]
-    if (validation := summary["validation_loss"]) is not None:
-        parts.append(f"validation loss {validation:.4f}, perplexity {math.exp(validation):.2f}")
-    if summary["tokens_per_second"]:
-        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
-    parts.append(f"saved in {folder.path}" if folder else "nothing saved (--output DIR keeps a run)")
-    say(", ".join(parts))
+def notes(memory: dict[str, int], compile_seconds: float) -> dict[str, str]:
+    """The start-up table's rows about the compiled step."""
+    held = {name: megabytes(size) for name, size in memory.items()}
+    state = f"parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer_state']}"
+    return {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
 
 
 if __name__ == "__main__":

@@ -24,14 +24,20 @@ TINY = [
 def command(*argv: str, module: str = "jaxdist.train", **env: str) -> subprocess.CompletedProcess[str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     return subprocess.run(
-        [sys.executable, "-m", module, *argv], capture_output=True, text=True, env=inherited | env, timeout=600
+        [sys.executable, "-m", module, *argv],
+        capture_output=True,
+        text=True,
+        env=inherited | env,
+        timeout=600,
     )
 
 
 def weights(path: Path) -> dict[str, np.ndarray]:
     saved = checkpoint.read(path)
     adam = next(part for part in saved.optimizer if part and "mu" in part)
-    return saved.parameters | {f"mu/{n}": w for n, w in adam["mu"].items()} | {f"nu/{n}": w for n, w in adam["nu"].items()}
+    return (
+        saved.parameters | {f"mu/{n}": w for n, w in adam["mu"].items()} | {f"nu/{n}": w for n, w in adam["nu"].items()}
+    )
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -62,7 +68,15 @@ def test_files_of_the_contract(straight: Path) -> None:
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["backend"] == "jax" and summary["devices"] == 4
     assert summary["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2}
-    assert {"versions", "parameters", "strategy", "precision", "compile_seconds", "flops_per_token", "mfu"} <= set(summary)
+    assert {
+        "versions",
+        "parameters",
+        "strategy",
+        "precision",
+        "compile_seconds",
+        "flops_per_token",
+        "mfu",
+    } <= set(summary)
     assert {"parameters", "gradients", "optimizer_state", "temporary", "peak"} <= set(summary["memory"])
     assert all({"op", "axis", "dtype", "count", "bytes"} == set(c) for c in summary["collectives"])
     assert {"config.toml", "metrics.jsonl", "summary.json", "checkpoints"} == {f.name for f in straight.iterdir()}
@@ -72,7 +86,22 @@ def test_files_of_the_contract(straight: Path) -> None:
 def test_resume_is_bitwise(straight: Path, tmp_path: Path) -> None:
     path = tmp_path / "resumed"
     main([*TINY, "--mesh", "2x2", "--steps", "3", "--output", str(path)])
-    main([*TINY, "--mesh", "2x2", "--steps", "8", "--checkpoint.every", "2", "--checkpoint.keep", "2", "--output", str(path), "--resume"])
+    main(
+        [
+            *TINY,
+            "--mesh",
+            "2x2",
+            "--steps",
+            "8",
+            "--checkpoint.every",
+            "2",
+            "--checkpoint.keep",
+            "2",
+            "--output",
+            str(path),
+            "--resume",
+        ]
+    )
     assert_same(straight, path)
     assert sorted(int(f.name) for f in (path / "checkpoints").iterdir()) == [6, 8]
     with pytest.raises(AssertionError):  # planted: one weight off by one bit
@@ -117,7 +146,18 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[: 4 * 16].reshape(4, 16)
     np.save(tmp_path / "tokens.npy", tokens)
-    evaluate(["--checkpoint", str(straight), "--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy"), "--device", "cpu"])
+    evaluate(
+        [
+            "--checkpoint",
+            str(straight),
+            "--tokens",
+            str(tmp_path / "tokens.npy"),
+            "--logits",
+            str(tmp_path / "l.npy"),
+            "--device",
+            "cpu",
+        ]
+    )
     logits = np.load(tmp_path / "l.npy")
     assert logits.shape == (4, 16, 256) and logits.dtype == np.float32
 
@@ -137,7 +177,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "heads": (["--mesh", "1x3"], r"model.heads = 8 .* tensor = 3"),
     "vocabulary": (["--mesh", "1x4", "--model.vocab", "257"], r"model.vocab = 257 .* tensor = 4"),
     "batch": (["--mesh", "8x1", "--train.batch", "12"], r"train.batch = 12 .* 8 devices"),
-    "parameter": (["--mesh", "8x1", "--model.dim", "36"], r"parameter \S+ has 36 along its axis embed.* fsdp = 8"),
+    "parameter": (
+        ["--mesh", "8x1", "--model.dim", "36"],
+        r"parameter \S+ has 36 along its axis embed.* fsdp = 8",
+    ),
     "sequence": (["--data.sequence", "4096"], r"data.sequence = 4096 .* model.positions = 1024"),
     "missing data": (["--data.path", "nowhere.txt"], r"data.path.*nowhere.txt"),
     "empty data": (["--data.path", "empty.txt"], r"data.path.*empty.txt"),
@@ -145,7 +188,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "strategy": (["--strategy", "zero3"], r"parallel.strategy = 'zero3'"),
     "precision": (["--precision", "fp4"], r"precision.policy = 'fp4'"),
     "another run": (["--output", "occupied"], r"--output occupied already holds a run"),
-    "another model": (["--init", "occupied"], r"another model: parameter \S+ is \(\S+.*\) there and \(\S+.*\) in the config"),
+    "another model": (
+        ["--init", "occupied"],
+        r"another model: parameter \S+ is \(\S+.*\) there and \(\S+.*\) in the config",
+    ),
     "no checkpoint": (["--init", "empty.txt"], r"empty.txt"),
     "no gpu": (["--device", "gpu"], r"--device gpu: .*--device cpu"),
 }

@@ -7,16 +7,15 @@ import jax
 
 from jaxdist import checkpoint
 from jaxdist.config import Experiment
-from jaxdist.convert import read_hf
+from jaxdist.convert import experiment_for, read_hf, read_model
 from jaxdist.program import Program
 
 
 def source_experiment(path: Path) -> Experiment:
-    """The experiment of a jaxdist checkpoint; for a Hugging Face folder, the defaults around its model. Raises ConfigError."""
+    """The experiment of a checkpoint; for a Hugging Face folder, the defaults around its model. Raises ConfigError."""
     if checkpoint.is_checkpoint(path):
         return checkpoint.read_experiment(path)
-    model, _ = read_hf(path)
-    return Experiment(model=model)  # type: ignore[arg-type]
+    return experiment_for(read_model(path).model_dump(), str(path))
 
 
 def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
@@ -28,10 +27,11 @@ def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
     _, arrays = read_hf(path)
     shapes = {name: array.shape for name, array in arrays.items()}
     checkpoint.check_shapes(str(path), shapes, {name: a.shape for name, a in abstract.items()})
-    return {
-        name: jax.make_array_from_callback(a.shape, a.sharding, lambda index, n=name, d=a.dtype: arrays[n][index].astype(d))
-        for name, a in abstract.items()
-    }
+
+    def put(a: Any, array: Any) -> jax.Array:
+        return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
+
+    return {name: put(a, arrays[name]) for name, a in abstract.items()}
 
 
 def placed(program: Program, abstract: Any, specs: Any) -> Any:

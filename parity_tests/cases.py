@@ -6,11 +6,12 @@ from typing import Any
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "family": "llama", "layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 48, "vocab": 256,
-        "positions": 64, "qk_norm": True, "qkv_bias": True, "output_bias": True, "init_std": 0.1, "rope_scaling": "llama3",
-        "rope_original_positions": 16, "window": 20,
+        "positions": 64, "qk_norm": True, "qkv_bias": True, "output_bias": True, "init_std": 0.1,
+        "rope_scaling": "llama3", "rope_original_positions": 16, "window": 20,
     },
     "gpt2": {
-        "family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 256, "positions": 40, "init_std": 0.1,
+        "family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 256, "positions": 40,
+        "init_std": 0.1,
     },
 }  # fmt: skip
 

@@ -56,12 +56,17 @@ def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: s
 
 
 # JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
-LEAVES = {"kernel": ("weight", True), "embedding": ("weight", False), "scale": ("weight", False), "bias": ("bias", False)}
+LEAVES = {
+    "kernel": ("weight", True),
+    "embedding": ("weight", False),
+    "scale": ("weight", False),
+    "bias": ("bias", False),
+}
 
 
 def as_torch(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """JAX's stacked, (in, out) parameters under torch's names, one per layer, (out, in)."""
-    named = {}
+    named: dict[str, np.ndarray] = {}
     for name, array in parameters.items():
         module, _, leaf = name.rpartition(".")
         new, transposed = LEAVES[leaf]

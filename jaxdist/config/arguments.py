@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 def fields() -> dict[str, tuple[str, Any]]:
     """Every config field: dotted name -> (help, default)."""
-    found = {}
+    found: dict[str, tuple[str, Any]] = {}
     for section, info in Experiment.model_fields.items():
         tables: tuple[type[Section], ...] = (Llama, GPT2) if section == "model" else (info.annotation,)  # type: ignore[assignment]
         for table in tables:
@@ -64,8 +64,18 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
         section = dotted.partition(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(section))
         names = [f"--{short}" for short, target in SHORTCUTS.items() if target == dotted] + [f"--{dotted}"]
-        shown = "" if default in (None, "") else f" (default {str(default).lower() if isinstance(default, bool) else default})"
-        group.add_argument(*names, dest=dotted, default=argparse.SUPPRESS, metavar="VALUE", help=(description + shown).replace("%", "%%"))
+        shown = (
+            ""
+            if default in (None, "")
+            else f" (default {str(default).lower() if isinstance(default, bool) else default})"
+        )
+        group.add_argument(
+            *names,
+            dest=dotted,
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=(description + shown).replace("%", "%%"),
+        )
 
 
 def find_config(name: str) -> Path:
@@ -98,11 +108,25 @@ def load(config: str | None, overrides: dict[str, Any]) -> Experiment:
 def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
     """The arguments of a training command. Raises ConfigError."""
     parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
-    parser.add_argument("--config", metavar="PATH|NAME", help="a TOML file, or the name of a shipped config (default: the small default)")
+    parser.add_argument(
+        "--config",
+        metavar="PATH|NAME",
+        help="a TOML file, or the name of a shipped config (default: the small default)",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
-    parser.add_argument("--init", type=Path, metavar="CHECKPOINT", help="start from these weights: a run folder, a checkpoint or a Hugging Face folder")
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="auto: GPUs if there are enough, else the CPU (default auto)")
+    parser.add_argument(
+        "--init",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="start from these weights: a run folder, a checkpoint or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="auto: GPUs if there are enough, else the CPU (default auto)",
+    )
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}

@@ -90,7 +90,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--mesh", "data=4"], r"shards over the axis fsdp, which has size 1"),
     (["--mesh", "1x3"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"),
     (["--mesh", "1x8"], r"model.kv_heads = 4 cannot be divided over the mesh axis tensor = 8"),
-    (["--mesh", "1x4", "--model.vocab", "255"], r"model.vocab = 255 cannot be divided over the mesh axis tensor = 4"),
+    (
+        ["--mesh", "1x4", "--model.vocab", "255"],
+        r"model.vocab = 255 cannot be divided over the mesh axis tensor = 4",
+    ),
     (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),

@@ -1,12 +1,16 @@
 """What a person sees: a start-up table, a progress bar, one closing line. Plain lines when no one is watching."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from jaxdist.config.experiment import Experiment
 
 console = Console(highlight=False)
 
@@ -16,17 +20,40 @@ def say(line: str) -> None:
     console.print(line, markup=False, soft_wrap=True)
 
 
-def show_table(rows: Mapping[str, str], title: str) -> None:
-    """A two-column table."""
+def megabytes(count: float) -> str:
+    """Bytes as MB or GB, decimal."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+def show_start(
+    title: str, experiment: Experiment, axes: Mapping[str, int], parameters: int, notes: Mapping[str, str]
+) -> None:
+    """The start-up table: what is trained, how it is laid out, and a backend's own `notes`."""
+    e, model, p = experiment, experiment.model, experiment.precision
+    sizes = f"{model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}"
+    rows = {
+        "model": f"{model.family}, {sizes}",
+        "parameters": f"{parameters:,}",
+        "mesh": " × ".join(f"{axis} {size}" for axis, size in axes.items()),
+        "strategy": e.parallel.strategy,
+        "precision": f"{p.policy} (weights {p.parameters}, compute {p.compute}, reduce {p.reduce})",
+        "batch": f"{e.train.batch} sequences of {e.data.sequence} tokens, {e.train.accumulation} microbatch(es)",
+    }
     table = Table(title=title, show_header=False, title_justify="left")
-    for name, value in rows.items():
+    for name, value in (rows | dict(notes)).items():
         table.add_row(name, value)
     console.print(table)
 
 
-def megabytes(count: float) -> str:
-    """Bytes as MB or GB, decimal."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], path: Path | None) -> None:
+    """One closing line."""
+    parts = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"]
+    if (validation := summary["validation_loss"]) is not None:
+        parts.append(f"validation loss {validation:.4f}, perplexity {math.exp(validation):.2f}")
+    if summary["tokens_per_second"]:
+        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"saved in {path}" if path else "nothing saved (--output DIR keeps a run)")
+    say(", ".join(parts))
 
 
 @contextmanager

@@ -131,13 +131,13 @@ class Data(Section):
     """Where tokens come from. The batch of a step depends on these fields, the seed and the step alone."""
 
     path: str = ""
-    """File or folder: .txt and other text, .jsonl, .npy or .bin of token ids; empty: the Python standard library's source."""
+    """File or folder: text, .jsonl, or token ids in .npy or .bin; empty: the Python standard library's source."""
     tokenizer: str = "bytes"
     """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json. Pre-tokenized files ignore it."""
     sequence: Count = 128
     """Tokens per sequence, T."""
     documents: Literal["packed", "padded"] = "packed"
-    """packed: one stream cut every T tokens. padded: each document starts a sequence; the rest of its last one has no loss."""
+    """packed: one stream cut every T tokens. padded: each document starts a sequence; its last is filled up."""
     text_field: str = "text"
     """The key that holds the text in a JSONL line."""
     bin_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
@@ -196,11 +196,11 @@ class Parallel(Section):
     """How the work is laid out over devices."""
 
     mesh: str = "1x1"
-    """Data-parallel size × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left)."""
+    """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left)."""
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
-    """What the data-parallel devices share: ddp nothing, zero1 optimizer state, zero2 gradients too, fsdp parameters too."""
+    """What data-parallel devices split: ddp nothing, zero1 optimizer state, zero2 also gradients, fsdp all."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
-    """When gradients cross devices under accumulation. auto: ddp and zero1 once per step, zero2 and fsdp per microbatch.
+    """When gradients cross devices under accumulation. auto: ddp, zero1 once per step; zero2, fsdp per microbatch.
     step with zero2 or fsdp: once, at the price of whole gradients on every device."""
 
     @model_validator(mode="after")
@@ -267,16 +267,19 @@ POLICIES: dict[str, tuple[Dtype, Dtype, Dtype]] = {
 }
 
 
+_BY_POLICY: Any = Field(default=None)  # filled in before validation
+
+
 class Precision(Section):
     """The dtypes, as FSDP2's MixedPrecisionPolicy names them. Norms, softmax, rope and loss are never below float32."""
 
     policy: Literal["fp32", "bf16", "fp64"] = "fp32"
     """fp32; bf16: float32 master weights, bfloat16 compute, float32 gradient reduction; fp64: for proofs."""
-    parameters: Dtype | None = None
+    parameters: Dtype = _BY_POLICY
     """Master weights and optimizer state; unset: as the policy says."""
-    compute: Dtype | None = None
+    compute: Dtype = _BY_POLICY
     """Matrix products and activations; unset: as the policy says."""
-    reduce: Dtype | None = None
+    reduce: Dtype = _BY_POLICY
     """Gradients on the wire; unset: as the policy says."""
 
     @model_validator(mode="before")

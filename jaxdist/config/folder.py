@@ -18,7 +18,7 @@ class RunFolder:
 
     def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
         """Raises ConfigError when `path` holds another run, or a run that `--resume` cannot continue."""
-        self.path, self.experiment = path, experiment
+        self.path, self.experiment, self.resume = path, experiment, resume
         if path.is_file():
             raise ConfigError(f"--output {path} is a file; give a folder")
         occupied = path.is_dir() and any(path.iterdir())
@@ -55,6 +55,13 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def resume_from(self) -> int | None:
+        """The step to go on from; None for a start. Raises ConfigError when the run is past `train.steps` already."""
+        step, steps = newest(self.checkpoints) if self.resume else None, self.experiment.train.steps
+        if step is not None and step > steps:
+            raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
+        return step
 
     @property
     def metrics(self) -> Path:

@@ -70,9 +70,7 @@ def test_a_batch_does_not_depend_on_what_was_read_before(tmp_path):
 def test_rows_are_those_of_the_global_batch(tmp_path, rows, split):
     found = numbered(tmp_path, 13, validation=0.3)
     whole, part = found.batch(4, 8, 1, split), found.batch(4, 8, 1, split, rows)
-    assert np.array_equal(part.tokens, whole.tokens[rows]) and np.array_equal(
-        part.targets, whole.targets[rows]
-    )
+    assert np.array_equal(part.tokens, whole.tokens[rows]) and np.array_equal(part.targets, whole.targets[rows])
 
 
 def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
@@ -88,9 +86,7 @@ def test_only_the_rows_asked_for_are_read(tmp_path, monkeypatch):
     assert len(reads) == 4
 
 
-@pytest.mark.parametrize(
-    ("sequences", "share", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (100, 0.25, 25)]
-)
+@pytest.mark.parametrize(("sequences", "share", "held"), [(1, 0.5, 0), (2, 0.01, 1), (2, 0.99, 1), (100, 0.25, 25)])
 def test_validation_is_the_tail(tmp_path, sequences, share, held):
     found = numbered(tmp_path, sequences, validation=share)
     train = seen(found, 1, found.sequences("train"))
@@ -112,9 +108,7 @@ def test_steps_count_from_one(tmp_path):
 def whole(tmp_path, text, **fields):
     """All sequences of a text in order, as one batch."""
     (tmp_path / "text.txt").write_bytes(text)
-    found = open_dataset(
-        Data(path=str(tmp_path / "text.txt"), validation=0, shuffle=False, **fields), vocab=256
-    )
+    found = open_dataset(Data(path=str(tmp_path / "text.txt"), validation=0, shuffle=False, **fields), vocab=256)
     return found.batch(1, found.sequences("train"), 0)
 
 
@@ -144,9 +138,7 @@ def test_packed_check_catches_unshifted_targets_and_a_wrong_stride(tmp_path):
 def padded(tmp_path, documents, T):
     file = tmp_path / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    found = open_dataset(
-        Data(path=str(file), sequence=T, documents="padded", validation=0, shuffle=False), vocab=256
-    )
+    found = open_dataset(Data(path=str(file), sequence=T, documents="padded", validation=0, shuffle=False), vocab=256)
     return found.batch(1, found.sequences("train"), 0)
 
 
@@ -176,9 +168,7 @@ def test_ids_without_documents_are_padded_as_one(tmp_path, suffix):
         np.save(tmp_path / "ids.npy", ids)
     else:
         ids.tofile(tmp_path / "ids.bin")
-    data = Data(
-        path=str(tmp_path / f"ids{suffix}"), sequence=4, documents="padded", validation=0, shuffle=False
-    )
+    data = Data(path=str(tmp_path / f"ids{suffix}"), sequence=4, documents="padded", validation=0, shuffle=False)
     batch = open_dataset(data, vocab=7).batch(1, 2, 0)
     assert batch.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert batch.targets.tolist() == [[2, 3, 4, 5], [6, IGNORED, IGNORED, IGNORED]]

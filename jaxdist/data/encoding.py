@@ -44,9 +44,7 @@ def make_encoder(name: str) -> Encoder:
     applied.
     """
     if name == "bytes":
-        return Encoder(
-            lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], [ord("\n")], name
-        )
+        return Encoder(lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], [ord("\n")], name)
     file = Path(name).expanduser()
     try:
         content = file.read_bytes()
@@ -124,9 +122,7 @@ def text_file(file: Path) -> Iterator[Piece]:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"data.path = {str(file)!r}: not UTF-8 at byte {error.start}; convert it to UTF-8"
-        ) from None
+        raise ConfigError(f"data.path = {str(file)!r}: not UTF-8 at byte {error.start}; convert it to UTF-8") from None
     yield from _cut(text, file, len(content))
 
 
@@ -155,6 +151,4 @@ def check_ids(ids: NDArray, file: Path, vocab: int) -> None:
     for number in (int(ids.min()), int(ids.max())) if ids.size else ():
         if not 0 <= number < vocab:
             fix = f"raise model.vocab above {number}" if number >= 0 else "token ids start at 0"
-            raise ConfigError(
-                f"data.path = {str(file)!r}: token id {number} with model.vocab = {vocab}; {fix}"
-            )
+            raise ConfigError(f"data.path = {str(file)!r}: token id {number} with model.vocab = {vocab}; {fix}")

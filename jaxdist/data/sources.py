@@ -46,9 +46,7 @@ def _map(part: Mapped) -> NDArray:
 class Stream:
     """Token ids of many files or arrays, end to end; documents lie between `bounds` [documents + 1]."""
 
-    def __init__(
-        self, parts: Sequence[Mapped | NDArray], bounds: NDArray[np.int64] | None, fingerprint: str
-    ) -> None:
+    def __init__(self, parts: Sequence[Mapped | NDArray], bounds: NDArray[np.int64] | None, fingerprint: str) -> None:
         """Without `bounds` each part is a document."""
         self._parts = [part for part in parts if part.size]
         self._starts = np.cumsum([0, *(part.size for part in self._parts)], dtype=np.int64)
@@ -118,9 +116,7 @@ def library_files(root: Path) -> list[Path]:
         names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
         found += [Path(folder, name) for name in names]
     if not found:
-        raise ConfigError(
-            f"data.path = '': this Python has no source at {root}; give a file or folder of text"
-        )
+        raise ConfigError(f"data.path = '': this Python has no source at {root}; give a file or folder of text")
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -132,14 +128,10 @@ def find_files(path: Path) -> list[Path]:
         raise ConfigError(f"data.path = {str(path)!r}: no such file or folder; give one that exists")
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
-        raise ConfigError(
-            f"data.path = {str(path)!r}: the folder holds no files; put text or token ids in it"
-        )
+        raise ConfigError(f"data.path = {str(path)!r}: the folder holds no files; put text or token ids in it")
     kinds = sorted({kind_of(file) for file in files})
     if len(kinds) > 1:
-        raise ConfigError(
-            f"data.path = {str(path)!r}: the folder mixes {', '.join(kinds)} files; keep one kind in it"
-        )
+        raise ConfigError(f"data.path = {str(path)!r}: the folder mixes {', '.join(kinds)} files; keep one kind in it")
     return files
 
 

@@ -150,9 +150,7 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
     def same():
         cut = open_stream(data, 512)
         assert len(cut._parts) > 3
-        return np.array_equal(cut.bounds, one.bounds) and np.array_equal(
-            cut.read(0, len(cut)), one.read(0, len(one))
-        )
+        return np.array_equal(cut.bounds, one.bounds) and np.array_equal(cut.read(0, len(cut)), one.read(0, len(one)))
 
     assert same()
     monkeypatch.setattr(encoding, "LINE_START", re.compile("[a-z]"))
@@ -271,9 +269,7 @@ def test_utf8_is_checked_across_pieces(tmp_path, monkeypatch, chunk):
 def test_bytes_need_their_vocabulary(tmp_path):
     file = write(tmp_path / "a.txt", "az")
     assert ids_of(file, vocab=123) == [97, 122]
-    with pytest.raises(
-        ConfigError, match=r"token id 122 with model\.vocab = 122; raise model\.vocab above 122"
-    ):
+    with pytest.raises(ConfigError, match=r"token id 122 with model\.vocab = 122; raise model\.vocab above 122"):
         ids_of(file, vocab=122)
     with pytest.raises(ConfigError, match=r"data\.path = .*\.py': token id \d+ with model\.vocab = 100"):
         ids_of("", vocab=100)

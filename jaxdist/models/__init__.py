@@ -31,7 +31,7 @@ def bind(model: M, weights: dict[str, jax.Array], sinks: dict[str, jax.Array] | 
     """`model` holding a Weight per parameter. Without sinks it can be evaluated, not differentiated."""
     graph, state = nnx.split(model)
     flat = [
-        (path, p.replace(Weight(weights[name], sinks and sinks[name])))
+        (path, p.replace(Weight(weights[name], sinks[name] if sinks else None)))
         for path, p in nnx.to_flat_state(state)
         for name in [".".join(map(str, path))]
     ]

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, tanh-approximated GELU. Twin: torch_ref/models/gpt2.py."""
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, GELU by tanh. Twin: torch_ref/models/gpt2.py."""
 
 import jax
 from flax import nnx
@@ -6,7 +6,16 @@ from flax import nnx
 from jaxdist.collectives import Parallel
 from jaxdist.config import GPT2 as Config
 from jaxdist.memory import Rematerialize
-from jaxdist.models.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, attend, dot, scan_layers, stacked
+from jaxdist.models.layers import (
+    ColumnLinear,
+    Embedding,
+    LayerNorm,
+    RowLinear,
+    attend,
+    dot,
+    scan_layers,
+    stacked,
+)
 
 
 class Attention(nnx.Module):
@@ -56,7 +65,7 @@ class Block(nnx.Module):
 
 
 class GPT2(nnx.Module):
-    """Decoder: embedding and positions, blocks, norm, head. Tokens int32 [B, T] -> this device's logits [B, T, V/tensor]."""
+    """Decoder: embedding, positions, blocks, norm, head. Tokens int32 [B, T] -> this device's logits."""
 
     def __init__(self, c: Config):
         self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)

@@ -8,7 +8,6 @@ Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -20,7 +19,6 @@ from jaxdist.collectives import Parallel
 from jaxdist.config import Llama
 from jaxdist.memory import Rematerialize
 from jaxdist.sharding import Layout
-
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -35,13 +33,15 @@ def stacked(count: int, module: M) -> M:
     """`module` with a leading axis `layers` on every parameter: `count` of them, to be scanned over."""
     graph, state = nnx.split(module)
 
-    def stack(p: nnx.Param) -> nnx.Param:
+    def stack(p: nnx.Param) -> Any:
         return p.replace(jax.ShapeDtypeStruct((count, *p.shape), p.dtype), axes=("layers", *p.axes))
 
     return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Param)))
 
 
-def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: jax.Array, rematerialize: Rematerialize, *rest: Any) -> jax.Array:
+def scan_layers(
+    par: Parallel, layers: nnx.Module, x_BTD: jax.Array, rematerialize: Rematerialize, *rest: Any
+) -> jax.Array:
     """Apply a stack of blocks in order: one block is compiled, however many there are.
 
     Each block's weights are gathered at its own start, and again in its backward pass, so that one block at a time is
@@ -120,7 +120,11 @@ class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(var + eps) · scale + bias (arXiv:1607.06450), in float32 or wider, rounded once at the end."""
 
     def __init__(self, size: int, eps: float):
-        self.scale, self.bias, self.eps = parameter((size,), ("embed",), mean=1.0), parameter((size,), ("embed",)), eps
+        self.scale, self.bias, self.eps = (
+            parameter((size,), ("embed",), mean=1.0),
+            parameter((size,), ("embed",)),
+            eps,
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = wide(x)
@@ -170,5 +174,3 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int 
     seen = (behind >= 0) & (behind < (window or T))
     probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.einsum("BKGTS,BSKC->BTKGC", probabilities.astype(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)
-
-

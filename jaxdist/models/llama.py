@@ -40,7 +40,7 @@ class Attention(nnx.Module):
         q_BTHC = self.q_proj(x_BTD).reshape(heads)
         k_BTKC = self.k_proj(x_BTD).reshape(heads)
         v_BTKC = self.v_proj(x_BTD).reshape(heads)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
         y_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, self.window)
@@ -76,7 +76,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits [B, T, V/tensor]."""
+    """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits."""
 
     def __init__(self, c: Config):
         self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)

@@ -1,0 +1,144 @@
+"""Convert weights between Orbax checkpoints and Hugging Face folders, or list them."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxdist.config import ConfigError, Experiment, exit_codes
+from jaxdist.config.arguments import Parser, load
+from jaxdist.config.display import megabytes, say
+from jaxdist.convert.kinds import KINDS, kind_of
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
+# Files of a Hugging Face folder that say nothing of the weights, and go along to another one.
+COMPANIONS = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Arguments -> kind of the source -> read -> check -> cast -> write, or list."""
+    a = arguments(sys.argv[1:] if argv is None else argv)
+    jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
+    kind = kind_of(a.source)
+    if a.inspect:
+        inspect(a.source, kind, a.json)
+        return
+    target = a.to or next(other for other in KINDS if other != kind)
+    experiment, parameters = KINDS[kind].read(a.source)
+    if a.model:
+        experiment = checked(load(a.model, {}), experiment, a.source)
+    parameters = {name: cast(name, array, a.dtype) for name, array in parameters.items()}
+    with whole_or_nothing(a.target) as folder:
+        KINDS[target].write(folder, experiment, parameters)
+        if kind == target == "hf":
+            for pattern in COMPANIONS:
+                for file in a.source.glob(pattern):
+                    shutil.copy(file, folder)
+    total = sum(array.nbytes for array in parameters.values())
+    say(f"wrote {len(parameters)} parameters, {megabytes(total)} in {a.dtype}, to {a.target}")
+
+
+def arguments(argv: Sequence[str]) -> Any:
+    """The command line. Raises ConfigError."""
+    parser = Parser(prog="python -m jaxdist.convert", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="a run folder, a checkpoint or a Hugging Face folder"
+    )
+    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="folder to write; must not exist")
+    parser.add_argument(
+        "--to", choices=tuple(KINDS), help="kind of the target (default: the one that the source is not)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="of the written weights (default float32)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="a TOML file or shipped config that the weights must fit; Orbax keeps it",
+    )
+    parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
+    parser.add_argument("--json", action="store_true", help="with --inspect: print one JSON object")
+    a = parser.parse_args(argv)
+    if a.inspect and a.target:
+        raise ConfigError(f"--inspect with TARGET {a.target}: inspecting writes nothing; leave one of them out")
+    if not a.inspect and a.target is None:
+        raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
+    if not a.inspect and a.json:
+        raise ConfigError("--json belongs to --inspect; leave it out")
+    return a
+
+
+def checked(wanted: Experiment, found: Experiment, source: Path) -> Experiment:
+    """`wanted`, once its model is known to be that of the source. Raises ConfigError."""
+    here, there = wanted.model.model_dump(), found.model.model_dump()
+    # How weights were drawn, and how far rotary positions may reach, is no property of the weights.
+    free = {"init_std"} | ({"positions"} if found.model.family == "llama" else set())
+    for field in sorted((here.keys() | there.keys()) - free):
+        if here.get(field) != there.get(field):
+            raise ConfigError(
+                f"--model: model.{field} = {here.get(field)!r}, but {source} has {there.get(field)!r}; "
+                f"set model.{field} to it"
+            )
+    return wanted
+
+
+def cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
+    with np.errstate(over="ignore"):
+        result = array.astype(DTYPES[dtype])
+    if not np.array_equal(np.isfinite(result), np.isfinite(array)):
+        raise ConfigError(f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16")
+    return result
+
+
+@contextmanager
+def whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
+
+    Raises ConfigError when `target` exists.
+    """
+    if target.exists():
+        raise ConfigError(f"TARGET {target} exists; give a folder that does not")
+    partial = target.parent / f".{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def inspect(source: Path, kind: str, as_json: bool) -> None:
+    """Print every tensor of the source, and the totals."""
+    family, tensors = KINDS[kind].inspect(source)
+    rows: list[Mapping[str, Any]] = [
+        {"name": name, "shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.bytes}
+        for name, t in sorted(tensors.items())
+    ]
+    total = sum(row["bytes"] for row in rows)
+    if as_json:
+        listing = {"source": str(source), "kind": kind, "family": family, "tensors": rows, "bytes": total}
+        print(json.dumps(listing))
+        return
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        shape = "×".join(map(str, row["shape"]))
+        say(f"{row['name']:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
+    say(f"{KINDS[kind].title}, family {family}: {len(rows)} tensors, {megabytes(total)}")
+
+
+if __name__ == "__main__":
+    exit_codes(main)

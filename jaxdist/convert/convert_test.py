@@ -1,0 +1,440 @@
+"""Weights survive the way there and back to the bit; bad input is named and leaves nothing behind."""
+
+import functools
+import json
+import operator
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxdist import checkpoint
+from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.convert import experiment_for, read_hf, safetensors_files, write_hf
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.hf import shapes_of
+from jaxdist.convert.hf_config import ARCHITECTURES, from_settings, to_settings
+from jaxdist.convert.tables import TABLES
+
+SMALL: dict[str, Any] = {
+    "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 10, "vocab": 7,
+    "positions": 12, "norm_eps": 1e-6, "init_std": 0.03, "rope_theta": 500.0,
+}  # fmt: skip
+SMALL_GPT2: dict[str, Any] = {
+    "family": "gpt2", "layers": 3, "dim": 6, "heads": 3, "hidden": 10, "vocab": 7, "positions": 12,
+}  # fmt: skip
+LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 2.0, "rope_original_positions": 5}
+MODELS: dict[str, Llama | GPT2] = {
+    "LlamaForCausalLM": Llama(**SMALL, **LLAMA3),
+    "LlamaForCausalLM biases": Llama(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
+    "MistralForCausalLM": Llama(**SMALL, window=5),
+    # transformers refuses a Llama whose heads do not divide its width; without a window, Mistral is the same.
+    "MistralForCausalLM no window": Llama(**{**SMALL, "dim": 6}),
+    "Qwen2ForCausalLM": Llama(**SMALL, qkv_bias=True, tied=True),
+    "Qwen2ForCausalLM window": Llama(**SMALL, qkv_bias=True, window=3, **LLAMA3),
+    "Qwen3ForCausalLM": Llama(**SMALL, qk_norm=True, tied=True),
+    "Qwen3ForCausalLM biases window": Llama(**SMALL, qk_norm=True, qkv_bias=True, output_bias=True, window=3),
+    "GPT2LMHeadModel": GPT2(**SMALL_GPT2),
+    "GPT2LMHeadModel untied": GPT2(**SMALL_GPT2, tied=False),
+}  # fmt: skip
+
+
+def draw(model: Llama | GPT2, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    """Same names, shapes, dtypes and bytes."""
+    return a.keys() == b.keys() and all(
+        a[n].shape == b[n].shape and a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a
+    )
+
+
+def saved(path: Path, model: Llama | GPT2, parameters: dict[str, np.ndarray] | None = None) -> Path:
+    """A Hugging Face folder."""
+    path.mkdir()
+    write_hf(path, model, parameters or draw(model))
+    return path
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.float64])
+    @pytest.mark.parametrize("name", MODELS)
+    def test_ours_to_theirs_and_back(self, name: str, dtype: Any, tmp_path: Path) -> None:
+        model, parameters = MODELS[name], draw(MODELS[name], dtype)
+        settings = json.loads((saved(tmp_path / "hf", model, parameters) / "config.json").read_text())
+        assert settings["architectures"] == [name.split()[0]] and settings["torch_dtype"] == np.dtype(dtype).name
+        read, back = read_hf(tmp_path / "hf")
+        assert read == model
+        assert same(back, parameters)
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_theirs_to_ours_and_back(self, name: str, tmp_path: Path) -> None:
+        """From a folder that transformers wrote: the same tensors, to the bit, and the same config."""
+        transformers = pytest.importorskip("transformers")
+        first, second = tmp_path / "first", tmp_path / "second"
+        class_name = name.split()[0]
+        config_class = getattr(
+            transformers, class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config"
+        )
+        config = config_class(**to_settings(MODELS[name], "float32"))
+        getattr(transformers, class_name)(config).save_pretrained(first)
+        model, parameters = read_hf(first)
+        assert model == MODELS[name]
+        saved(second, model, parameters)
+        assert same(load_file(second / "model.safetensors"), load_file(first / "model.safetensors"))
+        there = config_class.from_pretrained(second).to_dict()
+        for key, value in config_class.from_pretrained(first).to_dict().items():
+            assert there[key] == value or key.endswith("_token_id"), key
+
+    @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+    def test_shards(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 700)
+        model, parameters = MODELS[name], draw(MODELS[name])
+        folder = saved(tmp_path / "hf", model, parameters)
+        files = sorted(folder.glob("*.safetensors"))
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+        assert index["metadata"]["total_size"] == sum(array.nbytes for array in parameters.values())
+        for file in files:
+            tensors = load_file(file)
+            assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 700
+            assert all(index["weight_map"][tensor] == file.name for tensor in tensors)
+        assert same(read_hf(folder)[1], parameters)
+
+    def test_transformers_reads_what_is_written(self, tmp_path: Path) -> None:
+        transformers = pytest.importorskip("transformers")
+        folder = saved(
+            tmp_path / "hf", MODELS["Qwen3ForCausalLM"], draw(MODELS["Qwen3ForCausalLM"], ml_dtypes.bfloat16)
+        )
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, dtype="auto"
+        )
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert type(model).__name__ == "Qwen3ForCausalLM" and str(model.dtype) == "torch.bfloat16"
+
+    def test_every_parameter_has_one_row(self) -> None:
+        for model in MODELS.values():
+            shapes = shapes_of(model)
+            ours = [name for row in TABLES[model.family].rows_of(shapes) for name in row.ours]
+            assert sorted(ours) == sorted(shapes)
+
+
+class TestFilesInTheWild:
+    def rewrite(self, folder: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
+        file = folder / "model.safetensors"
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+        return folder
+
+    @pytest.mark.parametrize("name", ["LlamaForCausalLM biases", "GPT2LMHeadModel"])
+    def test_without_prefix(self, name: str, tmp_path: Path) -> None:
+        model, parameters = MODELS[name], draw(MODELS[name])
+        prefix = TABLES[model.family].prefix
+        folder = saved(tmp_path / "hf", model, parameters)
+        self.rewrite(folder, lambda t: {key.removeprefix(prefix): value for key, value in t.items()})
+        assert same(read_hf(folder)[1], parameters)
+
+    def test_buffers_are_no_weights(self, tmp_path: Path) -> None:
+        gpt2, llama = MODELS["GPT2LMHeadModel"], MODELS["LlamaForCausalLM biases"]
+        masks = {
+            f"transformer.h.{i}.attn.{kind}": np.ones((1, 1, 12, 12), bool)
+            for i in range(3)
+            for kind in ("bias", "masked_bias")
+        }
+        angles = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32) for i in range(3)}
+        for model, extra in ((gpt2, masks), (llama, angles)):
+            folder = saved(tmp_path / model.family, model)
+            self.rewrite(folder, functools.partial(operator.or_, extra))
+            assert same(read_hf(folder)[1], draw(model))
+
+    def test_a_tied_head(self, tmp_path: Path) -> None:
+        model = MODELS["Qwen2ForCausalLM"]
+        folder = saved(tmp_path / "hf", model)
+        assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+        self.rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"]})
+        assert same(read_hf(folder)[1], draw(model))
+        self.rewrite(folder, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"] + 1})
+        with pytest.raises(ConfigError, match=r"tie_word_embeddings is true, but lm_head.weight differs"):
+            read_hf(folder)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (
+                lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"},
+                r"model.norm.weight is absent in .* \[8\] by",
+            ),
+            (
+                lambda t: t | {"model.extra": np.ones(3)},
+                r"tensor model.extra is \[3\] in the files, and absent by",
+            ),
+            (
+                lambda t: t | {"model.norm.weight": np.ones(9)},
+                r"tensor model.norm.weight is \[9\] in the files, and \[8\] by",
+            ),
+            (
+                lambda t: t | {"model.norm.weight": np.ones(8, np.int8)},
+                r"tensor model.norm.weight is int8; give float64",
+            ),
+            (lambda t: t | {"norm.weight": np.ones(8)}, r"norm.weight are the same parameter"),
+            (
+                lambda t: t | {"model.layers.3.mlp.up_proj.weight": np.ones((10, 8))},
+                r"layers.3.mlp.up_proj.weight is \[10, 8\] .* absent",
+            ),
+        ],
+    )
+    def test_tensors_that_do_not_fit(self, change: Any, says: str, tmp_path: Path) -> None:
+        folder = self.rewrite(saved(tmp_path / "hf", MODELS["LlamaForCausalLM"]), change)
+        with pytest.raises(ConfigError, match=says):
+            main([str(folder), str(tmp_path / "run")])
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+    def test_damaged_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 700)
+        folder = saved(tmp_path / "hf", MODELS["LlamaForCausalLM"])
+        first, second = sorted(folder.glob("*.safetensors"))[:2]
+        whole = second.read_bytes()
+        second.write_bytes(whole[:-8])
+        with pytest.raises(ConfigError, match=r"hf: .*give a folder with whole safetensors files"):
+            read_hf(folder)
+        second.unlink()
+        with pytest.raises(ConfigError, match=second.name):
+            read_hf(folder)
+        second.write_bytes(first.read_bytes())
+        with pytest.raises(ConfigError, match=r"is in another file of the folder too"):
+            read_hf(folder)
+        (folder / "model.safetensors.index.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"give an index with a weight_map"):
+            read_hf(folder)
+
+
+HF: dict[str, Any] = to_settings(MODELS["LlamaForCausalLM"], "float32")
+QWEN: dict[str, Any] = to_settings(MODELS["Qwen3ForCausalLM biases window"], "float32")
+HF_GPT2 = to_settings(MODELS["GPT2LMHeadModel"], "float32")
+
+
+class TestConfig:
+    @pytest.mark.parametrize("model_type", [a.model_type for a in ARCHITECTURES.values()] + ["gpt2"])
+    def test_an_absent_key_means_what_transformers_takes_it_for(self, model_type: str) -> None:
+        """A file with the sizes alone, and the same file as transformers completes it, are one model."""
+        transformers = pytest.importorskip("transformers")
+        bare: dict[str, Any] = {"model_type": model_type}
+        if model_type != "gpt2":
+            bare |= {"vocab_size": 7, "hidden_size": 64, "intermediate_size": 10, "num_hidden_layers": 3}
+            bare |= {"num_attention_heads": 32}
+        full = transformers.AutoConfig.for_model(**bare).to_dict()
+        assert from_settings(bare) == from_settings(full)
+
+    def test_rotation_of_both_versions(self) -> None:
+        four = {key: value for key, value in HF.items() if key != "rope_parameters"}
+        five = {k: v for k, v in four.items() if k not in ("rope_theta", "rope_scaling")}
+        five["rope_parameters"] = HF["rope_scaling"] | {"rope_theta": HF["rope_theta"]}
+        old = four | {"rope_scaling": {"type" if k == "rope_type" else k: v for k, v in HF["rope_scaling"].items()}}
+        assert from_settings(four) == from_settings(five) == from_settings(old)
+        assert from_settings(four)["rope_scaling"] == "llama3" and from_settings(four)["rope_theta"] == 500.0
+        default = five | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+        assert from_settings(default)["rope_theta"] == 7.0 and "rope_scaling" not in from_settings(default)
+
+    def test_transformers_reads_the_rotation_that_is_written(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        read = transformers.LlamaConfig(**HF).rope_parameters
+        assert read == HF["rope_scaling"] | {"rope_theta": 500.0}
+
+    def test_a_window_only_where_it_is_used(self) -> None:
+        assert from_settings(QWEN)["window"] == 3
+        assert from_settings(QWEN | {"use_sliding_window": False})["window"] == 0
+        assert from_settings(QWEN | {"layer_types": None})["window"] == 3
+        assert from_settings(QWEN | {"layer_types": None, "max_window_layers": 3})["window"] == 0
+        assert from_settings(HF | {"sliding_window": 3})["window"] == 0
+        assert (
+            from_settings(HF | {"model_type": "mistral", "architectures": None, "sliding_window": None})["window"] == 0
+        )
+
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [
+            (HF | {"model_type": "mixtral"}, r"model_type = 'mixtral'; choose"),
+            (
+                HF | {"architectures": ["LlamaForSequenceClassification"]},
+                r"LlamaForSequenceClassification.*reads LlamaForCausalLM",
+            ),
+            (HF | {"hidden_act": "gelu"}, r"hidden_act = 'gelu'; jaxdist computes 'silu'"),
+            (HF | {"hidden_size": None}, r"hidden_size is missing"),
+            (HF | {"hidden_size": "six"}, r"hidden_size = 'six'; give a whole number"),
+            (HF | {"num_key_value_heads": 3}, r"kv_heads = 3 does not divide"),
+            (HF | {"rms_norm_eps": -1}, r"model.norm_eps = -1"),
+            (HF | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type = 'yarn'"),
+            (HF | {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type = 'linear'"),
+            (HF | {"rope_scaling": {"rope_type": "llama3"}}, r"factor is missing"),
+            (HF | {"rope_scaling": {"full_attention": {"rope_theta": 1.0}}}, r"differ by layer"),
+            (HF | {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5"),
+            (
+                QWEN | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+                r"mix full_attention, sliding",
+            ),
+            (QWEN | {"layer_types": None, "max_window_layers": 1}, r"mix full_attention, sliding"),
+            (
+                HF_GPT2 | {"activation_function": "gelu"},
+                r"activation_function = 'gelu'; jaxdist computes 'gelu_new'",
+            ),
+            (
+                HF_GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+                r"scale_attn_by_inverse_layer_idx = True",
+            ),
+            (HF_GPT2 | {"n_embd": 7}, r"model.heads = 3 does not divide model.dim = 7"),
+            ([], r"is no table of settings"),
+        ],
+    )
+    def test_what_cannot_be_computed_is_named(self, settings: Any, says: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigError) as error:
+            read_hf(tmp_path)
+        assert re.search(says, str(error.value)), str(error.value)
+        assert "config.json" in str(error.value)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"output_bias": True},
+            {"window": 3, "mlp_bias": True},
+            {"qkv_bias": True, "mlp_bias": True},
+            {"qk_norm": True, "qkv_bias": True},
+            {"qk_norm": True, "mlp_bias": True},
+            {"window": 3, "qkv_bias": True, "output_bias": True},
+        ],
+        ids=str,
+    )
+    def test_what_no_architecture_expresses(self, fields: dict[str, Any], tmp_path: Path) -> None:
+        model = Llama(**SMALL, **fields)
+        checkpoint.write(tmp_path / "run", experiment_for(model.model_dump(), "test"), draw(model))
+        with pytest.raises(ConfigError, match=r"none of LlamaForCausalLM, .* combines these"):
+            main([str(tmp_path / "run"), str(tmp_path / "hf")])
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder that holds a Qwen3."""
+    model = MODELS["Qwen3ForCausalLM"]
+    checkpoint.write(tmp_path / "run", experiment_for(model.model_dump(), "test"), draw(model))
+    return tmp_path / "run"
+
+
+class TestCommandLine:
+    @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "Qwen2ForCausalLM"])
+    def test_hf_to_orbax_and_back(self, name: str, tmp_path: Path) -> None:
+        hf, run, back = (str(tmp_path / part) for part in ("hf", "run", "back"))
+        saved(Path(hf), MODELS[name])
+        main([hf, run])
+        read = checkpoint.read(Path(run))
+        assert read.step == 0 and read.experiment.model == MODELS[name] and same(read.parameters, draw(MODELS[name]))
+        main([str(Path(run) / "checkpoints" / "0"), back])
+        for file in ("config.json", "model.safetensors"):
+            assert (Path(back) / file).read_bytes() == (Path(hf) / file).read_bytes()
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+    def test_dtype(self, dtype: str, run: Path, tmp_path: Path) -> None:
+        main([str(run), str(tmp_path / "hf"), "--dtype", dtype])
+        wanted = draw(MODELS["Qwen3ForCausalLM"])
+        assert same(read_hf(tmp_path / "hf")[1], {n: a.astype(np.dtype(dtype)) for n, a in wanted.items()})
+        main([str(tmp_path / "hf"), str(tmp_path / "orbax"), "--dtype", dtype])
+        assert same(checkpoint.read(tmp_path / "orbax").parameters, read_hf(tmp_path / "hf")[1])
+        main([str(tmp_path / "hf"), str(tmp_path / "master")])
+        assert {str(a.dtype) for a in checkpoint.read(tmp_path / "master").parameters.values()} == {"float32"}
+
+    def test_a_value_beyond_the_dtype(self, tmp_path: Path) -> None:
+        model = MODELS["LlamaForCausalLM"]
+        saved(tmp_path / "hf", model, draw(model) | {"norm.scale": np.full(8, 7e4, np.float32)})
+        with pytest.raises(ConfigError, match=r"--dtype float16: parameter norm.scale has values beyond its range"):
+            main([str(tmp_path / "hf"), str(tmp_path / "half"), "--to", "hf", "--dtype", "float16"])
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+    def test_the_same_kind_keeps_the_tokenizer(self, tmp_path: Path) -> None:
+        folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "notes.txt").write_text("mine")
+        main([str(folder), str(tmp_path / "half"), "--to", "hf", "--dtype", "bfloat16"])
+        assert {p.name for p in (tmp_path / "half").iterdir()} == {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+        }
+
+    def test_model(self, run: Path, tmp_path: Path) -> None:
+        wanted = tmp_path / "wanted.toml"
+        main([str(run), str(tmp_path / "hf")])
+        config = (run / "config.toml").read_text()
+        wanted.write_text(config.replace("steps = 300", "steps = 7").replace("positions = 12", "positions = 99"))
+        main([str(tmp_path / "hf"), str(tmp_path / "fits"), "--model", str(wanted)])
+        kept = checkpoint.read_experiment(tmp_path / "fits")
+        assert kept.train.steps == 7 and kept.model.positions == 99
+        wanted.write_text(config.replace("norm_eps = 1e-06", "norm_eps = 1e-05"))
+        with pytest.raises(ConfigError, match=r"model.norm_eps = 1e-05, but \S+ has 1e-06; set"):
+            main([str(tmp_path / "hf"), str(tmp_path / "not"), "--model", str(wanted)])
+        assert not (tmp_path / "not").exists()
+
+    @pytest.mark.parametrize("kind", ["hf", "orbax"])
+    def test_inspect(self, kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        source, parameters = run, draw(MODELS["Qwen3ForCausalLM"])
+        if kind == "hf":
+            source = saved(tmp_path / "hf", MODELS["Qwen3ForCausalLM"])
+            parameters = load_file(source / "model.safetensors")
+        main(["--inspect", str(source), "--json"])
+        listing = json.loads(capsys.readouterr().out)
+        assert (listing["kind"], listing["family"]) == (kind, "llama")
+        wanted: list[dict[str, Any]] = [
+            {"name": n, "shape": list(a.shape), "dtype": "float32", "bytes": a.nbytes}
+            for n, a in sorted(parameters.items())
+        ]
+        assert listing["tensors"] == wanted and listing["bytes"] == sum(row["bytes"] for row in wanted)
+        main(["--inspect", str(source)])
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in parameters) and f"{len(parameters)} tensors" in shown
+
+    def test_nothing_half_written(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A disk that fills up after the config and a shard."""
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(safetensors_files, "save_file", full)
+        with pytest.raises(OSError, match="No space"):
+            main([str(run), str(tmp_path / "hf")])
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+    @pytest.mark.parametrize(
+        ("argv", "says"),
+        [
+            (["nowhere", "new"], r"nowhere: no such file or folder"),
+            (["occupied", "new"], r"occupied: no checkpoint of a known kind"),
+            (["run", "occupied"], r"TARGET occupied exists"),
+            (["run"], r"TARGET is missing"),
+            (["run", "new", "--inspect"], r"--inspect with TARGET new"),
+            (["run", "new", "--json"], r"--json belongs to --inspect"),
+            (["run", "new", "--to", "onnx"], r"--to: invalid choice: 'onnx'"),
+            (["run", "new", "--dtyp", "float16"], r"unknown argument '--dtyp'; did you mean '--dtype'"),
+            (["run", "new", "--model", "defualt"], r"--config defualt: .*did you mean 'default'"),
+        ],
+    )
+    def test_bad_arguments(
+        self, argv: list[str], says: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "occupied").mkdir()
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ConfigError, match=says):
+            main(argv)
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_exit_code(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "jaxdist.convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,245 @@
+"""The models compute what transformers' own do, from weights that both read from files."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.config import Experiment
+from jaxdist.convert import experiment_for, read_hf
+from jaxdist.convert.tables import TABLES, Table
+from jaxdist.mesh import make_mesh
+from jaxdist.models import layers, llama
+from jaxdist.program import Program
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+BOUND = 2e-6  # relative L2 between float32 logits
+TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40), dtype=np.int32)
+
+# Sizes that hide nothing: 6 query heads on 2 kv heads, H·C = 48 ≠ D, an odd vocabulary.
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": 48, "n_inner": 44}
+# Shapes that do not give a mistaken mapping away.
+SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "llama biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
+    "llama3": ("Llama", {**SIZES, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "mistral no window": ("Mistral", {**SIZES, "sliding_window": None}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2 tied window": ("Qwen2", {**SIZES, **WINDOW, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SIZES),
+    "qwen3 biases window": ("Qwen3", {**SIZES, **WINDOW, "attention_bias": True}),
+    "qwen3 square": ("Qwen3", {**SIZES, **SQUARE}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2 square": ("GPT2", {**GPT2, "n_inner": 36}),
+    "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+}
+
+
+class Witness(NamedTuple):
+    """A Hugging Face folder, what we read from it, and transformers' logits [B, T, V]."""
+
+    folder: Path
+    experiment: Experiment
+    parameters: dict[str, np.ndarray]
+    logits: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def witness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Witness]:
+    """The witness of a case, made once."""
+    made: dict[str, Witness] = {}
+
+    def make(case: str) -> Witness:
+        if case not in made:
+            made[case] = _witness(*CASES[case], tmp_path_factory.mktemp("hf"))
+        return made[case]
+
+    return make
+
+
+def _witness(family: str, settings: dict[str, Any], path: Path) -> Witness:
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
+    model = getattr(transformers, family + head)(config).eval()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # norms far from 1, biases far from 0: none may be left out
+            p.copy_(
+                torch.randn(p.shape, generator=random) * 0.2 + float("norm" in name or "ln_" in name) * (p.ndim == 1)
+            )
+        logits = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    model.save_pretrained(path)
+    read, parameters = read_hf(path)
+    return Witness(path, experiment_for(read.model_dump(), "test"), parameters, logits)
+
+
+def error(witness: Witness, **changes: Any) -> float:
+    """Relative L2 distance of our logits from the witness's; `changes` are fields of the model."""
+    _, experiment, parameters, logits = witness
+    experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    ours = np.asarray(program.logits({n: jnp.asarray(p) for n, p in parameters.items()}, jnp.asarray(TOKENS)))
+    assert ours.dtype == np.float32 and ours.shape == logits.shape
+    return float(np.linalg.norm(ours - logits) / np.linalg.norm(logits))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
+    assert error(witness(case)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama", {"norm_eps": 2e-5}),
+        ("gpt2", {"norm_eps": 2e-5}),
+        ("llama", {"rope_theta": 10001.0}),
+        ("llama3", {"rope_scaling": "none"}),
+        ("llama3", {"rope_original_positions": 17}),
+        ("llama3", {"rope_high_freq_factor": 3.9}),
+        ("mistral", {"window": 6}),
+        ("mistral", {"window": 8}),
+        ("qwen2 tied window", {"window": 0}),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_caught(case: str, changes: dict[str, Any], witness: Callable[[str], Witness]) -> None:
+    assert error(witness(case), **changes) > 5 * BOUND
+
+
+def interleaved(x: jax.Array, rotation: layers.Rotation) -> jax.Array:
+    """Planted: pairs are neighbours, the layout of Meta's files."""
+    (cos, sin), (even, odd) = rotation, (x[..., ::2], x[..., 1::2])
+    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
+
+
+def other_head_order(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) -> jax.Array:
+    """Planted: query head h reads kv head h mod K."""
+    B, T, H, C = q.shape
+    groups = q.reshape(B, T, H // k.shape[2], k.shape[2], C).swapaxes(2, 3).reshape(q.shape)
+    out = layers.attend(groups, k, v, window)
+    return out.reshape(B, T, k.shape[2], H // k.shape[2], C).swapaxes(2, 3).reshape(q.shape)
+
+
+def unscaled(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) -> jax.Array:
+    """Planted: scaled by 1/sqrt(D/H) where head_dim is another."""
+    return layers.attend(q * (8 / 6) ** 0.5, k, v, window)
+
+
+def unnormalized(norm: layers.RMSNorm, x: jax.Array) -> jax.Array:
+    """Planted: queries and keys are not normalized."""
+    return x if norm.scale[...].shape == (8,) else _rms(norm, x)
+
+
+_rms = layers.RMSNorm.__call__
+
+
+def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    """Planted: the error function instead of its approximation by tanh."""
+    return _gelu(x, approximate=False)
+
+
+_gelu = jax.nn.gelu
+
+
+@pytest.mark.parametrize(
+    ("case", "owner", "name", "mistake"),
+    [
+        ("llama", llama, "rotate", interleaved),
+        ("llama", llama, "attend", other_head_order),
+        ("llama", llama, "attend", unscaled),
+        ("qwen3", layers.RMSNorm, "__call__", unnormalized),
+        ("llama", jax.nn, "silu", jax.nn.gelu),
+        ("gpt2", jax.nn, "gelu", exact_gelu),
+    ],
+)
+def test_a_planted_mistake_is_caught(
+    case: str,
+    owner: Any,
+    name: str,
+    mistake: Any,
+    witness: Callable[[str], Witness],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = witness(case)
+    monkeypatch.setattr(owner, name, mistake)
+    assert error(right) > 5 * BOUND
+
+
+def swapped(*pairs: tuple[str, str]) -> Callable[[Table], Table]:
+    """Planted: two names of ours change places."""
+    names = dict(pairs) | {b: a for a, b in pairs}
+
+    def plant(table: Table) -> Table:
+        rows = []
+        for row in table.rows:
+            ours = tuple(
+                next((name.replace(a, b) for a, b in names.items() if f".{a}." in name), name) for name in row.ours
+            )
+            rows.append(row._replace(ours=ours))
+        return table._replace(rows=rows)
+
+    return plant
+
+
+def flipped(part: str) -> Callable[[Table], Table]:
+    """Planted: a transpose is missing or too many."""
+    return lambda table: table._replace(
+        rows=[
+            row._replace(transpose=not row.transpose) if part in row.theirs and row.theirs.endswith(".weight") else row
+            for row in table.rows
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "plant"),
+    [
+        ("qwen3 square", swapped(("gate_proj", "up_proj"))),
+        ("qwen3 square", swapped(("q_proj", "k_proj"))),
+        ("qwen3 square", swapped(("k_proj", "v_proj"))),
+        ("qwen3 square", swapped(("attention_norm", "mlp_norm"))),
+        ("qwen3 square", swapped(("q_norm", "k_norm"))),
+        ("qwen3 square", flipped("q_proj")),
+        ("qwen3 square", flipped("o_proj")),
+        ("qwen3 square", flipped("down_proj")),
+        ("gpt2 square", swapped(("q_proj", "k_proj"))),
+        ("gpt2 square", swapped(("k_proj", "v_proj"))),
+        ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),
+        ("gpt2 square", flipped("attn.c_proj")),
+        ("gpt2 square", flipped("c_fc")),
+    ],
+)
+def test_a_mistaken_mapping_is_caught(
+    case: str,
+    plant: Callable[[Table], Table],
+    witness: Callable[[str], Witness],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = witness(case)
+    family = right.experiment.model.family
+    monkeypatch.setitem(TABLES, family, plant(TABLES[family]))
+    _, parameters = read_hf(right.folder)
+    assert error(right._replace(parameters=parameters)) > 5 * BOUND

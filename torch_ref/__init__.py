@@ -1,0 +1,1 @@
+"""The PyTorch reference: the same experiment by DDP, ZeroRedundancyOptimizer, FSDP2 and tensor parallel."""

@@ -1,0 +1,91 @@
+"""Runs of the real command line, each done once however many tests look at it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from jaxdist.config import read_metrics
+from torch_ref import checkpoint
+
+ROOT = Path(__file__).parents[1]
+TINY = {
+    "model": "layers=2 dim=32 heads=4 kv_heads=2 head_dim=8 hidden=48 vocab=128 init_std=0.2 "
+    "qk_norm=true qkv_bias=true tied=true",
+    "data": "sequence=16 documents=padded",
+    "train": "batch=8 steps=4 validation_batches=1",
+    "optimizer": "warmup=2 decay_steps=4",
+    "precision": "policy=fp64",
+}
+FIELDS = [f"--{section}.{field}" for section, fields in TINY.items() for field in fields.split()]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+
+    @property
+    def curves(self) -> NDArray[np.float64]:
+        """Loss and gradient norm, [steps, 2]."""
+        return np.array([(r["loss"], r["grad_norm"]) for r in read_metrics(self.folder)])
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and moments of the newest checkpoint."""
+        kinds = checkpoint.read(self.folder)[1]
+        return {f"{kind} {name}": t for kind, tensors in kinds.items() for name, t in tensors.items()}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+
+
+def distance(run: Run, reference: Run) -> tuple[float, float]:
+    """Largest relative difference of the curves, and of any parameter or moment by its norm."""
+    curves = float(np.abs(run.curves / reference.curves - 1).max())
+    state, other = run.state, reference.state
+    assert state.keys() == other.keys()
+    return curves, max(float((state[n] - other[n]).norm() / other[n].norm().clamp_min(1e-12)) for n in other)
+
+
+def command(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line, with the code `before` run ahead of it."""
+    code = f"{before}\nfrom torch_ref import train\ntrain.exit_codes(train.main)"
+    line = [sys.executable, "-W", "error", "-c", code, *FIELDS, *arguments]
+    return subprocess.run(line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """train("--mesh 2x1 ...") -> Run, from a cache; train(..., before=code) plants something first."""
+    folder = tmp_path_factory.mktemp("runs")
+    documents = folder / "documents.jsonl"
+    rng = np.random.default_rng(0)
+    lines = [bytes(rng.integers(97, 107, rng.integers(3, 60), dtype=np.uint8)).decode() for _ in range(120)]
+    documents.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+    done: dict[tuple[str, str], Run] = {}
+
+    def run(arguments: str, before: str = "") -> Run:
+        key = (arguments, before)
+        if key not in done:
+            output = folder / str(len(done))
+            result = command("--data.path", str(documents), "--output", str(output), *arguments.split(), before=before)
+            assert result.returncode == 0, result.stdout + result.stderr
+            done[key] = Run(output)
+        return done[key]
+
+    return run

@@ -1,0 +1,110 @@
+"""Models and their mapping against transformers, an independent witness in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from jaxdist.config import GPT2, ConfigError, Llama, Model
+from torch_ref import hf
+from torch_ref.models import build
+from torch_ref.weights import fill
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "attn_implementation": "eager",
+}
+LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OURS: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 64}
+OURS_LLAMA = OURS | {"kv_heads": 2, "head_dim": 8}
+CASES: dict[str, tuple[Any, Model]] = {
+    "llama3": (
+        transformers.LlamaConfig(
+            **SIZES,
+            rms_norm_eps=1e-5,
+            rope_parameters={
+                "rope_type": "llama3", "rope_theta": 1e4, "original_max_position_embeddings": 16, **LLAMA3
+            },
+        ),
+        Llama(**OURS_LLAMA, rope_scaling="llama3", rope_original_positions=16),
+    ),
+    "mistral": (
+        transformers.MistralConfig(
+            **SIZES, head_dim=8, rms_norm_eps=1e-5, sliding_window=7,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        Llama(**OURS_LLAMA, window=7),
+    ),
+    "qwen2": (
+        transformers.Qwen2Config(
+            **SIZES, rms_norm_eps=1e-6, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+        Llama(**OURS_LLAMA, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6, tied=True),
+    ),
+    "qwen3": (
+        transformers.Qwen3Config(
+            **SIZES, head_dim=16, rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+        Llama(**OURS | {"kv_heads": 2, "head_dim": 16}, qk_norm=True, norm_eps=1e-6),
+    ),
+    "gpt2": (
+        transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_inner=48, vocab_size=64, n_positions=64, initializer_range=0.3,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        ),
+        GPT2(**OURS, family="gpt2"),
+    ),
+}  # fmt: skip
+TOKENS = torch.arange(48).reshape(2, 24) * 7 % 64
+
+
+def logits_of_both(case: str, folder: Path) -> tuple[Tensor, Tensor]:
+    """Logits of transformers' model, and of ours with its saved weights."""
+    config, ours = CASES[case]
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for p in theirs.parameters():  # biases and norms too: at their starting values a mistake would not show
+        nn.init.normal_(p, 0.5 if p.ndim == 1 else 0.0, 0.3)
+    theirs.save_pretrained(folder)
+    weights = hf.Weights(folder, ours)
+    model = build(ours)
+    fill(model, lambda name, _: weights.read(name))
+    with torch.no_grad():
+        return theirs(TOKENS).logits, model(TOKENS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    theirs, ours = logits_of_both(case, tmp_path)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("field", ["window", "rope_scaling"])
+def test_a_forgotten_field_is_seen(field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {"window": "mistral", "rope_scaling": "llama3"}[field]
+    config, ours = CASES[case]
+    forgotten = ours.model_copy(update={field: Llama.model_fields[field].default})
+    monkeypatch.setitem(CASES, case, (config, forgotten))
+    monkeypatch.setattr(hf, "check_settings", lambda *_: None)
+    theirs, without = logits_of_both(case, tmp_path)
+    assert (theirs - without).abs().max() > 1e-2 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("case", "field", "value"), [("qwen2", "rope_theta", 1e4), ("gpt2", "heads", 2)])
+def test_a_config_that_contradicts_the_folder_is_refused(case: str, field: str, value: Any, tmp_path: Path) -> None:
+    theirs, ours = CASES[case]
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"model\.{field}"):
+        hf.check_settings(tmp_path, theirs.to_dict(), ours.model_copy(update={field: value}))

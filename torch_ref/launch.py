@@ -1,0 +1,123 @@
+"""From `--mesh` and `--device` to ranks: their own when no launcher started them, else the launcher's."""
+
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from jaxdist.config import ConfigError, Parallel, exit_codes
+
+GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will run on."""
+
+    axes: dict[str, int]
+    device: str  # "cpu" or "cuda"
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        kind = "GPU" if self.device == "cuda" else "CPU rank (gloo)" if self.ranks == 1 else "CPU ranks (gloo)"
+        return f"running on {self.ranks} {kind}"
+
+
+def launched() -> bool:
+    """Whether torchrun or its like started this process as one rank of many."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def plan(parallel: Parallel, device: str) -> Plan:
+    """The mesh and the kind of device; `auto`: GPUs if there are enough. Raises ConfigError."""
+    world = int(os.environ["WORLD_SIZE"]) if launched() else None
+    # Counted by NVML: CUDA stays untouched, so that a fork is safe.
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    axes = parallel.axes(world or gpus or None)
+    ranks = math.prod(axes.values())
+    if world is not None and world != ranks:
+        raise ConfigError(
+            f"parallel.mesh = {parallel.mesh!r} has {ranks} devices, the launcher started {world} ranks; "
+            f"start {ranks}, or change the mesh"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world else ranks
+    if gpus >= here:
+        return Plan(axes, "cuda")
+    if device == "gpu":
+        raise ConfigError(
+            f"--device gpu: parallel.mesh = {parallel.mesh!r} needs {here} GPUs here, there are {gpus}; "
+            "use a smaller mesh or --device cpu"
+        )
+    return Plan(axes, "cpu")
+
+
+@contextmanager
+def process_group(plan: Plan) -> Iterator[DeviceMesh]:
+    """This rank's membership: a mesh with the axes data, fsdp and tensor."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    store = os.environ.get("TORCH_REF_STORE")
+    if plan.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "nccl" if plan.device == "cuda" else "gloo",
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=plan.ranks,
+        device_id=torch.device("cuda", local_rank) if plan.device == "cuda" else None,
+    )
+    try:
+        yield init_device_mesh(plan.device, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
+    finally:
+        dist.destroy_process_group()
+
+
+def start(plan: Plan, function: Callable[[], None]) -> None:
+    """Run `function` in every rank of `plan`, each a fork of this process; ends it where a rank fails.
+
+    Fork, because importing torch is most of a start-up: 8 ranks in 0.2 s. It is safe as long as this process
+    has run no torch operation, since threads do not survive a fork.
+    """
+    threads = max(1, (os.cpu_count() or 1) // plan.ranks)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rank_main(rank: int) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
+            os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
+            torch.set_num_threads(threads)
+            exit_codes(function)
+
+        ranks = [get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(plan.ranks)]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            for process in ranks:
+                process.start()
+            running = {process.sentinel: process for process in ranks}
+            while running and not any(process.exitcode for process in ranks):
+                for sentinel in wait(list(running)):
+                    running.pop(sentinel).join()  # type: ignore[arg-type]
+            deadline = time.monotonic() + GRACE_SECONDS
+            for process in running.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.terminate()
+    codes = [process.exitcode for process in ranks]
+    if any(codes):
+        sys.exit(2 if 2 in codes else 1)

@@ -1,0 +1,86 @@
+"""What a run reports of itself: arithmetic, memory, and the summary of the contract."""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jaxdist import __version__
+from jaxdist.config import Experiment
+from torch_ref.optim import AdamW
+from torch_ref.weights import local, named
+
+WARM_UP = 2  # steps left out of medians
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Numbers in the whole model, a tied one once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, 6·L·H·C·T for causal attention.
+
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are
+    halved for the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square).
+    """
+    c = experiment.model
+    looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
+    multiplying = sum(p.numel() for name, p in named(model) if name not in looked_up)
+    return 6.0 * multiplying + 6.0 * c.layers * c.heads * c.head_dim * experiment.data.sequence
+
+
+def memory(model: nn.Module, optimizer: AdamW, mesh: DeviceMesh) -> dict[str, int | None]:
+    """Bytes on the fullest device, of the pieces that lie there after a step; called by all ranks.
+
+    `peak` and `temporary`, what of it is none of the three, come from CUDA's allocator; None on the CPU.
+    """
+
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in map(local, tensors))
+
+    parameters = list(model.parameters())
+    held = [
+        size(parameters),
+        size(p.grad for p in parameters if p.grad is not None),
+        size(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    cuda = mesh.device_type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    fullest = torch.tensor([*held, peak - sum(held), peak], device=mesh.device_type)
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    names = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
+    found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
+    return found if cuda else found | {"temporary": None, "peak": None}
+
+
+def summary(
+    experiment: Experiment,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    memory: Mapping[str, int | None],
+    collectives: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """summary.json of the contract; `records` are this process's steps."""
+    rates = [record["tokens_per_second"] for record in records]
+    return {
+        "backend": "torch",
+        "versions": {"jaxdist": __version__, "torch": version("torch")},
+        "parameters": parameter_count(model),
+        "devices": mesh.size(),
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "strategy": experiment.parallel.strategy,
+        "precision": experiment.precision.policy,
+        "memory": memory,
+        "collectives": collectives,
+        "compile_seconds": 0.0,
+        "tokens_per_second": statistics.median(rates[WARM_UP:] or rates) if rates else None,
+        "flops_per_token": flops_per_token(experiment, model),
+        "mfu": None,
+    }

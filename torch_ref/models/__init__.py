@@ -1,0 +1,14 @@
+"""Models by family: plain modules, without a line of distributed code."""
+
+from torch import nn
+
+from jaxdist import config
+from torch_ref.models.gpt2 import GPT2
+from torch_ref.models.llama import Llama
+
+FAMILIES = {"llama": Llama, "gpt2": GPT2}
+
+
+def build(model: config.Model) -> nn.Module:
+    """The module of a config, on torch's current default device; `torch_ref.weights` gives it its values."""
+    return FAMILIES[model.family](model)  # type: ignore[attr-defined]

@@ -1,0 +1,78 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, tanh-approximated GELU.
+
+Twin: jaxdist/models/gpt2.py.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jaxdist.config import GPT2 as Config
+from torch_ref.models.layers import LayerNorm, attend
+
+
+class Attention(nn.Module):
+    """Multi-head attention with biases."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.q_proj = nn.Linear(c.dim, c.dim)
+        self.k_proj = nn.Linear(c.dim, c.dim)
+        self.v_proj = nn.Linear(c.dim, c.dim)
+        self.o_proj = nn.Linear(c.dim, c.dim)
+        self.head_dim = c.head_dim
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHC = self.q_proj(x_BTD).reshape(heads)
+        k_BTHC = self.k_proj(x_BTD).reshape(heads)
+        v_BTHC = self.v_proj(x_BTD).reshape(heads)
+        y_BTHC = attend(q_BTHC, k_BTHC, v_BTHC)
+        return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    """Two products with GELU between them."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.up_proj = nn.Linear(c.dim, c.hidden)
+        self.down_proj = nn.Linear(c.hidden, c.dim)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.attention_norm = LayerNorm(c.dim, c.norm_eps)
+        self.attention = Attention(c)
+        self.mlp_norm = LayerNorm(c.dim, c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class GPT2(nn.Module):
+    """Decoder: embedding and positions, blocks, norm, head. Tokens [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab, c.dim)
+        self.positions = nn.Embedding(c.positions, c.dim)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = LayerNorm(c.dim, c.norm_eps)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embed(tokens_BT)
+        x_BTD = x_BTD + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        for block in self.layers:
+            x_BTD = block(x_BTD)
+        x_BTD = self.norm(x_BTD)
+        return functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)

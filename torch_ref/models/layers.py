@@ -1,0 +1,105 @@
+"""The parts that decoders are made of, beside torch's own Linear and Embedding.
+
+Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V
+vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jaxdist.config import Llama
+
+Rotation = tuple[Tensor, Tensor]
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32 or wider: what norms, softmax, rotations and the loss are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight (arXiv:1910.07467), in float32 or wider, rounded once at the end.
+
+    `torch.nn.RMSNorm` leaves the inner precision to its kernel.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
+        return (y * wide(self.weight)).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + eps) · weight + bias (arXiv:1607.06450), in float32 or wider, rounded once."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.bias, self.eps = (
+            nn.Parameter(torch.ones(size)),
+            nn.Parameter(torch.zeros(size)),
+            eps,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y - y.mean(-1, keepdim=True)
+        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
+        return (y * wide(self.weight) + wide(self.bias)).to(x.dtype)
+
+
+def rotary_frequencies(c: Llama, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Radians per position [C/2], of each rotated pair; llama3 scaling as in Llama 3.1's reference code."""
+    frequency = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, dtype=dtype, device=device) / c.head_dim)
+    if c.rope_scaling == "none":
+        return frequency
+    turns = c.rope_original_positions * frequency / (2 * math.pi)  # full turns within the original context
+    low, high = c.rope_low_freq_factor, c.rope_high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, left alone; 0: slow, stretched in full
+    return frequency * (kept + (1 - kept) / c.rope_factor)
+
+
+def rotary(c: Llama, length: int, like: Tensor) -> Rotation:
+    """cos and sin [T, 1, C/2] of every position (arXiv:2104.09864), in float32 or wider.
+
+    Computed from the config in each forward pass: a buffer would not survive initialization on the meta
+    device.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    position = torch.arange(length, dtype=dtype, device=like.device)
+    angle = position[:, None] * rotary_frequencies(c, dtype, like.device)
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def rotate(x_BTHC: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + C/2), Hugging Face's layout of the halves."""
+    cos, sin = rotation
+    first, second = wide(x_BTHC).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BTHC.dtype)
+
+
+def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0) -> Tensor:
+    """Causal softmax attention; token t sees s with t - window < s <= t (all s <= t without a window).
+
+    Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider. On GPUs
+    and without a window: torch's fused kernel, the same mathematics with another rounding.
+    """
+    B, T, H, C = q_BTHC.shape
+    K = k_BSKC.shape[2]
+    if q_BTHC.is_cuda and not window:
+        q_BHTC, k_BKSC, v_BKSC = (x.transpose(1, 2) for x in (q_BTHC, k_BSKC, v_BSKC))
+        y_BHTC = functional.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=H != K)
+        return y_BHTC.transpose(1, 2)
+    q_BTKGC = (q_BTHC * C**-0.5).reshape(B, T, K, H // K, C)
+    scores = wide(torch.einsum("btkgc,bskc->bkgts", q_BTKGC, k_BSKC))
+    position = torch.arange(T, device=scores.device)
+    behind = position[:, None] - position
+    seen = (behind >= 0) & (behind < (window or T))
+    probabilities = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
+    return torch.einsum("bkgts,bskc->btkgc", probabilities.to(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)

@@ -1,0 +1,142 @@
+"""Learning rate, clip and AdamW, from torch's own parts; ZeRO-1 by ZeroRedundancyOptimizer."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from jaxdist.config import Experiment
+from jaxdist.config import Optimizer as Config
+from torch_ref.weights import local, named
+
+with warnings.catch_warnings():  # its package uses torch.jit, which is deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def learning_rate(o: Config, steps: int, step: int) -> float:
+    """The learning rate of `step`, counted from 1.
+
+    Warm-up: peak · s / warmup. Then, with p the share of the way from `warmup` to `decay_steps` (or `steps`),
+    capped at 1: cosine peak · (f + (1-f)(1 + cos πp)/2), linear peak · (1 - (1-f)p), constant peak; f is
+    `final`.
+    """
+    if step <= o.warmup:
+        return o.learning_rate * step / o.warmup
+    end = o.decay_steps or steps
+    p = min(1.0, (step - o.warmup) / max(1, end - o.warmup))
+    if o.decay == "cosine":
+        return o.learning_rate * (o.final + (1 - o.final) * (1 + math.cos(math.pi * p)) / 2)
+    if o.decay == "linear":
+        return o.learning_rate * (1 - (1 - o.final) * p)
+    return o.learning_rate
+
+
+def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+    """Scale gradients by min(1, largest / (norm + 1e-6)), as `clip_grad_norm_` does; 0 leaves them alone.
+
+    Returns the global L2 norm before the clip.
+    """
+    parameters = list(parameters)
+    norm = global_norm(p.grad for p in parameters if p.grad is not None)
+    if largest:
+        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    return norm
+
+
+def global_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """L2 norm over gradients and mesh axes: each sum of squares is added over exactly the axes that split it.
+
+    `torch.nn.utils.get_total_norm` gives the same, by all-reduces for every single DTensor.
+    """
+    sums: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
+    for gradient in gradients:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            split = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+            groups = tuple(gradient.device_mesh.get_group(axis) for axis in split)
+        square = local(gradient).pow(2).sum()
+        sums[groups] = sums[groups] + square if groups in sums else square
+    for groups, total in sums.items():
+        for group in groups:
+            dist.all_reduce(total, group=group)
+    return torch.stack(list(sums.values())).sum().sqrt()
+
+
+class AdamW:
+    """`torch.optim.AdamW` over the pieces of parameters that lie on this rank, its state by parameter name.
+
+    Decoupled decay (arXiv:1711.05101) on parameters of two or more dimensions. The update is elementwise, so
+    it runs on plain local tensors under every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state
+    of, and updates, some whole parameters, and sends them to the others (arXiv:1910.02054, by parameter
+    instead of by slice).
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment, mesh: DeviceMesh):
+        o = self.config = experiment.optimizer
+        self.steps = experiment.train.steps
+        self.parameters = dict(named(model))
+        self.locals = {name: local(p) for name, p in self.parameters.items()}
+        groups: list[dict[str, Any]] = [
+            {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
+            {"params": [t for t in self.locals.values() if t.ndim < 2], "weight_decay": 0.0},
+        ]
+        settings: dict[str, Any] = {
+            "lr": o.learning_rate,
+            "betas": (o.beta1, o.beta2),
+            "eps": o.eps,
+            "foreach": False,
+            "fused": False,
+        }
+        self.optimizer: torch.optim.Optimizer
+        if experiment.parallel.strategy == "zero1":
+            self.optimizer = ZeroRedundancyOptimizer(
+                groups, torch.optim.AdamW, process_group=mesh.get_group("fsdp"), **settings
+            )
+            self.holder: torch.optim.Optimizer = self.optimizer.optim
+        else:
+            self.optimizer = self.holder = torch.optim.AdamW(groups, **settings)
+        held = {id(t) for group in self.holder.param_groups for t in group["params"]}
+        self.state = {name: self._start(t) for name, t in self.locals.items() if id(t) in held}
+
+    def _start(self, piece: Tensor) -> dict[str, Tensor]:
+        """AdamW's state before the first step, made here, not lazily, so that a restore can fill it."""
+        state = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(piece),
+            "exp_avg_sq": torch.zeros_like(piece),
+        }
+        self.holder.state[piece] = state
+        return state
+
+    def step(self, step: int) -> float:
+        """Update every parameter from its `.grad`. Returns the learning rate of `step`, counted from 1."""
+        rate = learning_rate(self.config, self.steps, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        for name, parameter in self.parameters.items():
+            self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
+        self.optimizer.step()
+        return rate
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Name -> step, exp_avg, exp_avg_sq, laid out as the parameter: what a distributed checkpoint saves.
+
+        Under ZeRO-1 only what this rank holds. The tensors share their memory with the optimizer.
+        """
+
+        def laid_out(name: str, piece: Tensor) -> Tensor:
+            p = self.parameters[name]
+            if not isinstance(p, DTensor) or piece.ndim != p.ndim:
+                return piece
+            return DTensor.from_local(
+                piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+
+        return {n: {key: laid_out(n, t) for key, t in state.items()} for n, state in self.state.items()}

@@ -1,0 +1,209 @@
+"""A plain module laid out over a mesh: tensor parallel, then activation checkpointing, then data parallel.
+
+What each strategy sends per step, with P parameter bytes over n devices, is told at
+`jaxdist.sharding.STRATEGIES`. Gradients are summed over ranks everywhere, never averaged: the loss is already
+divided by the global token count.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from jaxdist.config import Experiment, Memory, Parallel
+from torch_ref.models import Llama
+
+
+def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, tensor); allocate its pieces.
+
+    Returns the module to call, whose parameters hold no values yet: see `weights.fill`.
+    """
+    if axis_size(mesh, "tensor") > 1:
+        tensor_parallel(model, mesh["tensor"])
+    rematerialize(model, experiment.memory)
+    return data_parallel(model, experiment, mesh)
+
+
+def axis_size(mesh: DeviceMesh, axis: str) -> int:
+    """Devices along a named axis."""
+    return mesh[axis].size()
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, in order."""
+    return list(model.get_submodule("layers").children())
+
+
+class Replicated(ParallelStyle):
+    """Parameters whole on every tensor rank, as DTensors, so that the clip sees all parameters on one mesh.
+
+    `layout` says how the ranks' plain inputs and outputs belong together: whole, or a slice of heads each.
+    With `local` False the output stays a DTensor, for a tied head to multiply with the embedding's.
+    """
+
+    def __init__(self, layout: Placement | None = None, local: bool = True):
+        super().__init__()
+        self.layout, self.local = layout or Replicate(), local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, [self.layout], run_check=False) for x in inputs)
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            y = output.to_local()
+            # Through a plain tensor also where a DTensor is wanted: its backward pass sums partial gradients
+            # once.
+            return y if self.local else DTensor.from_local(y, mesh, [self.layout], run_check=False)
+
+        return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Heads, MLP width and vocabulary over the axis `tensor` (Megatron-LM, arXiv:1909.08053).
+
+    Forward, one all-reduce of the activations after the embedding, each attention and each MLP; as many
+    backward, at the same places from the other side. Activations between them are whole on each rank.
+    """
+    # One DTensor for all projections that read it, so that their input gradients are summed in one
+    # all-reduce.
+    whole = (Replicate(),)
+    rotated = (*whole, None) if isinstance(model, Llama) else whole
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "positions": Replicated(),
+        "layers.*.attention_norm": Replicated(),
+        "layers.*.attention": PrepareModuleInput(input_layouts=rotated, desired_input_layouts=rotated),
+        "layers.*.attention.q_proj": ColwiseParallel(),
+        "layers.*.attention.k_proj": ColwiseParallel(),
+        "layers.*.attention.v_proj": ColwiseParallel(),
+        "layers.*.attention.q_norm": Replicated(Shard(2)),
+        "layers.*.attention.k_norm": Replicated(Shard(2)),
+        "layers.*.attention.o_proj": RowwiseParallel(),
+        "layers.*.mlp_norm": Replicated(),
+        "layers.*.mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "layers.*.mlp.gate_proj": ColwiseParallel(),
+        "layers.*.mlp.up_proj": ColwiseParallel(),
+        "layers.*.mlp.down_proj": RowwiseParallel(),
+        "norm": Replicated(local=False),
+        "lm_head": ColwiseParallel(use_local_output=False),
+    }
+    present = {name for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: plan[name] for name in plan if name.replace("*", "0") in present})
+
+
+KEPT = {
+    # Results of matrix products and of the all-reduces after them. Batched products are attention's own:
+    # recomputed, but for the fused kernels.
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_reduce.default,
+}
+
+
+def rematerialize(model: nn.Module, memory: Memory) -> None:
+    """`memory.remat` on every `memory.remat_every`-th block. Its forward method is replaced: names stay."""
+    if memory.remat == "none":
+        return
+
+    def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if memory.remat == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
+    for block in blocks(model)[:: memory.remat_every]:
+        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+
+
+def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """DDP, `replicate` or FSDP2 over the axes data and fsdp, and memory for the parameters."""
+    parallel, precision = experiment.parallel, experiment.precision
+    device = torch.device(mesh.device_type)
+    whole = parallel.strategy in ("ddp", "zero1")
+    mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
+    if whole and not mixed and axis_size(mesh, "tensor") == 1:
+        model.to_empty(device=device)
+        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
+        ddp.register_comm_hook(None, sum_bucket)
+        return ddp
+
+    # DDP knows neither per-module precision nor DTensors: `replicate` is FSDP2's machinery without sharding.
+    apply: Any = replicate if whole else fully_shard
+    again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.strategy == "fsdp"}
+    options: dict[str, Any] = {
+        "mesh": batch_mesh(mesh, whole),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, str(precision.compute)),
+            reduce_dtype=getattr(torch, str(precision.reduce)),
+            cast_forward_inputs=False,  # the rotation stays float32
+        ),
+    }
+    for block in blocks(model):
+        apply(block, **options, **again)
+    apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.to_empty(device=device)
+    return model
+
+
+def batch_mesh(mesh: DeviceMesh, whole: bool) -> DeviceMesh:
+    """The mesh over which gradients are summed. Two axes mean HSDP: replicas of shards."""
+    axes = [axis for axis in ("data", "fsdp") if axis_size(mesh, axis) > 1] or ["fsdp"]
+    if len(axes) == 1:
+        return mesh[axes[0]]
+    both = mesh["data", "fsdp"]
+    return both._flatten("batch") if whole else both
+
+
+def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's communication hook, a sum where the default is the mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
+
+
+@contextmanager
+def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[None]:
+    """Around forward and backward of a microbatch: which gradients cross devices now, which wait.
+
+    DDP and `replicate` send once a step. FSDP2 reduce-scatters every microbatch, unless parallel.reduce =
+    step; its all-reduce between replicas (HSDP) waits for the last. zero2 keeps gathered parameters until the
+    last.
+    """
+    with ExitStack() as stack:
+        if isinstance(model, DistributedDataParallel):
+            if not last:
+                stack.enter_context(model.no_sync())
+        elif isinstance(model, FSDPModule):
+            once = parallel.strategy in ("ddp", "zero1") or parallel.reduce == "step"
+            model.set_requires_gradient_sync(last or not once)
+            model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
+            model.set_reshard_after_backward(last or parallel.strategy == "fsdp")
+        stack.enter_context(loss_parallel())
+        yield

@@ -1,0 +1,81 @@
+"""One optimizer step, from a rank's rows of the global batch to updated parameters."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+
+from jaxdist.config import Experiment
+from jaxdist.data import IGNORED
+from torch_ref.models.layers import wide
+from torch_ref.optim import AdamW, clip
+from torch_ref.parallelize import microbatch
+
+
+class Tokens(NamedTuple):
+    """This rank's rows: tokens and targets, int64 [B/n, T]; IGNORED targets have no loss."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+class Values(NamedTuple):
+    """loss: mean nats per token of the global batch before the update; grad_norm: global, before the clip."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+
+
+def train_step(
+    model: nn.Module, optimizer: AdamW, batch: Tokens, experiment: Experiment, mesh: DeviceMesh, step: int
+) -> Values:
+    """Accumulate -> clip -> update.
+
+    The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
+    before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
+    averaged over ranks, would be another loss (pytorch/torchtitan#1842).
+    """
+    model.zero_grad(set_to_none=True)
+    count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
+    parts = experiment.train.accumulation
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+    for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+        with microbatch(model, experiment.parallel, last=i == parts - 1):
+            loss = cross_entropy(model(tokens), targets) / count
+            loss.backward()
+        total += loss.detach()
+    norm = clip(model.parameters(), experiment.optimizer.clip)
+    rate = optimizer.step(step)
+    return Values(sum_over_batch(total, mesh).item(), norm.item(), rate)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
+
+    Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
+    """
+    logits, targets = wide(logits_BTV).flatten(0, 1), targets_BT.flatten()
+    loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`value` summed over the axes that split the batch, in place."""
+    for axis in ("data", "fsdp"):
+        dist.all_reduce(value, group=mesh.get_group(axis))
+    return value
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
+    with loss_parallel():
+        loss = cross_entropy(model(batch.tokens), batch.targets)
+    count = (batch.targets != IGNORED).sum()
+    return sum_over_batch(loss.double(), mesh).item(), sum_over_batch(count, mesh).item()

@@ -1,0 +1,98 @@
+"""Bytes on the wire of the program that runs, counted at the dispatcher where every collective passes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts every collective of this rank within it: c10d's own and the functional ones that DTensor issues.
+
+    Bytes are what a device sends with ring algorithms over n devices: all-gather, reduce-scatter and
+    broadcast (n-1)/n of the whole array, all-reduce twice that. DDP's all-reduces are seen because its
+    communication hook calls c10d.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__()
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        wide = [axis for axis, size in sizes.items() if size > 1]
+        # Where one axis spans all ranks its group may be the default one: the narrower name is set last.
+        self.axes = {dist.group.WORLD.group_name: "+".join(wide)} if dist.group.WORLD else {}
+        if sizes["data"] > 1 and sizes["fsdp"] > 1:
+            self.axes[mesh["data", "fsdp"]._flatten("batch").get_group().group_name] = "data+fsdp"
+        for axis in wide:
+            self.axes[mesh.get_group(axis).group_name] = axis
+        self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.sent: Counter[tuple[str, str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # comes back as the local tensors' operations
+        if func.namespace in ("c10d", "_c10d_functional") and (op := KINDS.get(func._opname)):
+            self._count(op, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, op: str, args: Any) -> None:
+        group = next(filter(None, map(_group, args)))
+        n = group.size()
+        if n == 1:
+            return
+        tensors = list(_tensors(args))
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        sizes = [t.numel() * t.element_size() for t in tensors]
+        # Among input and output the larger is the whole array; functional gathers show their input alone.
+        whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
+        key = (op, self.axes[group.group_name], dtype)
+        self.counts[key] += 1
+        self.sent[key] += (2 if op == "all_reduce" else 1) * whole * (n - 1) / n  # type: ignore[assignment]
+
+    def collectives(self) -> list[dict[str, Any]]:
+        """What summary.json lists: one entry per kind of collective."""
+        return [
+            {
+                "op": op,
+                "axis": axis,
+                "dtype": dtype,
+                "count": self.counts[op, axis, dtype],
+                "bytes": float(sent),
+            }
+            for (op, axis, dtype), sent in sorted(self.sent.items())
+        ]
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return dist.ProcessGroup.unbox(argument)
+    if isinstance(argument, dist.ProcessGroup):
+        return argument
+    known = isinstance(argument, str) and argument not in ("sum", "avg", "max", "min", "product")
+    return dist.distributed_c10d._resolve_process_group(argument) if known else None
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)

@@ -1,0 +1,157 @@
+"""Train an experiment in PyTorch: `python -m torch_ref.train --mesh 2x4`."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jaxdist.config import Arguments, Experiment, RunFolder, exit_codes, newest, parse
+from jaxdist.config.display import progress, say, show_end, show_start
+from jaxdist.data import Dataset, open_dataset
+from torch_ref import checkpoint, launch, metrics
+from torch_ref.models import build
+from torch_ref.optim import AdamW
+from torch_ref.parallelize import parallelize
+from torch_ref.step import Tokens, evaluate, train_step
+from torch_ref.traffic import Traffic
+from torch_ref.weights import draw, fill
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check what can be checked by one process, then train in every rank."""
+    arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", __doc__ or "")
+    plan = launch.plan(arguments.experiment.parallel, arguments.device)
+    arguments.experiment.check_mesh(plan.axes)
+    if launch.launched():
+        train(arguments, plan)
+    else:
+        launch.start(plan, partial(train, arguments, plan))
+
+
+def train(arguments: Arguments, plan: launch.Plan) -> None:
+    """One rank: data -> mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
+    experiment = arguments.experiment
+    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+    dataset = open_dataset(experiment.data, experiment.model.vocab)
+
+    with launch.process_group(plan) as mesh:
+        with torch.device("meta"):
+            plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
+        model = parallelize(plain, experiment, mesh)
+        optimizer = AdamW(model, experiment, mesh)
+        start = starting_state(model, optimizer, arguments, folder)
+        dist.barrier()  # every rank has looked at the run folder before the first writes to it
+
+        first = dist.get_rank() == 0
+        if first:
+            if folder:
+                folder.create(from_step=start)
+            say(str(plan))
+            wrapped = {"wrapped by": type(model).__name__}
+            show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), wrapped)
+        with reporting(experiment, folder, start) as report:
+            records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
+
+        steps = experiment.train.steps
+        if folder and newest(folder.checkpoints) != steps:
+            checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment.checkpoint.keep)
+        held = metrics.memory(model, optimizer, mesh)
+        summary = metrics.summary(experiment, model, mesh, held, collectives, records)
+        summary["validation_loss"] = validation_loss(model, dataset, experiment, mesh)
+        if first:
+            if folder:
+                folder.summarize(summary)
+            show_end(summary, records, folder.path if folder else None)
+
+
+def starting_state(model: nn.Module, optimizer: AdamW, arguments: Arguments, folder: RunFolder | None) -> int:
+    """Fill in the state, from the newest checkpoint, `--init` or the seed. Returns the steps already done."""
+    experiment = arguments.experiment
+    step = folder.resume_from() if folder else None
+    if step is not None and folder:
+        checkpoint.restore(folder.checkpoints / str(step), model, optimizer)
+        return step
+    if arguments.init is not None:
+        checkpoint.initialize(arguments.init, model, experiment.model)
+    else:
+        fill(model, partial(draw, experiment.model, experiment.train.seed))
+    return 0
+
+
+def loop(
+    model: nn.Module,
+    optimizer: AdamW,
+    dataset: Dataset,
+    experiment: Experiment,
+    mesh: DeviceMesh,
+    start: int,
+    folder: RunFolder | None,
+    report: Report,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps `start + 1` to `train.steps`: a record per step, and the collectives of the second of them."""
+    config, every = experiment.train, experiment.checkpoint.every
+    tokens = config.batch * experiment.data.sequence
+    traffic = Traffic(mesh)
+    counted = min(start + 2, config.steps)  # FSDP2 and DDP settle their order in the first
+    records: list[dict[str, Any]] = []
+    for step in range(start + 1, config.steps + 1):
+        began = time.perf_counter()
+        batch = fetch(dataset, experiment, mesh, step)
+        with traffic if step == counted else nullcontext():
+            values = train_step(model, optimizer, batch, experiment, mesh, step)
+        seconds = time.perf_counter() - began
+        record: dict[str, Any] = {"step": step} | values._asdict()
+        record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+        records.append(record)
+        report(record)
+        if folder and every and step % every == 0:
+            checkpoint.save(folder.checkpoints, step, model, optimizer, experiment.checkpoint.keep)
+    return records, traffic.collectives()
+
+
+def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:
+    """This rank's rows of the global batch: rank r of n reads rows r·B/n to (r+1)·B/n."""
+    size = experiment.train.batch
+    ranks = mesh["data"].size() * mesh["fsdp"].size()
+    rank = mesh.get_local_rank("data") * mesh["fsdp"].size() + mesh.get_local_rank("fsdp")
+    rows = slice(rank * size // ranks, (rank + 1) * size // ranks)
+    batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
+    return Tokens(*(torch.from_numpy(x).to(mesh.device_type, torch.int64) for x in batch))
+
+
+def validation_loss(model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh) -> float | None:
+    """Mean nats per token over train.validation_batches of the validation split; None where there is none."""
+    batches = experiment.train.validation_batches
+    if not batches or not dataset.sequences("validation"):
+        return None
+    parts = [evaluate(model, fetch(dataset, experiment, mesh, i, "validation"), mesh) for i in range(1, batches + 1)]
+    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+
+
+@contextmanager
+def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> Iterator[Report]:
+    """What takes each step's record, on the first rank: bar and run folder."""
+    if dist.get_rank() > 0:
+        yield lambda _: None
+        return
+    with progress(experiment.train.steps, start) as show:
+
+        def report(record: dict[str, Any]) -> None:
+            show(record)
+            if folder:
+                folder.log(record)
+
+        yield report
+
+
+if __name__ == "__main__":
+    exit_codes(main)

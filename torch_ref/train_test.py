@@ -1,0 +1,160 @@
+"""Every strategy and mesh against one rank, in float64, through the command line."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jaxdist.config import ConfigError, Parallel, read_metrics
+from torch_ref import launch
+from torch_ref.conftest import Run, Train, command, distance
+from torch_ref.train import main
+
+ONE = "--mesh 1x1"
+MESHES = [
+    "--mesh 2x1 --strategy ddp --train.accumulation 2",
+    "--mesh data=2,fsdp=2 --strategy zero1",
+    "--mesh 2x1 --strategy zero2 --train.accumulation 2",
+    "--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective",
+    "--mesh 2x2",
+]
+SLOW = [
+    "--mesh 1x2 --memory.remat selective --memory.remat_every 2",
+    "--mesh 2x2 --strategy ddp --train.accumulation 2",
+    "--mesh 2x2 --strategy zero1 --memory.remat full",
+    "--mesh 2x2 --strategy zero2 --train.accumulation 2",
+    "--mesh 4x1 --parallel.reduce step --train.accumulation 2",
+    "--mesh data=2,fsdp=2,tensor=2 --train.accumulation 2 --memory.remat full",
+]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)])
+def test_a_mesh_trains_as_one_rank_does(train: Train, mesh: str) -> None:
+    curves, states = distance(train(mesh), train(ONE))
+    assert curves < 1e-12
+    assert states < 1e-10
+
+
+MEAN_OF_MEANS = """
+from torch_ref import step
+right = step.sum_over_batch
+step.sum_over_batch = lambda value, mesh: right(value, mesh) if value.is_floating_point() else 2 * value
+"""
+AVERAGED_GRADIENTS = """
+from torch.distributed.fsdp import FSDPModule
+FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+"""
+
+
+@pytest.mark.parametrize("planted", [MEAN_OF_MEANS, AVERAGED_GRADIENTS], ids=["mean of means", "averaged"])
+def test_a_planted_mistake_is_seen(train: Train, planted: str) -> None:
+    curves, states = distance(train("--mesh 2x1", before=planted), train(ONE))
+    assert curves > 1e-6
+    assert states > 1e-8
+
+
+def continued(train: Train, tmp_path: Path, first: str, then: str) -> Run:
+    """Two steps with the arguments `first`, and the rest of the run with `then`."""
+    started = train(f"{first} --train.steps 2")
+    folder = tmp_path / "run"
+    shutil.copytree(started.folder, folder)
+    path = next(line for line in (folder / "config.toml").read_text().splitlines() if line.startswith("path"))
+    data = path.split('"')[1]
+    result = command("--data.path", data, "--output", str(folder), "--resume", *then.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    return Run(folder)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(train: Train, tmp_path: Path) -> None:
+    mesh = "--mesh 2x1 --strategy zero2 --train.accumulation 2"
+    whole, resumed = train(mesh), continued(train, tmp_path, mesh, mesh)
+    assert np.array_equal(resumed.curves, whole.curves)
+    assert distance(resumed, whole) == (0, 0)
+
+
+def test_a_run_resumes_on_another_mesh_and_strategy(train: Train, tmp_path: Path) -> None:
+    resumed = continued(train, tmp_path, "--mesh 2x1 --strategy zero1", "--mesh 1x2")
+    curves, states = distance(resumed, train(ONE))
+    assert curves < 1e-12
+    assert states < 1e-10
+
+
+def test_zero_steps_write_the_starting_weights_and_init_reads_them(train: Train) -> None:
+    seed = train(f"{ONE} --train.steps 0")
+    assert [entry.name for entry in (seed.folder / "checkpoints").iterdir()] == ["0"]
+    from_it = train(f"--mesh 2x1 --strategy ddp --init {seed.folder} --checkpoint.every 1 --checkpoint.keep 2")
+    assert distance(from_it, train(ONE))[0] < 1e-12
+    assert sorted(entry.name for entry in (from_it.folder / "checkpoints").iterdir()) == ["3", "4"]
+
+
+def test_bf16_gathers_in_bfloat16_and_reduces_in_float32(train: Train) -> None:
+    run = train("--mesh 2x1 --precision bf16")
+    dtypes = {(c["op"], c["dtype"]) for c in run.summary["collectives"] if c["bytes"] > 100}
+    assert dtypes == {("all_gather", "bfloat16"), ("reduce_scatter", "float32")}
+    assert np.abs(run.curves[:, 0] / train(ONE).curves[:, 0] - 1).max() < 2e-2
+
+
+def test_the_run_folder_keeps_the_contract(train: Train) -> None:
+    run = train(ONE)
+    records = read_metrics(run.folder)
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert [r["tokens"] for r in records] == [128, 256, 384, 512]
+    assert [r["learning_rate"] for r in records] == pytest.approx([2.5e-3, 5e-3, 2.75e-3, 5e-4])
+    names = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "tokens_per_second"}
+    assert all(r.keys() == names for r in records)
+    summary = run.summary
+    assert {"backend", "versions", "parameters", "devices", "mesh", "strategy", "precision"} < summary.keys()
+    assert {"compile_seconds", "tokens_per_second", "flops_per_token", "mfu"} < summary.keys()
+    assert summary["memory"]["parameters"] == 8 * summary["parameters"]
+    assert summary["validation_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh 3x1", "train.batch = 16"),
+        ("--mesh 1x3", "model.heads = 8"),
+        ("--mesh 2x1 --device gpu", "needs 2 GPUs here, there are 1"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_any_rank_starts(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=message):
+        main(arguments.split())
+
+
+def test_a_launcher_must_start_as_many_ranks_as_the_mesh_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"parallel\.mesh = '4x1' has 4 devices, the launcher started 2"):
+        launch.plan(Parallel(mesh="4x1"), "cpu")
+    assert launch.plan(Parallel(mesh="-1x1"), "cpu").ranks == 2
+
+
+def test_bad_input_seen_by_every_rank_is_told_once() -> None:
+    result = command("--mesh", "2x1", "--data.path", "/nowhere")
+    assert result.returncode == 2
+    assert result.stderr.count("error: data.path") == 1
+
+
+FAILING_RANK = """
+import os
+from torch_ref import train
+right = train.train_step
+def fail(*arguments):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("planted")
+    return right(*arguments)
+train.train_step = fail
+"""
+
+
+def test_a_rank_that_fails_ends_the_run_with_1() -> None:
+    result = command("--mesh", "2x1", "--model.vocab", "256", before=FAILING_RANK)
+    assert result.returncode == 1
+    assert "planted" in result.stderr

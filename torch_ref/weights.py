@@ -1,0 +1,55 @@
+"""Starting values: one whole tensor at a time, of which each rank keeps its piece."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from jaxdist.config import Model
+
+
+def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
+    """The initial value of parameter `name`, float32: a function of seed and name, never of mesh or strategy.
+
+    Matrices are drawn from N(0, init_std²), the residual projections from N(0, init_std² / 2L); norms are 1,
+    biases 0. Every policy starts from the same float32 numbers, fp64 too.
+    """
+    layer, kind = name.split(".")[-2:]
+    if kind == "bias":
+        return torch.zeros(shape)
+    if "norm" in layer:
+        return torch.ones(shape)
+    std = model.init_std / (math.sqrt(2 * model.layers) if layer in ("o_proj", "down_proj") else 1)
+    # One number of 32 bits: torch's CPU generator ignores the others.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.normal(0.0, std, shape, generator=generator)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
+    """Give every parameter of `model` its value; `value(name, global shape)` is whole, freed after use."""
+    for name, parameter in named(model):
+        whole = value(name, parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+            piece = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
+            parameter.to_local().copy_(piece)
+        else:
+            parameter.copy_(whole)
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters with the names that they have in the plain model, inside of DDP too."""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("module."), parameter
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of `tensor` lies on this rank; shares its memory and is no part of the autograd graph."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,31 @@
+import math
+
+import torch
+
+from jaxdist.config import Llama
+from torch_ref.models import build
+from torch_ref.weights import draw, fill, named
+
+MODEL = Llama(dim=256, hidden=512, init_std=0.02, layers=8)
+
+
+def test_a_value_depends_on_seed_and_name_only() -> None:
+    shape = torch.Size((8, 8))
+    torch.manual_seed(1)
+    first = draw(MODEL, 0, "layers.0.mlp.up_proj.weight", shape)
+    torch.manual_seed(2)
+    draw(MODEL, 0, "layers.1.mlp.up_proj.weight", shape)
+    assert torch.equal(draw(MODEL, 0, "layers.0.mlp.up_proj.weight", shape), first)
+    assert not torch.equal(draw(MODEL, 1, "layers.0.mlp.up_proj.weight", shape), first)
+    assert not torch.equal(draw(MODEL, 0, "layers.1.mlp.up_proj.weight", shape), first)
+
+
+def test_residual_projections_are_narrower_norms_one_biases_zero() -> None:
+    model = build(Llama(layers=8, qkv_bias=True, dim=256, hidden=512))
+    fill(model, lambda name, shape: draw(MODEL, 0, name, shape))
+    values = dict(named(model))
+    assert math.isclose(values["layers.0.mlp.up_proj.weight"].std().item(), 0.02, rel_tol=0.02)
+    assert math.isclose(values["layers.3.mlp.down_proj.weight"].std().item(), 0.02 / 4, rel_tol=0.02)
+    assert math.isclose(values["layers.3.attention.o_proj.weight"].std().item(), 0.02 / 4, rel_tol=0.02)
+    assert torch.equal(values["norm.weight"], torch.ones(256))
+    assert not values["layers.0.attention.q_proj.bias"].any()
