@@ -2,15 +2,15 @@
 
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
 mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
-device sends with ring algorithms; n is the size of the axis, |x| the bytes of the whole operand.
+device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation.
 
 | verb | forward | backward |
 |---|---|---|
-| `use` | fsdp: all-gather, \\|w\\|(n-1)/n; else nothing | zero2, fsdp: reduce-scatter, \\|w\\|(n-1)/n; else nothing |
-| `enter` | nothing | all-reduce over tensor, 2\\|x\\|(n-1)/n |
-| `leave` | all-reduce over tensor, 2\\|x\\|(n-1)/n | nothing |
+| `use` | fsdp: all-gather, w(n-1)/n; else nothing | zero2, fsdp: reduce-scatter, w(n-1)/n; else nothing |
+| `enter` | nothing | all-reduce over tensor, 2x(n-1)/n |
+| `leave` | all-reduce over tensor, 2x(n-1)/n | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
-| `cross_entropy` | 3 floats a token over tensor | nothing |
+| `cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
 
 No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
 """

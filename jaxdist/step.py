@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import Parallel, gather, scatter, vary
+from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.models import bind
@@ -64,25 +65,22 @@ class Step:
         def microbatch(total: tuple[jax.Array, Arrays], part: Batch) -> tuple[tuple[jax.Array, Arrays], None]:
             return jax.tree.map(jnp.add, total, scaled(sinks, parameters, part)), None
 
-        sinks = self.sinks(parameters)
+        sinks = self.sinks()
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
         nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), BATCH)
         (loss, gradients), _ = lax.scan(microbatch, (nothing, sinks), parts)
         return lax.psum(loss, BATCH), gradients
 
-    def sinks(self, parameters: Arrays) -> Arrays:
+    def sinks(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""
-        at_rest, strategy = self.pieces(parameters), self.parallel.strategy
-        sharded = strategy.gradients
+        mesh = {axis: lax.axis_size(axis) for axis in AXES}
+        sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
-        def zeros(layout: Layout, piece: jax.Array) -> jax.Array:
-            shape = list(piece.shape)
-            if strategy.optimizer and not sharded:
-                shape[layout.fsdp_dim] *= lax.axis_size("fsdp")
-            tensor = ("tensor",) if "tensor" in layout.mesh_axes(sharded) else ()
-            return vary(jnp.zeros(shape, piece.dtype), BATCH + tensor)
+        def zeros(layout: Layout) -> jax.Array:
+            tensor = tuple(axis for axis in layout.mesh_axes(sharded) if axis not in BATCH)
+            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), BATCH + tensor)
 
-        return {name: zeros(self.layouts[name], piece) for name, piece in at_rest.items()}
+        return {name: zeros(layout) for name, layout in self.layouts.items()}
 
     def reduce(self, gradients: Arrays) -> Arrays:
         """What the microbatches left unsummed, in the optimizer's layout: whole for ddp, else pieces over fsdp."""

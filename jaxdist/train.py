@@ -21,7 +21,7 @@ from jaxdist.weights import load_weights, placed
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
-    arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", __doc__ or "")
+    arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")
     experiment = arguments.experiment
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
 
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
         checkpoints.close()
     summary = metrics.summary(program, traced, compiled, compile_seconds, records)
+    summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation_loss(program, state, dataset)
     if folder:
         folder.summarize(summary)

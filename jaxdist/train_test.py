@@ -22,7 +22,7 @@ TINY = [
 
 
 def command(*argv: str, module: str = "jaxdist.train", **env: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.run(
         [sys.executable, "-m", module, *argv],
         capture_output=True,

@@ -45,7 +45,7 @@ def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         values = {
             "model": model,
             "data": {"path": str(documents), "documents": "padded", "sequence": 32},
-            "train": {"steps": STEPS, "batch": 16, "validation_batches": 2},
+            "train": {"steps": STEPS, "batch": 16, "validation_batches": 0},
             "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},
             "precision": {"policy": "fp64"},
         }
@@ -54,21 +54,27 @@ def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The starting weights of each model: written by the JAX side's seed, converted to a Hugging Face folder."""
+def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """The starting weights by side and model: drawn by the JAX side's seed, carried to torch by the conversion tool."""
     from jaxdist.convert.__main__ import main as convert
 
     folders = {}
     for name, config in experiments.items():
         folder = tmp_path_factory.mktemp(f"start-{name}")
-        seed = run("jaxdist", folder / "seed", config, {"steps": 0, "precision": "fp32"})
-        folders[name] = folder / "hf"
-        convert([str(seed.path), str(folders[name]), "--to", "hf"])
+        single = {"steps": 0, "precision": "fp32"}
+        seed = run("jaxdist", folder / "jaxdist", config, single)
+        convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
+        folders["jaxdist", name] = seed.path
+        folders["torch_ref", name] = run(
+            "torch_ref", folder / "torch_ref", config, single, "--init", str(folder / "hf")
+        ).path
     return folders
 
 
 @pytest.fixture(scope="session")
-def runs(experiments: dict[str, Path], start: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(
+    experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
     """runs(side, model, **settings) -> Run of 20 steps from the common start; the same settings are run once."""
     known: dict[Any, Run] = {}
     folder = tmp_path_factory.mktemp("runs")
@@ -77,7 +83,7 @@ def runs(experiments: dict[str, Path], start: dict[str, Path], tmp_path_factory:
         key = (side, model, *sorted(settings.items()))
         if key not in known:
             path = folder / f"{len(known)}-{side}-{model}"
-            known[key] = run(side, path, experiments[model], settings, "--init", str(start[model]))
+            known[key] = run(side, path, experiments[model], settings, "--init", str(start[side, model]))
         return known[key]
 
     return get

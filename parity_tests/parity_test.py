@@ -166,8 +166,10 @@ def test_bf16_gradients_travel_as_the_policy_says(runs: Runs) -> None:
 @pytest.mark.parametrize("mesh", ["ddp", "zero1", "zero2", "fsdp", "2x4"])
 def test_both_sides_send_the_same(runs: Runs, mesh: str) -> None:
     """Bytes per device and step: JAX within 5 % of the closed form (jaxdist/traffic_test.py), torch of JAX."""
+    # DDP under ZeroRedundancyOptimizer all-reduces whole gradients where a reduce-scatter would do.
+    more = 1.5 if mesh == "zero1" else 1.0
     sent = {
         side: sum(c["bytes"] for c in runs(side, "llama", settings(mesh, QUICK["llama"][mesh])).summary["collectives"])
         for side in ("jaxdist", "torch_ref")
     }
-    assert sent["torch_ref"] == pytest.approx(sent["jaxdist"], rel=0.1), sent
+    assert sent["torch_ref"] == pytest.approx(more * sent["jaxdist"], rel=0.05), sent

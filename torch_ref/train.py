@@ -28,7 +28,7 @@ Report = Callable[[dict[str, Any]], None]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
-    arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", __doc__ or "")
+    arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.")
     plan = launch.plan(arguments.experiment.parallel, arguments.device)
     arguments.experiment.check_mesh(plan.axes)
     if launch.launched():
@@ -66,6 +66,7 @@ def train(arguments: Arguments, plan: launch.Plan) -> None:
             checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment.checkpoint.keep)
         held = metrics.memory(model, optimizer, mesh)
         summary = metrics.summary(experiment, model, mesh, held, collectives, records)
+        summary["data"] = dataset.fingerprint
         summary["validation_loss"] = validation_loss(model, dataset, experiment, mesh)
         if first:
             if folder:

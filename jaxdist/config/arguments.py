@@ -107,7 +107,12 @@ def load(config: str | None, overrides: dict[str, Any]) -> Experiment:
 
 def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
     """The arguments of a training command. Raises ConfigError."""
-    parser = Parser(prog=f"python -m {program}", description=description, allow_abbrev=False)
+    parser = Parser(
+        prog=f"python -m {program}",
+        usage="%(prog)s [--config PATH|NAME] [--mesh 2x4] [--output DIR] [--section.field VALUE ...]",
+        description=description,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--config",
         metavar="PATH|NAME",
