@@ -98,14 +98,11 @@ class Step:
 
     def norm(self, gradients: Arrays) -> jax.Array:
         """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
-        total: Any = 0.0
         sums: dict[tuple[str, ...], Any] = {}
         for name, g in gradients.items():
             axes = tuple(sorted(self.layouts[name].mesh_axes(self.parallel.strategy.optimizer)))
             sums[axes] = sums.get(axes, 0.0) + jnp.sum(g * g)
-        for axes, partial in sums.items():
-            total = total + (lax.psum(partial, axes) if axes else partial)
-        return jnp.sqrt(total)
+        return jnp.sqrt(sum(lax.psum(total, axes) if axes else total for axes, total in sums.items()))
 
     def pieces(self, parameters: Arrays) -> Arrays:
         """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""

@@ -47,6 +47,8 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"accumulation": 2},
         "memory": {"remat": "full"},
     },
+    "2x2x2 zero1": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero1"}},
+    "2x2x2 zero2": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero2"}},
     "reduce per step": {"parallel": {"mesh": "4x2", "reduce": "step"}, "train": {"accumulation": 4}},
     "zero2 per step": {
         "parallel": {"mesh": "4x2", "strategy": "zero2", "reduce": "step"},

@@ -120,11 +120,9 @@ class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(var + eps) · scale + bias (arXiv:1607.06450), in float32 or wider, rounded once at the end."""
 
     def __init__(self, size: int, eps: float):
-        self.scale, self.bias, self.eps = (
-            parameter((size,), ("embed",), mean=1.0),
-            parameter((size,), ("embed",)),
-            eps,
-        )
+        self.scale = parameter((size,), ("embed",), mean=1.0)
+        self.bias = parameter((size,), ("embed",))
+        self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = wide(x)
