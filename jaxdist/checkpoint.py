@@ -6,7 +6,9 @@ are asynchronous and appear whole or not at all: Orbax writes a temporary folder
 
 import json
 import logging
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +17,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.config import ConfigError, Experiment, RunFolder, checkpoint_in
+from jaxdist.config import ConfigError, Experiment, RunFolder, check_shapes, checkpoint_in
 from jaxdist.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save; we report ours
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
 
 class Saved(NamedTuple):
@@ -31,7 +34,7 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder, of which a run in progress is the only writer."""
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
         """`keep`: how many of the newest stay; 0 for all."""
@@ -39,14 +42,8 @@ class Checkpoints:
 
     @cached_property
     def manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager; making it creates the folder, so it is made when it is first needed."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep or None, create=True)
-        handlers = {
-            "parameters": ocp.StandardCheckpointHandler(),
-            "optimizer": ocp.StandardCheckpointHandler(),
-            "experiment": ocp.JsonCheckpointHandler(),
-        }
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        """Orbax's manager. Making it creates the folder and drops what an interrupted save left: on the first need."""
+        return manager(self.folder, max_to_keep=self.keep or None, cleanup_tmp_directories=True)
 
     def save(self, step: int, experiment: Experiment, parameters: Any, optimizer: Any = None) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can go on."""
@@ -60,43 +57,54 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""
-        self._check(step, abstract.parameters)
-        if "optimizer" not in self.manager.item_metadata(step):
-            raise ConfigError(f"checkpoint {self.folder / str(step)} has weights only; start from it by --init instead")
-        items = self.manager.restore(
-            step,
-            args=ocp.args.Composite(
-                parameters=ocp.args.StandardRestore(abstract.parameters),
-                optimizer=ocp.args.StandardRestore(abstract.optimizer),
-            ),
-        )
+        path = self.folder / str(step)
+        if not (path / "optimizer").is_dir():
+            raise ConfigError(f"checkpoint {path} has weights only; start from it by --init instead")
+        items = restore(path, parameters=abstract.parameters, optimizer=abstract.optimizer)
         return TrainState(items.parameters, items.optimizer)
 
-    def restore_parameters(self, step: int, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The weights alone. Raises ConfigError."""
-        self._check(step, abstract)
-        return self.manager.restore(
-            step, args=ocp.args.Composite(parameters=ocp.args.StandardRestore(abstract))
-        ).parameters
+    def __enter__(self) -> "Checkpoints":
+        return self
 
-    def _check(self, step: int, abstract: Mapping[str, Any]) -> None:
-        shapes = {name: tuple(a.shape) for name, a in self.manager.item_metadata(step)["parameters"].items()}
-        check_shapes(f"checkpoint {self.folder / str(step)}", shapes, {n: tuple(a.shape) for n, a in abstract.items()})
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for what is being written."""
-        self.manager.wait_until_finished()
-        self.manager.close()
+        if "manager" in self.__dict__:
+            self.manager.wait_until_finished()
+            self.manager.close()
 
 
-def check_shapes(source: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError naming the first parameter that is missing, unexpected or of another shape."""
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            raise ConfigError(
-                f"{source} holds another model: parameter {name} is {found.get(name, 'absent')} there and "
-                f"{wanted.get(name, 'absent')} in the config; use the config it was trained with"
-            )
+def manager(
+    folder: Path, arrays: type[ocp.CheckpointHandler] = ocp.StandardCheckpointHandler, **options: Any
+) -> ocp.CheckpointManager:
+    """Orbax's manager of a folder of checkpoints; `arrays` handles what is not JSON."""
+    handlers = {"parameters": arrays(), "optimizer": arrays(), "experiment": ocp.JsonCheckpointHandler()}
+    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(**options), item_handlers=handlers)
+
+
+@contextmanager
+def opened(path: Path, **how: Any) -> Iterator[ocp.CheckpointManager]:
+    """The manager that reads the checkpoint `path`. Whatever Orbax raises for a damaged one becomes a ConfigError."""
+    with manager(path.parent, read_only=True, **how) as reader:
+        try:
+            yield reader
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = textwrap.shorten(str(error), 200)
+            raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What the checkpoint `path` says of its parameters before they are read: shape and dtype. Raises ConfigError."""
+    with opened(path) as reader:
+        return dict(reader.item_metadata(int(path.name))["parameters"])
+
+
+def restore(path: Path, **abstract: Any) -> Any:
+    """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
+    found = {name: tuple(a.shape) for name, a in described(path).items()}
+    check_shapes(f"checkpoint {path}", found, {name: tuple(a.shape) for name, a in abstract["parameters"].items()})
+    wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
+    with opened(path) as reader:
+        return reader.restore(int(path.name), args=ocp.args.Composite(**wanted))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -104,41 +112,44 @@ def is_checkpoint(path: Path) -> bool:
     return (checkpoint_in(path) / "parameters" / "_METADATA").exists()
 
 
-def locate(path: Path) -> tuple[Path, int]:
-    """(folder of the checkpoints, step) of a run folder's newest checkpoint or of a checkpoint. Raises ConfigError."""
+def locate(path: Path) -> Path:
+    """The checkpoint that `path` names: itself, or the newest of a run folder. Raises ConfigError."""
     found = checkpoint_in(path).resolve()
     if not is_checkpoint(path) or not found.name.isdigit():
         raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
-    return found.parent, int(found.name)
+    return found
 
 
 def read_experiment(path: Path) -> Experiment:
     """The experiment that a checkpoint or run folder belongs to. Raises ConfigError."""
-    folder, step = locate(path)
-    text = (folder / str(step) / "experiment" / "metadata").read_text(encoding="utf-8")
-    return Experiment.parse(json.loads(text), source=str(path))
+    file = locate(path) / "experiment" / "metadata"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"checkpoint {path} is damaged: {file}: {error}; use another, or a copy of it") from None
+    return Experiment.parse(values, source=str(path))
 
 
 def read(path: Path) -> Saved:
     """A whole checkpoint as numpy arrays on the host, without a mesh. Raises ConfigError."""
-    folder, step = locate(path)
+    found = locate(path)
 
     def arrays(item: str) -> Any:
-        manager = ocp.CheckpointManager(folder, item_names=(item,), item_handlers={item: ocp.PyTreeCheckpointHandler()})
-        metadata = manager.item_metadata(step)[item]
-        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
-        tree = manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)}))
-        manager.close()
-        return tree[item]
+        with opened(found, arrays=ocp.PyTreeCheckpointHandler) as reader:
+            tree = reader.item_metadata(int(found.name))[item].tree
+            to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})
+            return reader.restore(int(found.name), args=args)[item]
 
-    has_optimizer = (folder / str(step) / "optimizer").is_dir()
-    return Saved(step, read_experiment(path), arrays("parameters"), arrays("optimizer") if has_optimizer else None)
+    has_optimizer = (found / "optimizer").is_dir()
+    return Saved(
+        int(found.name), read_experiment(path), arrays("parameters"), arrays("optimizer") if has_optimizer else None
+    )
 
 
 def write(path: Path, experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> None:
     """A run folder at `path` whose checkpoint 0 holds these weights. Raises ConfigError when it is occupied."""
     folder = RunFolder(path, experiment)
-    folder.create()
-    checkpoints = Checkpoints(folder.checkpoints)
-    checkpoints.save(0, experiment, dict(parameters))
-    checkpoints.close()
+    folder.create(experiment)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        checkpoints.save(0, experiment, dict(parameters))

@@ -43,6 +43,11 @@ class Weight(NamedTuple):
     sink: jax.Array | None
 
 
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider: what norms, softmax, rotations, the loss and every sum over tokens are computed in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """`x`, the same on all devices of `axes`, typed as differing there. Sends nothing."""
     return lax.pcast(x, axes, to="varying")
@@ -105,18 +110,23 @@ class Parallel:
         return checkpoint_name(lax.psum(x, "tensor"), "leave")
 
     def lookup(self, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        """Vocabulary-parallel embedding, partial over tensor: rows of other devices are zero."""
+        """Vocabulary-parallel embedding, partial over tensor: rows of other devices are zero.
+
+        The rows are taken in float32 or wider, which changes none of them, because the gradient of a frequent token is
+        a sum over all its places: added in bfloat16 it would be off by a third.
+        """
         rows = embedding_VD.shape[0]
         index = tokens_BT - lax.axis_index("tensor") * rows
         mine = (index >= 0) & (index < rows)
-        return jnp.where(mine[..., None], embedding_VD[jnp.where(mine, index, 0)], 0)
+        found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[jnp.where(mine, index, 0)], 0)
+        return found_BTD.astype(embedding_VD.dtype)
 
     def cross_entropy(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
         """Sum over this device's tokens of -log softmax(logits)[target], in float32 or wider; IGNORED targets add 0.
 
         `logits_BTV` holds this tensor device's part of the vocabulary; no device ever sees all of a token's logits.
         """
-        logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+        logits_BTV = wide(logits_BTV)
         columns = logits_BTV.shape[-1]
         index = targets_BT - lax.axis_index("tensor") * columns
         mine = (index >= 0) & (index < columns)

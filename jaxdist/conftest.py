@@ -22,14 +22,14 @@ from jaxdist.config import Experiment
 
 
 def tiny(**sections: Any) -> Experiment:
-    """A model whose sizes are all different, with uneven valid tokens in mind: 6 query and 2 kv heads, H·C ≠ D."""
+    """A model whose sizes all differ, so that none can stand for another: 12 query and 4 kv heads, H·C = 96 ≠ D."""
     model = {
-        "family": "llama", "layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 48, "vocab": 64,
+        "family": "llama", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 56, "vocab": 64,
         "qk_norm": True, "qkv_bias": True, "init_std": 0.2,
     }  # fmt: skip
     values: dict[str, Any] = {
         "model": model,
-        "data": {"sequence": 16},
+        "data": {"sequence": 20},
         "train": {"steps": 20, "batch": 16},
         "optimizer": {"warmup": 3, "learning_rate": 1e-2},
         "precision": {"policy": "fp64"},

@@ -1,7 +1,7 @@
 """Mean loss and perplexity of a checkpoint, or its logits: `python -m jaxdist.evaluate --checkpoint DIR`."""
 
+import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from jaxdist.config import ConfigError, Experiment, exit_codes
+from jaxdist.config import ConfigError, Experiment, check_finite, exit_codes
 from jaxdist.config.arguments import Parser
-from jaxdist.config.display import console, say
-from jaxdist.data import Split, open_dataset
+from jaxdist.config.display import console, perplexity, say
+from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.program import Program
 from jaxdist.weights import load_weights, source_experiment
@@ -28,30 +28,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)
         logits = np.asarray(program.logits(load_weights(program, a.checkpoint), tokens), dtype=np.float32)
-        with a.logits.open("wb") as file:
-            np.save(file, logits)
+        try:
+            with a.logits.open("wb") as file:
+                np.save(file, logits)
+        except OSError as error:
+            raise ConfigError(f"--logits {a.logits}: {error}; give a file that can be written") from None
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
     dataset = open_dataset(experiment.data, experiment.model.vocab)
     split: Split = "train" if a.data else "validation"
-    batches = dataset.sequences(split) // experiment.train.batch
-    if not batches:
-        raise ConfigError(
-            f"the {split} split has {dataset.sequences(split)} sequences of {experiment.data.sequence} tokens, fewer "
-            f"than train.batch = {experiment.train.batch}; give more data by --data FILE, or a smaller --batch"
-        )
+    sequences, size = dataset.sequences(split), experiment.train.batch
+    if not sequences:
+        raise ConfigError(f"the {split} split of {a.checkpoint} holds no sequence; give data by --data FILE")
     parameters = load_weights(program, a.checkpoint)
     total = count = 0.0
-    steps = range(1, min(batches, a.batches or batches) + 1)
+    steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
-        loss, tokens = program.evaluate(parameters, dataset.batch(step, experiment.train.batch, 0, split=split))
+        batch = dataset.batch(step, size, 0, split=split)
+        batch.targets[sequences - (step - 1) * size :] = IGNORED  # the last batch goes round to the first sequences
+        loss, tokens = program.evaluate(parameters, batch)
         total, count = total + float(loss), count + float(tokens)
-    result = {"loss": total / count, "perplexity": math.exp(total / count), "tokens": int(count)}
+    check_finite(steps[-1], loss=total)
+    result = {"loss": total / count, "perplexity": perplexity(total / count), "tokens": int(count)}
     say(
         json.dumps(result)
         if a.json
         else f"{where}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
     )
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def arguments(argv: Sequence[str]) -> Any:
@@ -68,9 +78,10 @@ def arguments(argv: Sequence[str]) -> Any:
         "--data", metavar="FILE", help="data to evaluate, all of it (default: the run's validation split)"
     )
     parser.add_argument("--mesh", default="1x1", help="as in training (default 1x1)")
+    parser.add_argument("--strategy", default="fsdp", help="as in training (default fsdp)")
     parser.add_argument("--precision", help="policy (default: the run's own)")
-    parser.add_argument("--batch", type=int, help="sequences per batch (default: the run's own)")
-    parser.add_argument("--batches", type=int, default=0, help="at most this many batches (default: all)")
+    parser.add_argument("--batch", type=count, help="sequences per batch (default: the run's own)")
+    parser.add_argument("--batches", type=count, default=0, help="at most this many batches (default: all)")
     parser.add_argument("--tokens", type=Path, metavar="FILE.npy", help="token ids, integers [B, T]")
     parser.add_argument(
         "--logits",
@@ -85,20 +96,22 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError(f"--checkpoint {a.checkpoint}: no such folder; give a checkpoint that exists")
     if bool(a.tokens) != bool(a.logits):
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
+    if a.logits and not a.logits.parent.is_dir():
+        raise ConfigError(f"--logits {a.logits}: no such folder; give a file in one that exists")
     return a
 
 
 def configure(a: Any) -> Experiment:
     """The checkpoint's own experiment, on the mesh and data asked for. Nothing is trained, so nothing is kept whole."""
     values = source_experiment(a.checkpoint).model_dump(exclude_none=True)
-    values["parallel"] = {"mesh": a.mesh}
+    values["parallel"] = {"mesh": a.mesh, "strategy": a.strategy}
     values["train"]["accumulation"] = 1
     if a.precision:
         values["precision"] = {"policy": a.precision}
     if a.batch is not None:
         values["train"]["batch"] = a.batch
     if a.data:
-        values["data"] |= {"path": a.data, "validation": 0.0, "shuffle": False}
+        values["data"] |= {"path": a.data, "fingerprint": "", "validation": 0.0, "shuffle": False}
     return Experiment.parse(values, source="arguments")
 
 
@@ -106,10 +119,11 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
     """Token ids int32 [B, T] from a .npy file. Raises ConfigError."""
     try:
         tokens = np.load(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"--tokens {path}: {error}; give a .npy file of integers [B, T]") from None
-    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise ConfigError(f"--tokens {path}: {tokens.dtype} {list(tokens.shape)}; give integers [B, T]")
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "several arrays"
+        raise ConfigError(f"--tokens {path}: {found}; give one array of integers [B, T]")
     if tokens.min() < 0 or tokens.max() >= experiment.model.vocab:
         raise ConfigError(
             f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}; "

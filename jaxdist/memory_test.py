@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxdist import memory, metrics
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
+from jaxdist.sharding import BATCH
 
 
 def program(**sections: Any) -> Program:
@@ -52,6 +54,39 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
         held(state.parameters),
         held(state.optimizer),
     )
+
+
+def gradients(p: Program, batch: Any) -> Any:
+    """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
+    sharded = p.strategy.gradients
+    apart = {n: tuple(a for a in BATCH if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
+    specs = {n: P(apart[n], *layout.split(sharded)) for n, layout in p.layouts.items()}
+
+    def function(parameters: Any, batch: Any) -> Any:
+        return {name: g[None] for name, g in p.step_function.accumulate(parameters, batch)[1].items()}
+
+    inputs = (p.specs.parameters, p.batch_specs)
+    mapped = jax.shard_map(function, mesh=p.mesh, in_specs=inputs, out_specs=specs)
+    return jax.jit(mapped)(p.initialize().parameters, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "reduce", "share"),
+    [
+        ("8x1", "ddp", "auto", 1),
+        ("8x1", "zero1", "auto", 1),
+        ("8x1", "zero2", "auto", 8),
+        ("8x1", "zero2", "step", 1),
+        ("8x1", "fsdp", "auto", 8),
+        ("data=2,fsdp=4", "fsdp", "auto", 4),
+    ],
+)
+def test_gradients_are_the_share_that_is_reported(
+    mesh: str, strategy: str, reduce: str, share: int, batches: Any
+) -> None:
+    p = program(parallel={"mesh": mesh, "strategy": strategy, "reduce": reduce})
+    found = held(gradients(p, batches(p.experiment, 1)[0]))
+    assert found == metrics.memory(p, compiled(p))["gradients"] == metrics.parameter_count(p.layouts) * 4 // share
 
 
 def test_initialization_never_holds_the_whole_model() -> None:

@@ -16,6 +16,11 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     whether float64 exists. `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh
     asks for. Raises ConfigError when the mesh and the devices do not fit.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: a launcher started several processes, and one process runs all "
+            "devices of the mesh; start the command without torchrun"
+        )
     parallel = experiment.parallel
     jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
     wanted = None if "-1" in parallel.mesh else math.prod(parallel.axes().values())
@@ -28,6 +33,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
     axes = parallel.axes(len(accelerators) or (int(preset) if preset else None))
+    experiment.check_mesh(axes)
     needed = math.prod(axes.values())
     if accelerators and len(accelerators) >= needed:
         devices = accelerators[:needed]

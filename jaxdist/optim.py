@@ -1,9 +1,11 @@
 """Learning rate, clip, AdamW and decay mask as one optax chain, by torch's formulas.
 
 Differences pinned here: the clip divides by norm + 1e-6 as `torch.nn.utils.clip_grad_norm_` does (optax does not);
-every AdamW hyperparameter is passed, since the defaults differ; weight decay applies to matrices only.
+every AdamW hyperparameter is passed, since the defaults differ; weight decay applies to matrices only; the bias
+correction 1 - βᵗ is exact, where optax loses half of its digits in float32 at the first steps.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,16 +39,32 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
         factor = jnp.minimum(1, largest / (norm + 1e-6)) if largest else 1
-        return jax.tree.map(lambda g: g * factor, updates), state
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """m̂ / (√v̂ + ε) with Adam's moments (arXiv:1412.6980); the state is that of `optax.scale_by_adam`."""
+
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None) -> Any:
+        count = state.count + 1
+        step = count.astype(jnp.result_type(float))
+        # 1 - βᵗ; of β = 0 it is 1
+        left1, left2 = (-jnp.expm1(step * (math.log(b) if b else -math.inf)) for b in (b1, b2))
+        mu = jax.tree.map(lambda g, m: (b1 * m + (1 - b1) * g).astype(m.dtype), updates, state.mu)
+        nu = jax.tree.map(lambda g, v: (b2 * v + (1 - b2) * g * g).astype(v.dtype), updates, state.nu)
+        scaled = jax.tree.map(lambda m, v: m / left1 / (jnp.sqrt(v / left2) + eps), mu, nu)
+        return scaled, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(optax.scale_by_adam().init, update)
 
 
 def adamw(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
     """Clip -> Adam moments -> decoupled decay -> learning rate (arXiv:1711.05101, torch.optim.AdamW)."""
     return optax.chain(
         clip_by_norm(o.clip),
-        optax.scale_by_adam(b1=o.beta1, b2=o.beta2, eps=o.eps, eps_root=0.0),
+        scale_by_adam(o.beta1, o.beta2, o.eps),
         optax.add_decayed_weights(o.weight_decay, mask={name: layout.decays for name, layout in layouts.items()}),
         optax.scale_by_learning_rate(lambda count: learning_rate(o, steps, count + 1)),
     )

@@ -11,7 +11,7 @@ import pytest
 from jaxdist.config import Optimizer
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
-from jaxdist.optim import adamw, clip_by_norm, learning_rate
+from jaxdist.optim import adamw, clip_by_norm, learning_rate, scale_by_adam
 from jaxdist.sharding import Layout
 
 
@@ -45,6 +45,32 @@ def test_clip_is_torchs(norm: float) -> None:
     if norm > 1:  # the 1e-6 is what tells the two apart
         ours, _ = clip.update({"w": jnp.array([norm])}, clip.init({}), norm=jnp.asarray(norm))
         assert float(ours["w"][0]) != float(optaxs)
+
+
+def first_update(transform: optax.GradientTransformation) -> float:
+    """Relative error of the first update in float32 for a gradient of 1: it should be 1 / (1 + eps)."""
+    state = transform.init({"w": jnp.ones(1, jnp.float32)})
+    with jax.enable_x64(False):
+        update, _ = transform.update({"w": jnp.ones(1, jnp.float32)}, state)
+        return abs(float(update["w"][0]) - 1)
+
+
+def test_bias_correction_is_exact_in_float32() -> None:
+    """Moments of the first step are corrected to the gradient itself; optax's own correction is caught."""
+    assert first_update(scale_by_adam(0.9, 0.999, 1e-30)) <= 4 * 2**-24
+    assert first_update(optax.scale_by_adam(0.9, 0.999, 1e-30)) > 4 * 2**-24
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_adam_is_optaxs_in_float64(beta: float) -> None:
+    ours, theirs = scale_by_adam(beta, 0.95, 1e-8), optax.scale_by_adam(beta, 0.95, 1e-8)
+    states = [t.init({"w": jnp.ones(3)}) for t in (ours, theirs)]
+    for number in range(1, 6):
+        g = {"w": jnp.arange(3.0) - number}
+        (a, states[0]), (b, states[1]) = ours.update(g, states[0]), theirs.update(g, states[1])
+        np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
+    jax.tree.map(np.testing.assert_array_equal, states[0].count, states[1].count)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), states[0], states[1])
 
 
 def test_adamw_is_torchs() -> None:

@@ -25,13 +25,12 @@ from jaxdist.step import Arrays, Step, TrainState
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One experiment on one mesh. Building it checks the fit (ConfigError) and allocates nothing."""
+    """One experiment on one mesh. Building it checks that every parameter fits (ConfigError) and allocates nothing."""
 
     experiment: Experiment
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        self.experiment.check_mesh(axes_of(self.mesh))
         sharding.check(self.layouts, axes_of(self.mesh), self.strategy)
 
     @cached_property

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from jaxdist.collectives import Parallel, gather, scatter, vary
+from jaxdist.collectives import Parallel, gather, scatter, vary, wide
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
@@ -101,7 +101,7 @@ class Step:
         sums: dict[tuple[str, ...], Any] = {}
         for name, g in gradients.items():
             axes = tuple(sorted(self.layouts[name].mesh_axes(self.parallel.strategy.optimizer)))
-            sums[axes] = sums.get(axes, 0.0) + jnp.sum(g * g)
+            sums[axes] = sums.get(axes, 0.0) + jnp.sum(wide(g) ** 2)
         return jnp.sqrt(sum(lax.psum(total, axes) if axes else total for axes, total in sums.items()))
 
     def pieces(self, parameters: Arrays) -> Arrays:

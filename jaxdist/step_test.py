@@ -1,16 +1,19 @@
 """The mathematics of distribution: every mesh and strategy trains as one device does, in float64."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from jaxdist.collectives import Parallel
-from jaxdist.config import Experiment
+from jaxdist.config import AXES, Experiment
 from jaxdist.conftest import tiny
+from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
@@ -22,9 +25,9 @@ LOSS, STATE = 1e-12, 1e-10  # bounds of the contract in float64, relative
 GPT2 = {
     "family": "gpt2",
     "layers": 2,
-    "dim": 32,
+    "dim": 40,
     "heads": 4,
-    "hidden": 48,
+    "hidden": 56,
     "vocab": 64,
     "positions": 24,
     "init_std": 0.2,
@@ -86,11 +89,9 @@ def alone() -> Callable[..., Any]:
     known: dict[str, Any] = {}
 
     def run(batches: Any, **sections: Any) -> Any:
-        return (
-            known.setdefault(str(sections), train(tiny(**sections), batches))
-            if str(sections) not in known
-            else known[str(sections)]
-        )
+        if (key := str(sections)) not in known:
+            known[key] = train(tiny(**sections), batches)
+        return known[key]
 
     return run
 
@@ -118,39 +119,91 @@ def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-def no_reduction(self: Step, gradients: Any) -> Any:
-    """Planted: replicas keep their own gradients."""
-    return {n: lax.pmean(g, BATCH) * lax.axis_size(BATCH) * (1 + 1e-9) for n, g in gradients.items()}
+def divided(reduce: Any) -> Any:
+    """Gradients are averaged over the devices, though the loss is divided by the global count already."""
+    return lambda self, g: jax.tree.map(lambda x: x / lax.axis_size(BATCH), reduce(self, g))
 
 
-def local_norm(self: Step, gradients: Any) -> Any:
-    """Planted: replicated parameters are counted once per device."""
-    return _norm(self, gradients) * 2**0.5
+def one_replica(reduce: Any) -> Any:
+    """The first replica's gradients go for those of all."""
+
+    def wrong(self: Step, gradients: Any) -> Any:
+        first = lax.axis_index("data") == 0
+        return reduce(self, jax.tree.map(lambda g: jnp.where(first, g, 0) * lax.axis_size("data"), gradients))
+
+    return wrong
 
 
-_norm = Step.norm
+def counted_per_device(norm: Any) -> Any:
+    """What is whole on every device is counted by each of them: the sum of squares of all goes over all axes."""
+
+    def wrong(self: Step, gradients: Any) -> Any:
+        return norm(self, gradients) * math.prod(lax.axis_size(axis) for axis in AXES) ** 0.5
+
+    return wrong
 
 
-def unshifted(self: Parallel, logits: Any, targets: Any) -> Any:
-    """Planted: each device takes the mean over its own valid tokens."""
-    count = (targets != -100).sum()
-    return _cross_entropy(self, logits, targets) / count * lax.pmean(count, BATCH)
+def own_tokens(cross_entropy: Any) -> Any:
+    """Each device takes the mean over its own valid tokens, and the loss is the mean of means."""
+
+    def wrong(self: Parallel, logits: Any, targets: Any) -> Any:
+        count = (targets != IGNORED).sum()
+        return cross_entropy(self, logits, targets) / count * lax.pmean(count, BATCH)
+
+    return wrong
 
 
-_cross_entropy = Parallel.cross_entropy
+def neighbours(pieces: Any) -> Any:
+    """Each device updates the piece of its neighbour with its own gradient."""
+
+    def wrong(self: Step, parameters: Any) -> Any:
+        n = lax.axis_size("fsdp")
+        turn = [(i, (i + 1) % n) for i in range(n)]
+        return jax.tree.map(lambda w: lax.ppermute(w, "fsdp", turn), pieces(self, parameters))
+
+    return wrong
+
+
+def last_microbatch(accumulate: Any) -> Any:
+    """Every microbatch is the last one."""
+
+    def wrong(self: Step, parameters: Any, batch: Any) -> Any:
+        parts = self.accumulation
+        last = jax.tree.map(lambda x: jnp.tile(x[-(x.shape[0] // parts) :], (parts, 1)), batch)
+        return accumulate(self, parameters, last)
+
+    return wrong
+
+
+MISTAKES: dict[Any, tuple[type, str, tuple[str, ...]]] = {
+    divided: (Step, "reduce", ("ddp", "zero1", "zero2", "fsdp", "2x4", "reduce per step")),
+    one_replica: (Step, "reduce", ("ddp", "hybrid", "2x2x2")),
+    counted_per_device: (Step, "norm", ("ddp", "tensor", "2x2x2 zero1")),
+    own_tokens: (Parallel, "cross_entropy", ("ddp", "fsdp", "hybrid")),
+    neighbours: (Step, "pieces", ("zero1", "zero2", "zero2 per step")),
+    last_microbatch: (Step, "accumulate", ("accumulation", "2x4 ddp", "2x4 zero1", "2x4 zero2")),
+}
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mistake"),
-    [(Step, "reduce", no_reduction), (Step, "norm", local_norm), (Parallel, "cross_entropy", unshifted)],
+    ("mistake", "case"), [(mistake, case) for mistake, (_, _, cases) in MISTAKES.items() for case in cases]
 )
 def test_planted_mistakes_are_caught(
-    owner: type, name: str, mistake: Any, batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
+    mistake: Any, case: str, batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = alone(batches)
-    monkeypatch.setattr(owner, name, mistake)
-    loss, state = error(train(tiny(**CASES["ddp"]), batches), right)
+    owner, name, _ = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, mistake(getattr(owner, name)))
+    loss, state = error(train(tiny(**CASES[case]), batches), right)
     assert loss > LOSS or state > STATE
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp", "2x4"])
+def test_sums_forgotten_do_not_compile(case: str, batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs from device to device cannot leave the step as if it did not: `check_vma` refuses the program."""
+    monkeypatch.setattr(lax, "psum", lambda x, axes: x)
+    with pytest.raises(Exception, match=r"varying|vma|replicat"):
+        train(tiny(**CASES[case]), batches, steps=1)
 
 
 def test_start_is_the_same_on_any_mesh() -> None:

@@ -82,15 +82,17 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     """Least bytes a device must send per step, by mesh axis.
 
     Parameters: as `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each
-    block forward and backward and the rest (embedding, last norm, head) once; a replica axis adds one all-reduce of
-    the fsdp pieces. Activations, per microbatch over tensor, A = B·T·D: two all-reduces a block forward and two
-    backward, one more with full rematerialization, one for the embedding, one for the head, and three numbers a token
+    block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
+    head) once; a replica axis adds one all-reduce of the fsdp pieces. Activations, per microbatch over tensor,
+    A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization, one for the
+    embedding, one for the head, and three numbers a token
     for the loss.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     n, replicas, tensor = mesh["fsdp"], mesh["data"], mesh["tensor"]
+    recomputed = 1 / e.memory.remat_every if e.memory.remat != "none" else 0.0  # share of the blocks
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
         size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
@@ -100,15 +102,19 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
         total["fsdp"] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
         if row.parameters:
-            passes = 2 if "layers" in layout.axes else 1
-            total["fsdp"] += ring_bytes("all_gather", size * compute, n) * passes * m
+            again = 1.0 if "layers" in layout.axes else 0.0
+            if (
+                not layout.decays
+            ):  # a bias or scale, once spread over the tokens, is kept: only recomputing needs it again
+                again *= recomputed
+            total["fsdp"] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
         else:
             total["fsdp"] += ring_bytes("all_gather", size * at_rest, n)
     model = e.model
     tokens = e.train.batch * e.data.sequence / (n * replicas)  # all microbatches together
-    again = model.layers // e.memory.remat_every if e.memory.remat == "full" else 0
+    summed_again = recomputed * model.layers if e.memory.remat == "full" else 0
     activation = tokens * model.dim * compute
-    total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + again + 2), tensor)
+    total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
     total["tensor"] += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
     if getattr(model, "qk_norm", False):  # the norms' scales are whole on each tensor device, their gradients sums
         scales = 2 * model.layers * model.head_dim * compute

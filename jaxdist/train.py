@@ -3,13 +3,15 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import Arguments, RunFolder, exit_codes, newest, parse
+from jaxdist.config import RunFolder, check_finite, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.data import Batch, Dataset, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
@@ -22,33 +24,34 @@ from jaxdist.weights import load_weights, placed
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")
-    experiment = arguments.experiment
-    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+    folder = RunFolder(arguments.output, arguments.experiment, arguments.resume) if arguments.output else None
+    experiment = folder.experiment if folder else arguments.experiment
 
     mesh, where = make_mesh(experiment, arguments.device)
-    program = Program(experiment, mesh)
     dataset = open_dataset(experiment.data, experiment.model.vocab)
+    experiment = experiment.on_data(dataset.fingerprint)
+    program = Program(experiment, mesh)
 
-    checkpoints = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint.keep) if folder else None
-    start, state = starting_state(program, arguments, folder, checkpoints)
-    if folder:
-        folder.create(from_step=start)
-    say(where)
+    keep = experiment.checkpoint.keep
+    saving = checkpoint.Checkpoints(folder.checkpoints, keep) if folder else nullcontext()
+    with folder or nullcontext(), saving as checkpoints:
+        start, state = starting_state(program, arguments.init, folder, checkpoints)
+        if folder:
+            folder.create(experiment, from_step=start)
+        say(where)
 
-    began = time.perf_counter()
-    say("compiling the step ...")
-    traced = program.step.trace(program.abstract, program.abstract_batch)
-    compiled = traced.lower().compile()
-    compile_seconds = time.perf_counter() - began
-    rows = notes(metrics.memory(program, compiled), compile_seconds)
-    show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
+        began = time.perf_counter()
+        say("compiling the step ...")
+        traced = program.step.trace(program.abstract, program.abstract_batch)
+        compiled = traced.lower().compile()
+        compile_seconds = time.perf_counter() - began
+        rows = notes(metrics.memory(program, compiled), compile_seconds)
+        show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-    state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
-
-    if checkpoints:
-        if newest(checkpoints.folder) != experiment.train.steps:
+        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
+        if checkpoints and newest(checkpoints.folder) != experiment.train.steps:
             checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
-        checkpoints.close()
+
     summary = metrics.summary(program, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation_loss(program, state, dataset)
@@ -59,18 +62,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def starting_state(
     program: Program,
-    arguments: Arguments,
+    init: Path | None,
     folder: RunFolder | None,
     checkpoints: checkpoint.Checkpoints | None,
 ) -> tuple[int, TrainState]:
-    """(steps already done, state): from the run folder's newest checkpoint, from `--init`, or from the seed."""
-    step = folder.resume_from() if folder else None
+    """(steps already done, state): from the run folder's newest checkpoint, from the weights `init`, or the seed."""
+    step = folder.resume_from(marker="parameters") if folder else None
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
         return step, checkpoints.restore(step, placed(program, program.abstract, program.specs))
-    if arguments.init is None:
+    if folder and folder.resume:
+        say(f"no checkpoint in {folder.path} yet: starting at step 0")
+    if init is None:
         return 0, program.initialize()
-    weights = load_weights(program, arguments.init)
+    weights = load_weights(program, init)
     make = jax.jit(program.state_from, out_shardings=program.shardings(program.specs), donate_argnums=0)
     return 0, make(weights)
 
@@ -100,8 +105,9 @@ def loop(
         for step in range(start + 1, train.steps + 1):
             began = time.perf_counter()
             state, values = compiled(state, batch)
-            batch = fetch(step + 1)  # while the devices work
+            batch = fetch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
+            check_finite(step, loss=loss, grad_norm=norm)
             seconds = time.perf_counter() - began
             record = {
                 "step": step,

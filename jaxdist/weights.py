@@ -6,27 +6,30 @@ from typing import Any
 import jax
 
 from jaxdist import checkpoint
-from jaxdist.config import Experiment
-from jaxdist.convert import experiment_for, read_hf, read_model
+from jaxdist.config import Experiment, same_model
+from jaxdist.config.hf import experiment_for, read_model
+from jaxdist.convert.hf import read_hf
+from jaxdist.convert.kinds import kind_of
 from jaxdist.program import Program
 
 
 def source_experiment(path: Path) -> Experiment:
     """The experiment of a checkpoint; for a Hugging Face folder, the defaults around its model. Raises ConfigError."""
-    if checkpoint.is_checkpoint(path):
+    if kind_of(path) == "orbax":
         return checkpoint.read_experiment(path)
     return experiment_for(read_model(path).model_dump(), str(path))
 
 
 def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
-    """The weights of a jaxdist checkpoint or a Hugging Face folder, laid out for the program. Raises ConfigError."""
+    """The weights of a jaxdist checkpoint or a Hugging Face folder, laid out for the program.
+
+    Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window.
+    """
+    same_model(program.experiment.model, source_experiment(path).model, str(path))
     abstract = placed(program, program.abstract.parameters, program.specs.parameters)
     if checkpoint.is_checkpoint(path):
-        folder, step = checkpoint.locate(path)
-        return checkpoint.Checkpoints(folder).restore_parameters(step, abstract)
+        return checkpoint.restore(checkpoint.locate(path), parameters=abstract).parameters
     _, arrays = read_hf(path)
-    shapes = {name: array.shape for name, array in arrays.items()}
-    checkpoint.check_shapes(str(path), shapes, {name: a.shape for name, a in abstract.items()})
 
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))

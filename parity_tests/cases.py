@@ -2,15 +2,15 @@
 
 from typing import Any
 
-# Sizes are all different, so that a swapped pair cannot pass; the initial weights are large enough to matter.
+# Sizes all differ, so that a swapped pair cannot pass; the initial weights are large enough to matter.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
-        "family": "llama", "layers": 2, "dim": 32, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 48, "vocab": 256,
-        "positions": 64, "qk_norm": True, "qkv_bias": True, "output_bias": True, "init_std": 0.1,
+        "family": "llama", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 56,
+        "vocab": 256, "positions": 64, "qk_norm": True, "qkv_bias": True, "output_bias": True, "init_std": 0.1,
         "rope_scaling": "llama3", "rope_original_positions": 16, "window": 20,
     },
     "gpt2": {
-        "family": "gpt2", "layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 256, "positions": 40,
+        "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 256, "positions": 44,
         "init_std": 0.1,
     },
 }  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-# Bounds of the contract in float64, relative: nothing planted in `mistakes.py` hides below them.
+# Bounds of the contract in float64, relative: none of `cases.MISTAKES` hides below them.
 LOSS, GRAD_NORM, STATE = 1e-12, 1e-10, 1e-10
 
 # GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is

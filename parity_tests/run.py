@@ -39,18 +39,18 @@ class Run:
 
 
 def command(side: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m SIDE.train ...` in a process of its own, on the CPU, with nothing inherited from the test's JAX."""
+    """`python -m SIDE.train ...` in a process of its own, which inherits nothing of this one's settings of JAX."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.run(
-        [sys.executable, "-m", f"{side}.train", "--device", "cpu", *arguments],
+        [sys.executable, "-m", f"{side}.train", *arguments],
         capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1"}, timeout=600,
     )  # fmt: skip
 
 
 def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str) -> Run:
-    """Train one side into the folder `path`. Raises AssertionError with its output when it fails."""
+    """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
     flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
-    done = command(side, "--config", str(config), "--output", str(path), *flags, *arguments)
+    done = command(side, "--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments)
     assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return Run(side, path)
 

@@ -1,26 +1,34 @@
 """Distributed checkpoints (torch.distributed.checkpoint): parameters and AdamW's moments by parameter name.
 
 Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, exp_avg_sq}`,
-`step`. Every rank writes its pieces; a restore reads what its own layout needs, so mesh and strategy may
-differ.
+`step`; beside it the experiment as `experiment.json`. Every rank writes its pieces; a restore reads what its own layout
+needs, so mesh and strategy may differ.
 """
 
+import json
 import shutil
+import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from jaxdist.config import ConfigError, checkpoint_in
+from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model
 from torch_ref import hf
 from torch_ref.optim import AdamW
 from torch_ref.weights import fill, named
+
+EXPERIMENT, UNFINISHED = "experiment.json", ".tmp"
+DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 
 def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
@@ -28,10 +36,10 @@ def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     return {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, keep: int = 0) -> None:
-    """Write `folder/<step>`, by all ranks; so named only once whole. Keeps the newest `keep`, 0: all."""
-    final, unfinished = folder / str(step), folder / f"{step}.tmp"
-    first = dist.get_rank() == 0
+def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
+    """Write `folder/<step>`, by all ranks; so named only once whole. Keeps the newest `checkpoint.keep`, 0: all."""
+    final, unfinished = folder / str(step), folder / f"{step}{UNFINISHED}"
+    first, keep = dist.get_rank() == 0, experiment.checkpoint.keep
     if first:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -39,6 +47,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, keep: int 
     state = state_of(model, optimizer) | {"step": torch.tensor(step)}
     dcp.save(state, checkpoint_id=unfinished)
     if first:
+        (unfinished / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
@@ -47,57 +56,71 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, keep: int 
     dist.barrier()
 
 
-def restore(path: Path, model: nn.Module, optimizer: AdamW) -> None:
+def remove_unfinished(folder: Path) -> None:
+    """Drop what an interrupted save left."""
+    for entry in folder.glob(f"*{UNFINISHED}"):
+        shutil.rmtree(entry, ignore_errors=True)
+
+
+def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> None:
     """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
-    check_shapes(path, saved_shapes(path), model)
-    dcp.load(state_of(model, optimizer), checkpoint_id=path)
+    same_model(config, read_experiment(path).model, str(path))
+    load(path, state_of(model, optimizer))
 
 
-def initialize(path: Path, model: nn.Module, config: Any) -> None:
+def initialize(path: Path, model: nn.Module, config: Model) -> None:
     """Starting weights from a run or checkpoint of torch_ref or a Hugging Face folder. Raises ConfigError."""
     found = checkpoint_in(path)
     if (found / ".metadata").exists():
-        check_shapes(found, saved_shapes(found), model)
-        dcp.load({"model": dict(named(model))}, checkpoint_id=found)
+        same_model(config, read_experiment(found).model, f"--init {path}")
+        load(found, {"model": dict(named(model))})
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
-        check_shapes(path, weights.shapes(), model)
+        check_shapes(f"--init {path}", weights.shapes(), {name: tuple(p.shape) for name, p in named(model)})
         fill(model, lambda name, _: weights.read(name))
     else:
         raise ConfigError(
             f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder; "
-            "`python -m jaxdist.convert` writes either"
+            "`python -m jaxdist.convert` writes Hugging Face folders"
         )
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
+    with reading(path):
+        values = json.loads((path / EXPERIMENT).read_text(encoding="utf-8"))
+    return Experiment.parse(values, source=str(path / EXPERIMENT))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
+    try:
+        yield
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        AttributeError,
+        UnpicklingError,
+        CheckpointException,
+    ) as error:
+        reason = textwrap.shorten(repr(error), 200)
+        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+
+
+def load(path: Path, state: dict[str, Any]) -> None:
+    """Fill `state` from the checkpoint at `path`. Raises ConfigError."""
+    with reading(path):
+        dcp.load(state, checkpoint_id=path)
 
 
 def metadata(path: Path) -> Metadata:
     """The index of a checkpoint. Raises ConfigError."""
-    try:
+    with reading(path):
         return dcp.FileSystemReader(path).read_metadata()
-    except (OSError, EOFError) as error:
-        raise ConfigError(f"{path}: {error}; give a run folder with checkpoints, or a checkpoint") from None
-
-
-def saved_shapes(path: Path) -> dict[str, torch.Size]:
-    """Parameter name -> shape in a checkpoint."""
-    entries = metadata(path).state_dict_metadata.items()
-    return {
-        key.removeprefix("model."): entry.size
-        for key, entry in entries
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def check_shapes(source: Path, found: Mapping[str, torch.Size], model: nn.Module) -> None:
-    """Raises ConfigError naming the first parameter that is missing, unexpected or of another shape."""
-    wanted = {name: p.shape for name, p in named(model)}
-    for name in sorted(found.keys() | wanted.keys()):
-        there, here = (tuple(shapes[name]) if name in shapes else "absent" for shapes in (found, wanted))
-        if there != here:
-            raise ConfigError(
-                f"{source} holds another model: parameter {name} is {there} there and {here} in the config; "
-                "use the config it was trained with"
-            )
 
 
 def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
@@ -114,7 +137,8 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
-        dcp.load(flat, checkpoint_id=path, no_dist=True)
+        with reading(path):
+            dcp.load(flat, checkpoint_id=path, no_dist=True)
 
     def named_so(prefix: str, suffix: str = "") -> dict[str, Tensor]:
         inner = {

@@ -2,17 +2,18 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jaxdist.config import ConfigError, Model
+from jaxdist.config import ConfigError, Model, same_model
+from jaxdist.config.hf import read_model
 
-# Our name -> theirs; "#" is the layer's number. GPT-2 keeps (in, out) matrices, and query, key and value in
-# one.
+# Our name -> theirs; "#" is the layer's number. GPT-2 keeps (in, out) matrices, and query, key and value in one.
 LLAMA = {
     "embed": "model.embed_tokens",
     "layers.#.attention_norm": "model.layers.#.input_layernorm",
@@ -44,7 +45,6 @@ GPT2 = {
     "lm_head": "lm_head",
 }
 TABLES = {"llama": LLAMA, "gpt2": GPT2}
-FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt2"}
 THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 
 
@@ -52,26 +52,29 @@ class Weights:
     """The tensors of a Hugging Face folder under our names, read one at a time."""
 
     def __init__(self, path: Path, model: Model):
-        """Raises ConfigError when the files cannot be read or their config.json contradicts `model`."""
-        self.path, self.gpt2 = path, False
-        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        check_settings(path, settings, model)
-        self.gpt2 = FAMILIES[settings["model_type"]] == "gpt2"
-        self.files = self._index()
-        self.names = self._names(TABLES[FAMILIES[settings["model_type"]]], model.tied)
+        """Raises ConfigError when the files cannot be read or their config.json describes another model."""
+        self.path, found = path, read_model(path)
+        same_model(model, found, f"--init {path}")
+        self.gpt2 = found.family == "gpt2"
+        with self._reading():
+            self.files = self._index()
+        self.names = self._names(TABLES[found.family], found.tied)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+            raise ConfigError(f"--init {self.path}: {error!r}; give a folder with whole safetensors weights") from None
 
     def _index(self) -> dict[str, Path]:
         """Their tensor name -> file."""
-        index = self.path / "model.safetensors.index.json"
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.exists():
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: self.path / file for name, file in places.items()}
-        single = self.path / "model.safetensors"
-        try:
-            with safe_open(single, framework="pt") as file:
-                return dict.fromkeys(file.keys(), single)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"--init {single}: {error}; give a folder with safetensors weights") from None
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
 
     def _names(self, table: dict[str, str], tied: bool) -> dict[str, str]:
         """Our name -> their name as it is in the files, for every tensor that is a parameter of ours."""
@@ -90,42 +93,25 @@ class Weights:
                 found[f"{ours.replace('#', layer)}.{kind}"] = name
         return found
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Our name -> shape."""
-        return {name: self.read(name).shape for name in self.names}
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Our name -> shape, from the files' headers."""
+        shapes = {}
+        for name, theirs in self.names.items():
+            with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
+                shape = file.get_slice(theirs).get_shape()
+            shapes[name] = tuple(self._ours(name, torch.empty(shape, device="meta")).shape)
+        return shapes
 
     def read(self, name: str) -> Tensor:
-        """The tensor that we call `name`, in our layout and the file's dtype."""
+        """The tensor that we call `name`, in our layout and the file's dtype. Raises ConfigError."""
         theirs = self.names[name]
-        with safe_open(self.files[theirs], framework="pt") as file:
-            tensor = file.get_tensor(theirs)
+        with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
+            return self._ours(name, file.get_tensor(theirs))
+
+    def _ours(self, name: str, theirs: Tensor) -> Tensor:
+        """The parameter `name` of ours, out of the tensor of theirs that holds it."""
         layer, kind = name.split(".")[-2:]
-        if self.gpt2 and layer.endswith("_proj"):
-            if kind == "weight":
-                tensor = tensor.T
-            if layer in THIRDS:
-                tensor = tensor.chunk(3)[THIRDS[layer]]
-        return tensor
-
-
-def check_settings(path: Path, settings: dict[str, Any], model: Model) -> None:
-    """What shapes cannot show: raises ConfigError where config.json and the model section disagree."""
-    kind = settings.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"--init {path}: model_type {kind!r} is none of {', '.join(FAMILIES)}")
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    gpt2 = kind == "gpt2"
-    there = {
-        "family": FAMILIES[kind],
-        "layers": settings.get("n_layer" if gpt2 else "num_hidden_layers"),
-        "heads": settings.get("n_head" if gpt2 else "num_attention_heads"),
-        "kv_heads": None if gpt2 else settings.get("num_key_value_heads"),
-        "norm_eps": settings.get("layer_norm_epsilon" if gpt2 else "rms_norm_eps"),
-        "tied": settings.get("tie_word_embeddings", gpt2),
-        "rope_theta": rope.get("rope_theta", settings.get("rope_theta")),
-        "rope_scaling": "llama3" if rope.get("rope_type", rope.get("type")) == "llama3" else None,
-    }
-    for field, value in there.items():
-        here = getattr(model, field) if hasattr(model, field) else None
-        if value is not None and here is not None and here != value:
-            raise ConfigError(f"model.{field} = {here!r}, but --init {path} has {value!r}; set model.{field} to it")
+        if not (self.gpt2 and layer.endswith("_proj")):
+            return theirs
+        ours = theirs.T if kind == "weight" else theirs
+        return ours.chunk(3)[THIRDS[layer]] if layer in THIRDS else ours

@@ -97,14 +97,47 @@ def test_a_forgotten_field_is_seen(field: str, tmp_path: Path, monkeypatch: pyte
     config, ours = CASES[case]
     forgotten = ours.model_copy(update={field: Llama.model_fields[field].default})
     monkeypatch.setitem(CASES, case, (config, forgotten))
-    monkeypatch.setattr(hf, "check_settings", lambda *_: None)
+    monkeypatch.setattr(hf, "same_model", lambda *_: None)
     theirs, without = logits_of_both(case, tmp_path)
     assert (theirs - without).abs().max() > 1e-2 * theirs.abs().max()
 
 
-@pytest.mark.parametrize(("case", "field", "value"), [("qwen2", "rope_theta", 1e4), ("gpt2", "heads", 2)])
+@pytest.mark.parametrize(
+    ("case", "field", "value"),
+    [
+        ("qwen2", "rope_theta", 1e4),
+        ("qwen2", "qkv_bias", False),
+        ("gpt2", "heads", 2),
+        ("mistral", "window", 0),
+        ("llama3", "rope_factor", 4.0),
+        ("llama3", "rope_scaling", "none"),
+    ],
+)
 def test_a_config_that_contradicts_the_folder_is_refused(case: str, field: str, value: Any, tmp_path: Path) -> None:
-    theirs, ours = CASES[case]
-    theirs.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"model\.{field}"):
-        hf.check_settings(tmp_path, theirs.to_dict(), ours.model_copy(update={field: value}))
+    logits_of_both(case, tmp_path)
+    _, ours = CASES[case]
+    with pytest.raises(ConfigError, match=rf"model\.{field} = \S+, but --init \S+ holds another model"):
+        hf.Weights(tmp_path, ours.model_copy(update={field: value}))
+
+
+def test_shapes_are_those_of_what_is_read(tmp_path: Path) -> None:
+    for case in ("gpt2", "qwen2"):
+        logits_of_both(case, tmp_path / case)
+        weights = hf.Weights(tmp_path / case, CASES[case][1])
+        assert weights.shapes() == {name: tuple(weights.read(name).shape) for name in weights.names}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", "{"),
+        ("model.safetensors", "{"),
+        ("model.safetensors.index.json", "[]"),
+        ("model.safetensors.index.json", '{"weight_map": 3}'),
+    ],
+)
+def test_damage_is_named(file: str, content: str, tmp_path: Path) -> None:
+    logits_of_both("qwen2", tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        hf.Weights(tmp_path, CASES["qwen2"][1])

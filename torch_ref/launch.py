@@ -43,6 +43,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def quiet() -> bool:
+    """Whether another rank says what is wrong: all ranks see the same arguments."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
 def plan(parallel: Parallel, device: str) -> Plan:
     """The mesh and the kind of device; `auto`: GPUs if there are enough. Raises ConfigError."""
     world = int(os.environ["WORLD_SIZE"]) if launched() else None
@@ -100,7 +105,7 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
             os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
             torch.set_num_threads(threads)
-            exit_codes(function)
+            exit_codes(function, quiet())
 
         ranks = [get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(plan.ranks)]
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

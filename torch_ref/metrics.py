@@ -18,6 +18,17 @@ from torch_ref.weights import local, named
 WARM_UP = 2  # steps left out of medians
 
 
+# Dense bfloat16 matrix rate of a GPU in FLOP/s, from the maker's data sheets, by a part of its name.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilization: arithmetic done over the GPUs' bfloat16 peak; None where the peak is unknown."""
+    kind = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    peak = next((rate for name, rate in PEAK_FLOPS.items() if name in kind), None)
+    return None if peak is None else tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
+
+
 def parameter_count(model: nn.Module) -> int:
     """Numbers in the whole model, a tied one once."""
     return sum(p.numel() for p in model.parameters())
@@ -69,6 +80,7 @@ def summary(
 ) -> dict[str, Any]:
     """summary.json of the contract; `records` are this process's steps."""
     rates = [record["tokens_per_second"] for record in records]
+    rate = statistics.median(rates[WARM_UP:] or rates) if rates else None
     return {
         "backend": "torch",
         "versions": {"jaxdist": __version__, "torch": version("torch")},
@@ -80,7 +92,7 @@ def summary(
         "memory": memory,
         "collectives": collectives,
         "compile_seconds": 0.0,
-        "tokens_per_second": statistics.median(rates[WARM_UP:] or rates) if rates else None,
+        "tokens_per_second": rate,
         "flops_per_token": flops_per_token(experiment, model),
-        "mfu": None,
+        "mfu": utilization(experiment, model, mesh, rate) if rate else None,
     }

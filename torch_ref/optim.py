@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Experiment
 from jaxdist.config import Optimizer as Config
+from torch_ref.models.layers import wide
 from torch_ref.weights import local, named
 
 with warnings.catch_warnings():  # its package uses torch.jit, which is deprecated
@@ -61,7 +62,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
         if isinstance(gradient, DTensor):
             split = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
             groups = tuple(gradient.device_mesh.get_group(axis) for axis in split)
-        square = local(gradient).pow(2).sum()
+        square = wide(local(gradient)).pow(2).sum()
         sums[groups] = sums[groups] + square if groups in sums else square
     for groups, total in sums.items():
         for group in groups:

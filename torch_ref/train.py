@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Arguments, Experiment, RunFolder, exit_codes, newest, parse
-from jaxdist.config.display import progress, say, show_end, show_start
+from jaxdist.config import Experiment, RunFolder, check_finite, exit_codes, newest, parse
+from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.data import Dataset, open_dataset
 from torch_ref import checkpoint, launch, metrics
 from torch_ref.models import build
@@ -29,41 +30,44 @@ Report = Callable[[dict[str, Any]], None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
     arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.")
-    plan = launch.plan(arguments.experiment.parallel, arguments.device)
-    arguments.experiment.check_mesh(plan.axes)
-    if launch.launched():
-        train(arguments, plan)
-    else:
-        launch.start(plan, partial(train, arguments, plan))
-
-
-def train(arguments: Arguments, plan: launch.Plan) -> None:
-    """One rank: data -> mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
-    experiment = arguments.experiment
-    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+    folder = RunFolder(arguments.output, arguments.experiment, arguments.resume) if arguments.output else None
+    experiment = folder.experiment if folder else arguments.experiment
+    plan = launch.plan(experiment.parallel, arguments.device)
+    experiment.check_mesh(plan.axes)
+    # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = open_dataset(experiment.data, experiment.model.vocab)
+    experiment = experiment.on_data(dataset.fingerprint)
+    rank = partial(train, experiment, plan, dataset, arguments.init, folder)
+    rank() if launch.launched() else launch.start(plan, rank)
 
-    with launch.process_group(plan) as mesh:
+
+def train(
+    experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path | None, folder: RunFolder | None
+) -> None:
+    """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
+    with launch.process_group(plan) as mesh, folder or nullcontext():
         with torch.device("meta"):
             plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
         model = parallelize(plain, experiment, mesh)
         optimizer = AdamW(model, experiment, mesh)
-        start = starting_state(model, optimizer, arguments, folder)
+        start = starting_state(model, optimizer, experiment, init, folder)
         dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
+        held = metrics.memory(model, optimizer, mesh)
         first = dist.get_rank() == 0
         if first:
             if folder:
-                folder.create(from_step=start)
+                folder.create(experiment, from_step=start)
+                checkpoint.remove_unfinished(folder.checkpoints)
             say(str(plan))
-            wrapped = {"wrapped by": type(model).__name__}
-            show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), wrapped)
+            show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
+        dist.barrier()
         with reporting(experiment, folder, start) as report:
             records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
 
         steps = experiment.train.steps
         if folder and newest(folder.checkpoints) != steps:
-            checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment.checkpoint.keep)
+            checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
         held = metrics.memory(model, optimizer, mesh)
         summary = metrics.summary(experiment, model, mesh, held, collectives, records)
         summary["data"] = dataset.fingerprint
@@ -74,15 +78,18 @@ def train(arguments: Arguments, plan: launch.Plan) -> None:
             show_end(summary, records, folder.path if folder else None)
 
 
-def starting_state(model: nn.Module, optimizer: AdamW, arguments: Arguments, folder: RunFolder | None) -> int:
-    """Fill in the state, from the newest checkpoint, `--init` or the seed. Returns the steps already done."""
-    experiment = arguments.experiment
-    step = folder.resume_from() if folder else None
+def starting_state(
+    model: nn.Module, optimizer: AdamW, experiment: Experiment, init: Path | None, folder: RunFolder | None
+) -> int:
+    """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
+    step = folder.resume_from(marker=".metadata") if folder else None
     if step is not None and folder:
-        checkpoint.restore(folder.checkpoints / str(step), model, optimizer)
+        checkpoint.restore(folder.checkpoints / str(step), model, optimizer, experiment.model)
         return step
-    if arguments.init is not None:
-        checkpoint.initialize(arguments.init, model, experiment.model)
+    if folder and folder.resume and dist.get_rank() == 0:
+        say(f"no checkpoint in {folder.path} yet: starting at step 0")
+    if init is not None:
+        checkpoint.initialize(init, model, experiment.model)
     else:
         fill(model, partial(draw, experiment.model, experiment.train.seed))
     return 0
@@ -110,12 +117,13 @@ def loop(
         with traffic if step == counted else nullcontext():
             values = train_step(model, optimizer, batch, experiment, mesh, step)
         seconds = time.perf_counter() - began
+        check_finite(step, loss=values.loss, grad_norm=values.grad_norm)
         record: dict[str, Any] = {"step": step} | values._asdict()
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
         records.append(record)
         report(record)
         if folder and every and step % every == 0:
-            checkpoint.save(folder.checkpoints, step, model, optimizer, experiment.checkpoint.keep)
+            checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
     return records, traffic.collectives()
 
 
@@ -138,6 +146,13 @@ def validation_loss(model: nn.Module, dataset: Dataset, experiment: Experiment, 
     return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
 
 
+def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:
+    """The start-up table's rows about this backend. Gradients will be as large as the parameters they belong to."""
+    parameters, optimizer = (megabytes(memory[name] or 0) for name in ("parameters", "optimizer_state"))
+    state = f"parameters {parameters}, gradients {parameters}, optimizer {optimizer}"
+    return {"memory per device": state, "wrapped by": type(model).__name__}
+
+
 @contextmanager
 def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> Iterator[Report]:
     """What takes each step's record, on the first rank: bar and run folder."""
@@ -155,4 +170,4 @@ def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> I
 
 
 if __name__ == "__main__":
-    exit_codes(main)
+    exit_codes(main, quiet=launch.quiet())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jaxdist.config import ConfigError, Parallel, read_metrics
-from torch_ref import launch
+from torch_ref import checkpoint, launch
 from torch_ref.conftest import Run, Train, command, distance
 from torch_ref.train import main
 
@@ -140,6 +140,62 @@ def test_bad_input_seen_by_every_rank_is_told_once() -> None:
     result = command("--mesh", "2x1", "--data.path", "/nowhere")
     assert result.returncode == 2
     assert result.stderr.count("error: data.path") == 1
+
+
+def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    wild = ["--optimizer.learning_rate", "1e300", "--optimizer.clip", "0", "--steps", "8", "--model.vocab", "256"]
+    result = command("--mesh", "2x1", "--output", str(path), *wild)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count("error: step") == 1
+    assert len(read_metrics(path)) < 8
+
+
+def test_an_output_that_cannot_be_is_refused_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match=r"--output \S+: \S+file is a file"):
+        main(["--output", str(tmp_path / "file" / "run")])
+
+
+def test_other_data_are_refused(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(train(ONE).folder, folder)
+    text = tmp_path / "other.jsonl"
+    text.write_text('{"text": "other"}\n' * 100)
+    config = (folder / "config.toml").read_text()
+    data = config.split('path = "')[1].split('"')[0]
+    moved = config.replace(data, str(text)).replace("steps = 4", "steps = 5")
+    (folder / "config.toml").write_text(moved)  # as if the file had been replaced
+    with pytest.raises(ConfigError, match=r"data.fingerprint"):
+        main(["--config", str(folder / "config.toml"), "--output", str(folder), "--resume", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("damage", [None, 0, 0.5])
+def test_damaged_checkpoints_are_named(damage: float | None, train: Train, tmp_path: Path) -> None:
+    """Every file of a checkpoint, gone or cut short."""
+    source = train(ONE).folder / "checkpoints" / "4"
+    for file in source.iterdir():
+        copy = tmp_path / "4"
+        shutil.copytree(source, copy)
+        content = file.read_bytes()
+        (copy / file.name).unlink() if damage is None else (copy / file.name).write_bytes(
+            content[: int(len(content) * damage)]
+        )
+        with pytest.raises(ConfigError, match=str(copy)):
+            checkpoint.read(copy)
+            checkpoint.read_experiment(copy)
+        shutil.rmtree(copy)
+
+
+def test_what_an_interrupted_save_left_is_removed(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    (folder / "3.tmp").mkdir(parents=True)
+    (folder / "2").mkdir()
+    checkpoint.remove_unfinished(folder)
+    assert [entry.name for entry in folder.iterdir()] == ["2"]
 
 
 FAILING_RANK = """

@@ -1,25 +1,23 @@
 """What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
 
-from jaxdist.config.arguments import Arguments, exit_codes, parse
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.arguments import Arguments, parse
+from jaxdist.config.errors import ConfigError, TrainingError, check_finite, exit_codes
 from jaxdist.config.experiment import (
     AXES,
-    GPT2,
     POLICIES,
     STRATEGIES,
     Checkpoint,
     Data,
     Experiment,
-    Llama,
     Memory,
     Metrics,
-    Model,
     Optimizer,
     Parallel,
     Precision,
     Train,
 )
-from jaxdist.config.folder import RunFolder, checkpoint_in, newest, read_metrics
+from jaxdist.config.folder import RunFolder, check_writable, checkpoint_in, newest, read_metrics
+from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
 
 __all__ = [
     "AXES",
@@ -40,9 +38,14 @@ __all__ = [
     "Precision",
     "RunFolder",
     "Train",
+    "TrainingError",
+    "check_finite",
+    "check_shapes",
+    "check_writable",
     "checkpoint_in",
     "exit_codes",
     "newest",
     "parse",
     "read_metrics",
+    "same_model",
 ]

@@ -1,15 +1,15 @@
 """The command line of both backends: run arguments, shortcuts, and every config field as --section.field."""
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.experiment import GPT2, Experiment, Llama, Section, read_toml
+from jaxdist.config.experiment import Experiment, read_toml
+from jaxdist.config.model import GPT2, Llama, Section
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -17,6 +17,16 @@ SHORTCUTS = {
     "precision": "precision.policy",
     "steps": "train.steps",
     "seed": "train.seed",
+}
+
+
+# What an override makes obsolete of a resolved config: the dtypes of another policy, the fingerprint of other data.
+FORGETS = {
+    "precision.policy": ("parameters", "compute", "reduce"),
+    "data.path": ("fingerprint",),
+    "data.tokenizer": ("fingerprint",),
+    "data.text_field": ("fingerprint",),
+    "data.bin_dtype": ("fingerprint",),
 }
 
 
@@ -37,8 +47,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
-    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-        namespace, unknown = self.parse_known_args(*args, **kwargs)
+    def parse_args(self, argv: Sequence[str]) -> Any:  # type: ignore[override]
+        joined: list[str] = []
+        for text in argv:  # argparse takes a value such as -1x4 for an option
+            if joined and joined[-1].startswith("--") and re.match(r"-\d", text):
+                joined[-1] += f"={text}"
+            else:
+                joined.append(text)
+        namespace, unknown = self.parse_known_args(joined)
         if unknown:
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
             name = unknown[0].partition("=")[0]
@@ -94,14 +110,15 @@ def find_config(name: str) -> Path:
 def load(config: str | None, overrides: dict[str, Any]) -> Experiment:
     """A TOML file or shipped name (or the defaults) with dotted overrides on top."""
     values = read_toml(find_config(config)) if config else {}
-    for dotted, value in overrides.items():
-        section, _, field = dotted.partition(".")
-        table = values.setdefault(section, {})
-        if not isinstance(table, dict):
+    given = [(*dotted.split("."), dotted, value) for dotted, value in overrides.items()]
+    for section, _, _, _ in given:
+        if not isinstance(table := values.setdefault(section, {}), dict):
             raise ConfigError(f"{section} = {table!r}: must be a table of fields")
-        if dotted == "precision.policy":  # a new policy replaces the dtypes that a resolved config spelled out
-            table = values["precision"] = {}
-        table[field] = value
+    for section, _, dotted, _ in given:
+        for field in FORGETS.get(dotted, ()):
+            values[section].pop(field, None)
+    for section, field, _, value in given:
+        values[section][field] = value
     return Experiment.parse(values, source=config or "arguments")
 
 
@@ -140,14 +157,3 @@ def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     return Arguments(load(run.pop("config"), given), **run)
-
-
-def exit_codes(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and end the process: 0 done, 2 with one message for bad input; anything else is a failure, 1."""
-    try:
-        main()
-    except ConfigError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.exit(0)

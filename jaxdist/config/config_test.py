@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import AXES, POLICIES, ConfigError, Experiment, RunFolder, parse
+from jaxdist.config import (
+    AXES,
+    POLICIES,
+    ConfigError,
+    Experiment,
+    RunFolder,
+    TrainingError,
+    check_finite,
+    exit_codes,
+    parse,
+)
 from jaxdist.config.arguments import fields, find_config, load
-from jaxdist.config.experiment import GPT2, Llama
+from jaxdist.config.model import GPT2, Llama
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
 
@@ -66,10 +76,11 @@ def test_policies_resolve() -> None:
         ("tensor=2, fsdp=4", "zero2", (1, 4, 2)),
         ("fsdp=-1,tensor=2", "fsdp", (1, 8, 2)),
         ("-1x4", "ddp", (4, 1, 4)),
+        ("-1", "fsdp", (1, 16, 1)),
     ],
 )
 def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
-    parallel = experiment(f"--mesh={mesh}", "--strategy", strategy).parallel
+    parallel = experiment("--mesh", mesh, "--strategy", strategy).parallel
     assert parallel.axes(16) == dict(zip(AXES, sizes, strict=True))
 
 
@@ -78,7 +89,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model.layers", "three"], r"model.layers = 'three': .*integer"),
     (["--model.layers", "0"], r"model.layers = '0': .*greater than or equal to 1"),
     (["--strategy", "fsdp2"], r"parallel.strategy = 'fsdp2': .*'ddp', 'zero1', 'zero2' or 'fsdp'"),
-    (["--precision", "fp8"], r"precision.policy = 'fp8': .*'fp32', 'bf16' or 'fp64'"),
+    (["--precision", "fp8"], r"^arguments: precision.policy = 'fp8': .*'fp32', 'bf16' or 'fp64'$"),
     (["--precision.compute", "float64"], r"float64 is for proofs .* --precision fp64"),
     (["--mesh", "2x4x2"], r"parallel.mesh = '2x4x2': name the axes"),
     (["--mesh", "2xfour"], r"size 'four' of axis 'tensor'"),
@@ -94,6 +105,13 @@ BAD: list[tuple[list[str], str]] = [
         ["--mesh", "1x4", "--model.vocab", "255"],
         r"model.vocab = 255 cannot be divided over the mesh axis tensor = 4",
     ),
+    (["--mesh", "16x1", "--model.dim", "24"], r"model.dim = 24 .* mesh axis fsdp = 16, which splits parameter embed"),
+    (["--mesh", "16x1", "--model.qk_norm", "true", "--model.head_dim", "8"], r"model.head_dim = 8 .* fsdp = 16"),
+    (
+        ["--mesh", "4x4", "--model.qkv_bias", "true", "--model.head_dim", "2"],
+        r"model.kv_heads × head_dim = 8 .* tensor × fsdp = 16, which splits parameter layers.attention.k_proj.bias",
+    ),
+    (["--mesh", "4x2", "--model.mlp_bias", "true", "--model.hidden", "20"], r"model.hidden = 20 .* tensor × fsdp = 8"),
     (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),
@@ -124,6 +142,11 @@ def test_bad_toml(tmp_path: Path) -> None:
         ("[modell]\nlayers = 3", "modell = .*: no such field; did you mean 'model'"),
         ("[model\n", "x.toml: "),
         ("model = 3", "model"),
+        ("[llama]\nlayers = 3", "llama = .*: no such field; choose one of"),
+        ("[gpt2]\nlayers = 3", "gpt2 = .*: no such field; choose one of"),
+        ("[precision]\npolicy = []", r"precision.policy = \[\]: "),
+        ("[model]\nlayers = true", "model.layers = True: must be a number, not true or false"),
+        ("[optimizer]\nlearning_rate = true", "optimizer.learning_rate = True: must be a number"),
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=says):
@@ -136,6 +159,53 @@ def test_families_share_their_names() -> None:
         assert hasattr(Llama(), name) and hasattr(GPT2(family="gpt2"), name)
 
 
+def test_paths_mean_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = experiment("--data.path", "text.txt", "--data.tokenizer", "t/tokenizer.json").data
+    assert (data.path, data.tokenizer) == (str(tmp_path / "text.txt"), str(tmp_path / "t/tokenizer.json"))
+    assert (Experiment().data.path, Experiment().data.tokenizer) == ("", "bytes")
+    assert experiment("--data.path", "~/text.txt").data.path == str(Path.home() / "text.txt")
+
+
+def test_what_an_override_makes_obsolete_is_forgotten(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(experiment("--precision", "bf16").on_data("f" * 32).to_toml(), encoding="utf-8")
+    assert experiment("--config", str(file)).data.fingerprint == "f" * 32
+    assert experiment("--config", str(file), "--data.path", "text.txt").data.fingerprint == ""
+    kept = experiment("--config", str(file), "--data.fingerprint", "e", "--data.path", "text.txt")
+    assert kept.data.fingerprint == "e"
+    # in either order
+    for argv in (
+        ["--precision.reduce", "bfloat16", "--precision", "bf16"],
+        ["--precision", "bf16", "--precision.reduce", "bfloat16"],
+    ):
+        assert experiment("--config", str(file), *argv).precision.reduce == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [(ConfigError("wrong"), 2, "error: wrong"), (TrainingError("stopped"), 1, "error: stopped"), (None, 0, "")],
+)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_exit_codes(
+    error: Exception | None, code: int, says: str, quiet: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> None:
+        if error:
+            raise error
+
+    with pytest.raises(SystemExit) as end:
+        exit_codes(main, quiet)
+    assert end.value.code == code and capsys.readouterr().err.strip() == ("" if quiet else says)
+
+
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    check_finite(3, loss=1.0, grad_norm=0.0)
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(TrainingError, match=rf"step 3: grad_norm = {bad}"):
+            check_finite(3, loss=1.0, grad_norm=bad)
+
+
 class TestRunFolder:
     """A run folder never mixes runs."""
 
@@ -143,11 +213,38 @@ class TestRunFolder:
         (tmp_path / "notes.txt").write_text("mine")
         with pytest.raises(ConfigError, match="no run"):
             RunFolder(tmp_path, Experiment())
-        with pytest.raises(ConfigError, match="is a file"):
-            RunFolder(tmp_path / "notes.txt", Experiment())
+        for path in ("notes.txt", "notes.txt/run", "notes.txt/a/b"):
+            with pytest.raises(ConfigError, match=r"notes.txt is a file; give a folder"):
+                RunFolder(tmp_path / path, Experiment())
+
+    def test_damage_is_named(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+        with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
+            RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=1)
+        for text, says in (("[model", "--output .*config.toml: "), ("[model]\nlayrs = 2", "config.toml: model.layrs")):
+            (tmp_path / "config.toml").write_text(text)
+            with pytest.raises(ConfigError, match=says):
+                RunFolder(tmp_path, Experiment(), resume=True)
+
+    def test_the_data_of_a_run_are_remembered(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("a" * 32))
+        again = RunFolder(tmp_path, Experiment(), resume=True)
+        assert again.experiment.data.fingerprint == "a" * 32
+        with pytest.raises(ConfigError, match=r"data.fingerprint = 'a+', not 'b+'"):
+            RunFolder(tmp_path, Experiment().on_data("b" * 32), resume=True)
+
+    def test_the_other_backends_checkpoint(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        assert RunFolder(tmp_path, Experiment(), resume=True).resume_from(marker="parameters") is None
+        (tmp_path / "checkpoints" / "3" / "parameters").mkdir(parents=True)
+        folder = RunFolder(tmp_path, Experiment(), resume=True)
+        assert folder.resume_from(marker="parameters") == 3
+        with pytest.raises(ConfigError, match=r"checkpoints/3 is no checkpoint of this backend, it lacks .metadata"):
+            folder.resume_from(marker=".metadata")
 
     def test_another_run(self, tmp_path: Path) -> None:
-        RunFolder(tmp_path, Experiment()).create()
+        RunFolder(tmp_path, Experiment()).create(Experiment())
         with pytest.raises(ConfigError, match="already holds a run"):
             RunFolder(tmp_path, Experiment())
         RunFolder(tmp_path, Experiment(), resume=True)
@@ -157,7 +254,8 @@ class TestRunFolder:
                 RunFolder(tmp_path, experiment(*argv), resume=True)
 
     def test_a_longer_run_keeps_its_schedule(self, tmp_path: Path) -> None:
-        RunFolder(tmp_path, experiment("--steps", "10")).create()
+        short = experiment("--steps", "10")
+        RunFolder(tmp_path, short).create(short)
         with pytest.raises(ConfigError, match="decay_steps"):
             RunFolder(tmp_path, experiment("--steps", "20"), resume=True)
         RunFolder(tmp_path, experiment("--steps", "20", "--optimizer.decay_steps", "10"), resume=True)
@@ -166,13 +264,13 @@ class TestRunFolder:
         from jaxdist.config import read_metrics
 
         folder = RunFolder(tmp_path, Experiment())
-        folder.create()
+        folder.create(Experiment())
         for step in range(1, 6):
             folder.log({"step": step, "loss": 1.0})
         with folder.metrics.open("a") as file:
             file.write('{"step": 6, "lo')  # a kill
         assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-        folder.create(from_step=3)
+        folder.create(Experiment(), from_step=3)
         assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
 
 

@@ -25,6 +25,11 @@ def megabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), of a loss in nats per token; infinite where no float holds it."""
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 def show_start(
     title: str, experiment: Experiment, axes: Mapping[str, int], parameters: int, notes: Mapping[str, str]
 ) -> None:
@@ -49,7 +54,7 @@ def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], p
     """One closing line."""
     parts = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"]
     if (validation := summary["validation_loss"]) is not None:
-        parts.append(f"validation loss {validation:.4f}, perplexity {math.exp(validation):.2f}")
+        parts.append(f"validation loss {validation:.4f}, perplexity {perplexity(validation):.2f}")
     if summary["tokens_per_second"]:
         parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
     parts.append(f"saved in {path}" if path else "nothing saved (--output DIR keeps a run)")

@@ -1,15 +1,43 @@
-"""The one error that means: the user's input is wrong, and here is how to mend it."""
+"""The errors that end a process with one message instead of a traceback, and its exit code."""
 
 import difflib
-from collections.abc import Iterable
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 
 class ConfigError(Exception):
     """Bad arguments or config. The message names the field, its value and the fix; the process ends with 2."""
 
 
+class TrainingError(Exception):
+    """The run cannot go on. The message says where it stopped and what to try; the process ends with 1."""
+
+
+def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
+    """Run `main` and end the process: 0 done, 2 bad input, 1 failed. `quiet`: another rank says why."""
+    try:
+        main()
+    except (ConfigError, TrainingError) as error:
+        if not quiet:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    sys.exit(0)
+
+
+def check_finite(step: int, **values: float) -> None:
+    """Raises TrainingError naming the first of `values` that is NaN or infinite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"step {step}: {name} = {value}; the run stops, with the steps before this one logged. "
+                "Lower optimizer.learning_rate, lengthen optimizer.warmup, or set optimizer.clip"
+            )
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """`; did you mean 'x'?` when a valid name is close to `name`, else the list of valid names."""
+    """`did you mean 'x'?` when a valid name is close to `name`, else the list of valid names."""
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(valid)}"

@@ -5,126 +5,18 @@ Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv head
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Positive, Section, Seed, Share
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-class Section(pydantic.BaseModel):
-    """A frozen table of fields; a key that it lacks is an error. A field's docstring is its help."""
-
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
-
-
-class Model(Section):
-    """What every decoder has."""
-
-    layers: Count = 4
-    """Number of blocks, L."""
-    dim: Count = 128
-    """Width of the residual stream, D."""
-    heads: Count = 8
-    """Query heads, H."""
-    hidden: Count = 384
-    """Width of the MLP, F."""
-    vocab: Count = 256
-    """Vocabulary size, V. Bytes need 256."""
-    positions: Count = 1024
-    """Longest sequence that the model accepts, in tokens."""
-    norm_eps: Positive = 1e-5
-    """Added to the variance (LayerNorm) or mean square (RMSNorm)."""
-    tied: bool = False
-    """The output head is the embedding itself."""
-    init_std: Positive = 0.02
-    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L)."""
-
-
-class Llama(Model):
-    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
-
-    family: Literal["llama"] = "llama"
-    """llama covers Llama, Mistral, Qwen2 and Qwen3."""
-    kv_heads: Count = 4
-    """Key and value heads, K; each serves H/K query heads."""
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
-    """Width of one head; need not be D/H."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "llama3"] = "none"
-    """llama3 stretches the low rotary frequencies by rope_factor, as Llama 3.1 does."""
-    rope_factor: Positive = 8.0
-    """llama3: how much the lowest frequencies are slowed."""
-    rope_low_freq_factor: Positive = 1.0
-    """llama3: wavelengths above rope_original_positions / this are slowed in full."""
-    rope_high_freq_factor: Positive = 4.0
-    """llama3: wavelengths below rope_original_positions / this are left alone."""
-    rope_original_positions: Count = 8192
-    """llama3: the context length of the original training, in tokens."""
-    window: CountOrZero = 0
-    """Sliding attention window in tokens, the token itself included; 0 for none (Mistral, Qwen)."""
-    qkv_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2)."""
-    output_bias: bool = False
-    """Bias on the attention's output projection."""
-    mlp_bias: bool = False
-    """Biases in the MLP."""
-    qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotation (Qwen3)."""
-
-    @model_validator(mode="after")
-    def _groups(self) -> "Llama":
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
-                "each key/value head serves a whole number of query heads"
-            )
-        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
-            raise ValueError(
-                f"model.rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
-                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}"
-            )
-        return self
-
-
-class GPT2(Model):
-    """GPT-2: LayerNorm, learned positions, biases everywhere, tanh-approximated GELU."""
-
-    family: Literal["gpt2"]
-    """gpt2: learned positions, LayerNorm, biases."""
-    tied: bool = True
-    """The output head is the embedding itself."""
-
-    @model_validator(mode="after")
-    def _heads(self) -> "GPT2":
-        if self.dim % self.heads:
-            raise ValueError(
-                f"model.heads = {self.heads} does not divide model.dim = {self.dim}; "
-                "GPT-2 splits its width evenly among the heads"
-            )
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
 
 class Data(Section):
@@ -146,6 +38,15 @@ class Data(Section):
     """Share of the sequences kept from training, for evaluation."""
     shuffle: bool = True
     """Visit the sequences of each epoch in a seeded permutation."""
+    fingerprint: str = ""
+    """What the data were when a run began, 32 hex digits that its folder records: others are refused. Empty: any."""
+
+    @field_validator("path", "tokenizer")
+    @classmethod
+    def _absolute(cls, value: str, info: pydantic.ValidationInfo) -> str:
+        """A resolved config means the same files from any folder."""
+        default = cls.model_fields[str(info.field_name)].default
+        return value if value == default else str(Path(value).expanduser().absolute())
 
 
 class Train(Section):
@@ -157,7 +58,7 @@ class Train(Section):
     """Global batch in sequences: over all devices and microbatches."""
     accumulation: Count = 1
     """Microbatches per step."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Seed of the starting weights and of the data order."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split evaluated after the last step; 0 for none."""
@@ -174,7 +75,7 @@ class Optimizer(Section):
     """Shape of the learning rate after warm-up."""
     decay_steps: CountOrZero = 0
     """Step at which the decay ends; 0: train.steps."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final: Share = 0.1
     """Learning rate at the end of the decay, as a share of the peak."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
@@ -276,7 +177,7 @@ class Precision(Section):
     policy: Literal["fp32", "bf16", "fp64"] = "fp32"
     """fp32; bf16: float32 master weights, bfloat16 compute, float32 gradient reduction; fp64: for proofs."""
     parameters: Dtype = _BY_POLICY
-    """Master weights and optimizer state; unset: as the policy says."""
+    """Master weights, gradients and their accumulators, and optimizer state; unset: as the policy says."""
     compute: Dtype = _BY_POLICY
     """Matrix products and activations; unset: as the policy says."""
     reduce: Dtype = _BY_POLICY
@@ -285,10 +186,11 @@ class Precision(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        policy = POLICIES.get(values.get("policy", "fp32")) if isinstance(values, dict) else None
-        if policy is None:
+        if not isinstance(values, dict):
             return values
-        return dict(zip(("parameters", "compute", "reduce"), policy, strict=True)) | values
+        # An unknown policy is reported by its own field alone.
+        dtypes = POLICIES.get(str(values.get("policy", "fp32")), POLICIES["fp32"])
+        return dict(zip(("parameters", "compute", "reduce"), dtypes, strict=True)) | values
 
     @model_validator(mode="after")
     def _double(self) -> "Precision":
@@ -359,20 +261,41 @@ class Experiment(Section):
         return self
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
-        """Raises ConfigError where the mesh does not divide what it must; the parameters' own check is sharding's."""
-        model, train = self.model, self.train
-        ways, tensor = axes["data"] * axes["fsdp"], axes["tensor"]
+        """Raises ConfigError where the mesh does not divide what it must."""
+        train, ways = self.train, axes["data"] * axes["fsdp"]
         if train.batch % (ways * train.accumulation):
             raise ConfigError(
                 f"train.batch = {train.batch} sequences cannot be divided over data × fsdp = {ways} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
             )
-        for field in ("heads", "kv_heads", "hidden", "vocab"):
-            if (size := getattr(model, field)) % tensor:
+        for field, size, parameter, over in self._splits():
+            if size % (parts := math.prod(axes[axis] for axis in over)):
                 raise ConfigError(
-                    f"model.{field} = {size} cannot be divided over the mesh axis tensor = {tensor}; "
-                    f"use a tensor size that divides it, such as {math.gcd(size, tensor)}"
+                    f"model.{field} = {size} cannot be divided over the mesh axis {' × '.join(over)} = {parts}, which "
+                    f"splits parameter {parameter}; change the mesh, or the size to a multiple of {parts}"
                 )
+
+    def _splits(self) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
+        """(field, size, a parameter with that dimension, the mesh axes that split it)."""
+        m, attention, mlp = self.model, "layers.attention", "layers.mlp"
+        yield "heads", m.heads, f"{attention}.q_proj", ("tensor",)
+        yield "kv_heads", m.kv_heads, f"{attention}.k_proj", ("tensor",)
+        yield "hidden", m.hidden, f"{mlp}.up_proj", ("tensor",)
+        yield "vocab", m.vocab, "embed", ("tensor",)
+        if self.parallel.strategy == "ddp":
+            return
+        yield "dim", m.dim, "embed", ("fsdp",)
+        if m.qkv_bias:  # a vector is split along the one dimension that it has
+            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", "fsdp")
+            yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", "fsdp")
+        if m.mlp_bias:
+            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", "fsdp")
+        if m.qk_norm:
+            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", ("fsdp",)
+
+    def on_data(self, fingerprint: str) -> "Experiment":
+        """This experiment, bound to the data that it was begun with."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"fingerprint": fingerprint})})
 
     def to_toml(self) -> str:
         """The resolved config as TOML, which `--config` accepts back."""
@@ -390,12 +313,12 @@ class Experiment(Section):
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError when it cannot be read."""
+def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:
+    """The tables of a TOML file, which `source` asked for. Raises ConfigError when it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}; give a readable TOML file") from None
+        raise ConfigError(f"{source} {path}: {error}; give a readable TOML file") from None
 
 
 def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
@@ -407,7 +330,9 @@ def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
 
 def _explain(problem: Any, values: dict[str, Any]) -> str:
     """One pydantic error in the config's own terms: field, value and fix."""
-    place = [str(part) for part in problem["loc"] if part not in ("llama", "gpt2")]
+    place = [str(part) for part in problem["loc"]]
+    if place[:1] == ["model"]:  # pydantic puts the family between the section and its field
+        place[1:2] = []
     field, given, kind = ".".join(place), problem["input"], problem["type"]
     if kind == "extra_forbidden":
         section = section_type(place[0], values) if len(place) > 1 else Experiment

@@ -1,26 +1,25 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
-import functools
 import json
-import tomllib
+import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.experiment import Experiment
+from jaxdist.config.experiment import Experiment, read_toml
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
 FREE = ("parallel.", "memory.", "checkpoint.", "metrics.", "train.steps", "train.validation_batches")
 
 
 class RunFolder:
-    """Opening only looks; `create` is the first to write."""
+    """Opening only looks; `create` is the first to write. `experiment` knows the data that the run began with."""
 
     def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
-        """Raises ConfigError when `path` holds another run, or a run that `--resume` cannot continue."""
+        """Raises ConfigError when `path` cannot be written, or holds a run that this one is not to continue."""
         self.path, self.experiment, self.resume = path, experiment, resume
-        if path.is_file():
-            raise ConfigError(f"--output {path} is a file; give a folder")
+        check_writable(path, f"--output {path}")
         occupied = path.is_dir() and any(path.iterdir())
         if occupied and not (path / "config.toml").exists():
             raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
@@ -28,20 +27,26 @@ class RunFolder:
             raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
         if occupied:
             self._same_run()
-        self._events = self._event_writer() if experiment.metrics.tensorboard else None
+        if experiment.metrics.tensorboard:
+            try:
+                import tensorboardX  # noqa: F401
+            except ImportError:
+                raise ConfigError(
+                    "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
+                ) from None
 
-    def _event_writer(self) -> Any:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
-            ) from None
-        return functools.cache(lambda: SummaryWriter(str(self.path)))
+    @cached_property
+    def _events(self) -> Any:
+        from tensorboardX import SummaryWriter
+
+        return SummaryWriter(str(self.path))
 
     def _same_run(self) -> None:
-        before = _flat(tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8")))
-        now = _flat(self.experiment.model_dump(exclude_none=True))
+        file = self.path / "config.toml"
+        begun = Experiment.parse(read_toml(file, "--output"), source=str(file))
+        if not self.experiment.data.fingerprint:
+            self.experiment = self.experiment.on_data(begun.data.fingerprint)
+        before, now = (_flat(e.model_dump(exclude_none=True)) for e in (begun, self.experiment))
         # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
         for config in (before, now):
             config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
@@ -56,21 +61,29 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def resume_from(self) -> int | None:
-        """The step to go on from; None for a start. Raises ConfigError when the run is past `train.steps` already."""
+    def resume_from(self, marker: str) -> int | None:
+        """The step to go on from; None for a start. `marker` is what each checkpoint of the caller's backend holds.
+
+        Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend.
+        """
         step, steps = newest(self.checkpoints) if self.resume else None, self.experiment.train.steps
         if step is not None and step > steps:
             raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
+        if step is not None and not (self.checkpoints / str(step) / marker).exists():
+            raise ConfigError(
+                f"--resume: {self.checkpoints / str(step)} is no checkpoint of this backend, it lacks {marker}; "
+                "go on with the command that began the run, or give another --output"
+            )
         return step
 
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def create(self, from_step: int = 0) -> None:
+    def create(self, experiment: Experiment, from_step: int = 0) -> None:
         """Write the config, and drop the metrics after `from_step`: those steps are about to be done again."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.toml").write_text(self.experiment.to_toml(), encoding="utf-8")
+        (self.path / "config.toml").write_text(experiment.to_toml(), encoding="utf-8")
         kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
@@ -78,20 +91,39 @@ class RunFolder:
         """Append one step's record."""
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        if self._events:
+        if self.experiment.metrics.tensorboard:
             for name, value in record.items():
-                self._events().add_scalar(name, value, record["step"])
+                self._events.add_scalar(name, value, record["step"])
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "_events" in self.__dict__:
+            self._events.close()
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
+def check_writable(path: Path, what: str) -> None:
+    """Raises ConfigError when no folder can be made at `path`, which `what` asked for."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{what}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what}: {existing} cannot be written to; give another folder")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out."""
+    """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
     file = path / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
 
 
 def newest(checkpoints: Path) -> int | None:

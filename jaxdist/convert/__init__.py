@@ -1,6 +1,6 @@
 """Weights between Orbax checkpoints and Hugging Face folders: `python -m jaxdist.convert SOURCE TARGET`."""
 
+from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.hf import is_hf, read_hf, write_hf
-from jaxdist.convert.hf_config import experiment_for, read_model
 
 __all__ = ["experiment_for", "is_hf", "read_hf", "read_model", "write_hf"]

@@ -12,7 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, exit_codes
+from jaxdist.config import ConfigError, check_writable, exit_codes, same_model
 from jaxdist.config.arguments import Parser, load
 from jaxdist.config.display import megabytes, say
 from jaxdist.convert.kinds import KINDS, kind_of
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     target = a.to or next(other for other in KINDS if other != kind)
     experiment, parameters = KINDS[kind].read(a.source)
     if a.model:
-        experiment = checked(load(a.model, {}), experiment, a.source)
+        wanted = load(a.model, {})
+        same_model(wanted.model, experiment.model, str(a.source))
+        experiment = wanted
     parameters = {name: cast(name, array, a.dtype) for name, array in parameters.items()}
     with whole_or_nothing(a.target) as folder:
         KINDS[target].write(folder, experiment, parameters)
@@ -81,20 +83,6 @@ def arguments(argv: Sequence[str]) -> Any:
     return a
 
 
-def checked(wanted: Experiment, found: Experiment, source: Path) -> Experiment:
-    """`wanted`, once its model is known to be that of the source. Raises ConfigError."""
-    here, there = wanted.model.model_dump(), found.model.model_dump()
-    # How weights were drawn, and how far rotary positions may reach, is no property of the weights.
-    free = {"init_std"} | ({"positions"} if found.model.family == "llama" else set())
-    for field in sorted((here.keys() | there.keys()) - free):
-        if here.get(field) != there.get(field):
-            raise ConfigError(
-                f"--model: model.{field} = {here.get(field)!r}, but {source} has {there.get(field)!r}; "
-                f"set model.{field} to it"
-            )
-    return wanted
-
-
 def cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
     with np.errstate(over="ignore"):
@@ -108,10 +96,11 @@ def cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
 def whole_or_nothing(target: Path) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
 
-    Raises ConfigError when `target` exists.
+    Raises ConfigError when `target` exists or cannot be made.
     """
     if target.exists():
         raise ConfigError(f"TARGET {target} exists; give a folder that does not")
+    check_writable(target, f"TARGET {target}")
     partial = target.parent / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxdist import models
-from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.config import GPT2, ConfigError, Llama, check_shapes
+from jaxdist.config.hf import read_model, to_settings
 from jaxdist.convert import safetensors_files
-from jaxdist.convert.hf_config import read_model, to_settings
 from jaxdist.convert.safetensors_files import Tensor, Tensors
 from jaxdist.convert.tables import EMBEDDING, HEAD, TABLES
 
@@ -51,7 +51,7 @@ def read_hf(path: Path) -> tuple[Llama | GPT2, dict[str, np.ndarray]]:
         wanted = {name: row.shape(shapes) for row in rows for name in row.names(model.layers)}
         if model.tied and HEAD in found:
             wanted[HEAD] = shapes[EMBEDDING]
-        check_shapes(path, found, wanted)
+        check_shapes(str(path), found, wanted)
         parameters: dict[str, np.ndarray] = {}
         for row in rows:
             parameters |= row.to_ours([tensors.read(theirs[name]) for name in row.names(model.layers)], shapes)
@@ -60,18 +60,6 @@ def read_hf(path: Path) -> tuple[Llama | GPT2, dict[str, np.ndarray]]:
                 f"{path}: tie_word_embeddings is true, but {HEAD} differs from the embedding; set it to false"
             )
     return model, parameters
-
-
-def check_shapes(path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ConfigError naming the first tensor that is missing, unexpected or of another shape."""
-    bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
-    if bad:
-        there, here = (str(list(s[bad[0]])) if bad[0] in s else "absent" for s in (found, wanted))
-        more = f" ({len(bad) - 1} more differ)" if len(bad) > 1 else ""
-        raise ConfigError(
-            f"{path}: tensor {bad[0]} is {there} in the files, and {here} by config.json{more}; "
-            "give weights that belong to their config"
-        )
 
 
 def write_hf(path: Path, model: Llama | GPT2, parameters: Mapping[str, np.ndarray]) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.hf import is_hf, read_hf, write_hf
-from jaxdist.convert.hf_config import experiment_for, read_model
 from jaxdist.convert.safetensors_files import Tensor, Tensors
 
 Parameters = dict[str, np.ndarray]
@@ -46,10 +46,7 @@ def _read_orbax(path: Path) -> tuple[Experiment, Parameters]:
 
 
 def _inspect_orbax(path: Path) -> tuple[str, dict[str, Tensor]]:
-    folder, step = checkpoint.locate(path)
-    checkpoints = checkpoint.Checkpoints(folder)
-    found = checkpoints.manager.item_metadata(step)["parameters"]
-    checkpoints.close()
+    found = checkpoint.described(checkpoint.locate(path))
     tensors = {name: Tensor(tuple(array.shape), np.dtype(array.dtype)) for name, array in found.items()}
     return checkpoint.read_experiment(path).model.family, tensors
 

@@ -24,12 +24,19 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
     """The sequences of data.path for a model of `vocab` tokens. Raises ConfigError.
 
     Formats, checks and memory: see `sources.open_stream`. Without a path the text is the Python standard
-    library's own source, about 12 MB, which differs between Python versions: compare `Dataset.fingerprint`.
+    library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint` tells them
+    apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
     try:
-        return Dataset(data, open_stream(data, vocab))
+        dataset = Dataset(data, open_stream(data, vocab))
     except OSError as error:
         raise ConfigError(f"data.path = {data.path!r}: {error}; give files that can be read") from None
+    if data.fingerprint not in ("", dataset.fingerprint):
+        raise ConfigError(
+            f"data.fingerprint = {data.fingerprint!r}: the data at data.path = {data.path!r} (empty: the source of "
+            f"this Python) are others, {dataset.fingerprint}; give the data of then, or data.fingerprint = '' for any"
+        )
+    return dataset
 
 
 class Dataset:
@@ -76,8 +83,9 @@ class Dataset:
         """Rows `rows` of the global batch of `size` sequences at `step`, from 1; only they are read.
 
         Row r of step s is sequence (s - 1) · size + r of the run. Each epoch of training visits every
-        sequence once, in the permutation of (seed, epoch) if data.shuffle; validation is never shuffled and
-        wraps around. Raises ConfigError when the split is empty.
+        sequence once, in the permutation of (seed, epoch) if data.shuffle; validation in one permutation,
+        the same for every seed, so that its first few batches are a fair sample of all. Raises ConfigError
+        when the split is empty.
         """
         if step < 1:
             raise ValueError(f"step = {step}; steps count from 1")
@@ -88,7 +96,9 @@ class Dataset:
                 "give more text, or set train.validation_batches = 0"
             )
         epoch, place = np.divmod((step - 1) * size + np.arange(size, dtype=np.int64)[rows], count)
-        if split == "train" and self._data.shuffle:
+        if split == "validation":
+            seed, epoch = 0, np.zeros_like(epoch)
+        if self._data.shuffle:
             place = permute(place, count, seed, epoch)
         return self._read(first + place)
 

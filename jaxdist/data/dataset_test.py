@@ -92,7 +92,24 @@ def test_validation_is_the_tail(tmp_path, sequences, share, held):
     train = seen(found, 1, found.sequences("train"))
     assert found.sequences("validation") == held and sorted(train) == list(range(sequences - held))
     if held:
-        assert seen(found, 2, held, split="validation").tolist() == [*range(sequences - held, sequences)] * 2
+        epochs = [seen(found, 2, held, seed, "validation").reshape(2, held) for seed in (0, 7)]
+        assert np.array_equal(epochs[0], epochs[1]), "the sample depends on the seed"
+        assert np.array_equal(epochs[0][0], epochs[0][1])
+        assert sorted(epochs[0][0]) == list(range(sequences - held, sequences))
+
+
+def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path):
+    first = seen(numbered(tmp_path, 1000, validation=0.5), 1, 50, split="validation")
+    assert abs(np.mean(first) - 750) < 4 * (500 / 12**0.5) / 50**0.5  # four standard errors of a fair sample
+    in_order = numbered(tmp_path, 1000, validation=0.5, shuffle=False)
+    assert seen(in_order, 1, 50, split="validation").tolist() == list(range(500, 550))
+
+
+def test_data_that_changed_are_refused(tmp_path):
+    before = numbered(tmp_path, 10).fingerprint
+    assert numbered(tmp_path, 10, fingerprint=before).fingerprint == before
+    with pytest.raises(ConfigError, match=rf"data\.fingerprint = '{before}': the data at .* are others"):
+        numbered(tmp_path, 11, fingerprint=before)
 
 
 def test_an_empty_validation_split_says_so(tmp_path):
@@ -192,5 +209,5 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", data.path)
 
     monkeypatch.setattr(dataset, "open_stream", refuse)
-    with pytest.raises(ConfigError, match=r"data\.path = 'secret': .*Permission denied.*; give files"):
+    with pytest.raises(ConfigError, match=r"data\.path = '\S+secret': .*Permission denied.*; give files"):
         open_dataset(Data(path="secret"), vocab=256)

@@ -45,7 +45,7 @@ def make_encoder(name: str) -> Encoder:
     """
     if name == "bytes":
         return Encoder(lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], [ord("\n")], name)
-    file = Path(name).expanduser()
+    file = Path(name)
     try:
         content = file.read_bytes()
         tokenizer = Tokenizer.from_buffer(content)

@@ -82,7 +82,7 @@ def open_stream(data: Data, vocab: int) -> Stream:
     and long ones encoded in pieces, see `encoding.LINE_START`.
     """
     library = data.path == ""
-    root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path).expanduser()
+    root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
     files = library_files(root) if library else find_files(root)
     kind = kind_of(files[0])
     encoder = None if kind in (".npy", ".bin") else make_encoder(data.tokenizer)

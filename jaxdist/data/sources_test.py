@@ -214,7 +214,7 @@ ERRORS = {
     "number.jsonl": (b'{"text": 3}\n', {}, r"number\.jsonl:1: .*data\.text_field = 'text'"),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), {}, r"latin1\.jsonl:1: .*utf-8"),
     "surrogate.jsonl": (b'{"text": "\\ud800"}\n', {}, r"surrogate\.jsonl:1: .*surrogates"),
-    "t.txt": (b"a", {"tokenizer": "no/such.json"}, r"data\.tokenizer = 'no/such\.json': .*; use bytes"),
+    "t.txt": (b"a", {"tokenizer": "no/such.json"}, r"data\.tokenizer = '/\S*no/such\.json': .*; use bytes"),
 }
 
 

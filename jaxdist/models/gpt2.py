@@ -11,6 +11,7 @@ from jaxdist.models.layers import (
     Embedding,
     LayerNorm,
     RowLinear,
+    add_bias,
     attend,
     dot,
     scan_layers,
@@ -77,7 +78,7 @@ class GPT2(nnx.Module):
     def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = par.leave(par.lookup(embed.embedding[...], tokens_BT))
-        x_BTD = x_BTD + par.use(self.positions).embedding[: tokens_BT.shape[1]]
+        x_BTD = add_bias(x_BTD, par.use(self.positions).embedding[: tokens_BT.shape[1]])
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))
         return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)

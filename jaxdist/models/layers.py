@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.collectives import Parallel
+from jaxdist.collectives import Parallel, wide
 from jaxdist.config import Llama
 from jaxdist.memory import Rematerialize
 from jaxdist.sharding import Layout
@@ -68,33 +68,34 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
-def wide(x: jax.Array) -> jax.Array:
-    """`x` in float32 or wider: what norms, softmax and rotations are computed in."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y + bias, in float32 or wider: the bias' gradient is a sum over all tokens. Rounded once."""
+    return (wide(y) + wide(bias)).astype(y.dtype)
 
 
-class ColumnLinear(nnx.Module):
+class Linear(nnx.Module):
+    """A kernel [inputs, outputs] and, where asked for, a bias [outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], std: float, bias: bool = False):
+        self.kernel = parameter((inputs, outputs), axes, std)
+        self.bias = parameter((outputs,), axes[1:]) if bias else None
+
+    def biased(self, y: jax.Array) -> jax.Array:
+        return y if self.bias is None else add_bias(y, self.bias[...])
+
+
+class ColumnLinear(Linear):
     """y = x·kernel + bias with the outputs split over tensor (torch: ColwiseParallel). x must have been entered."""
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], std: float, bias: bool = False):
-        self.kernel = parameter((inputs, outputs), axes, std)
-        self.bias = parameter((outputs,), axes[1:]) if bias else None
-
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = dot(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...]
+        return self.biased(dot(x, self.kernel[...]))
 
 
-class RowLinear(nnx.Module):
+class RowLinear(Linear):
     """y = x·kernel + bias with the inputs split over tensor (torch: RowwiseParallel). The sum leaves, then the bias."""
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], std: float, bias: bool = False):
-        self.kernel = parameter((inputs, outputs), axes, std)
-        self.bias = parameter((outputs,), axes[1:]) if bias else None
-
     def __call__(self, par: Parallel, x: jax.Array) -> jax.Array:
-        y = par.leave(dot(x, self.kernel[...]))
-        return y if self.bias is None else y + self.bias[...]
+        return self.biased(par.leave(dot(x, self.kernel[...])))
 
 
 class Embedding(nnx.Module):
@@ -166,8 +167,9 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int 
     """
     B, T, H, C = q_BTHC.shape
     K = k_BSKC.shape[2]
-    q_BTKGC = (q_BTHC * C**-0.5).reshape(B, T, K, H // K, C)
-    scores = wide(jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC))
+    q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
+    dtype = jnp.promote_types(q_BTHC.dtype, jnp.float32)
+    scores = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC, preferred_element_type=dtype) * C**-0.5
     behind = jnp.arange(T)[:, None] - jnp.arange(T)
     seen = (behind >= 0) & (behind < (window or T))
     probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import GPT2 as Config
-from torch_ref.models.layers import LayerNorm, attend
+from torch_ref.models.layers import Embedding, LayerNorm, attend
 
 
 class Attention(nn.Module):
@@ -63,8 +63,8 @@ class GPT2(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.embed = nn.Embedding(c.vocab, c.dim)
-        self.positions = nn.Embedding(c.positions, c.dim)
+        self.embed = Embedding(c.vocab, c.dim)
+        self.positions = Embedding(c.positions, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)

@@ -20,6 +20,17 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class Embedding(nn.Embedding):
+    """Rows taken in float32 or wider, which changes none of them, and rounded back.
+
+    The gradient of a frequent token is a sum over all its places: torch's CPU kernel adds it in the weight's dtype,
+    in bfloat16 with an error of half its size.
+    """
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return functional.embedding(tokens, wide(self.weight)).to(self.weight.dtype)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight (arXiv:1910.07467), in float32 or wider, rounded once at the end.
 
@@ -96,8 +107,8 @@ def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0) -> T
         q_BHTC, k_BKSC, v_BKSC = (x.transpose(1, 2) for x in (q_BTHC, k_BSKC, v_BSKC))
         y_BHTC = functional.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=H != K)
         return y_BHTC.transpose(1, 2)
-    q_BTKGC = (q_BTHC * C**-0.5).reshape(B, T, K, H // K, C)
-    scores = wide(torch.einsum("btkgc,bskc->bkgts", q_BTKGC, k_BSKC))
+    q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
+    scores = torch.einsum("btkgc,bskc->bkgts", wide(q_BTKGC), wide(k_BSKC)) * C**-0.5
     position = torch.arange(T, device=scores.device)
     behind = position[:, None] - position
     seen = (behind >= 0) & (behind < (window or T))

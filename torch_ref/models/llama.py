@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Llama as Config
-from torch_ref.models.layers import RMSNorm, Rotation, attend, rotary, rotate
+from torch_ref.models.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
 
 
 class Attention(nn.Module):
@@ -70,7 +70,7 @@ class Llama(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.embed = nn.Embedding(c.vocab, c.dim)
+        self.embed = Embedding(c.vocab, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)

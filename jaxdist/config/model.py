@@ -1,0 +1,162 @@
+"""The model section of an experiment, one class per family, and the kinds of numbers that all sections are made of."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from jaxdist.config.errors import ConfigError
+
+
+def _number(value: Any) -> Any:
+    """Python counts true and false among the integers; a config does not."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "must be a number, not true or false")
+    return value
+
+
+NUMBER = pydantic.BeforeValidator(_number)
+Count = Annotated[int, NUMBER, Field(ge=1)]
+CountOrZero = Annotated[int, NUMBER, Field(ge=0)]
+Seed = Annotated[int, NUMBER, Field(ge=0, lt=2**32)]
+Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
+Share = Annotated[float, NUMBER, Field(ge=0, le=1)]
+Positive = Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, NUMBER, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(pydantic.BaseModel):
+    """A frozen table of fields; a key that it lacks is an error. A field's docstring is its help."""
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class Model(Section):
+    """What every decoder has."""
+
+    layers: Count = 4
+    """Number of blocks, L."""
+    dim: Count = 128
+    """Width of the residual stream, D."""
+    heads: Count = 8
+    """Query heads, H."""
+    hidden: Count = 384
+    """Width of the MLP, F."""
+    vocab: Count = 256
+    """Vocabulary size, V. Bytes need 256."""
+    positions: Count = 1024
+    """Longest sequence that the model accepts, in tokens."""
+    norm_eps: Positive = 1e-5
+    """Added to the variance (LayerNorm) or mean square (RMSNorm)."""
+    tied: bool = False
+    """The output head is the embedding itself."""
+    init_std: Positive = 0.02
+    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L)."""
+
+
+class Llama(Model):
+    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
+
+    family: Literal["llama"] = "llama"
+    """llama covers Llama, Mistral, Qwen2 and Qwen3."""
+    kv_heads: Count = 4
+    """Key and value heads, K; each serves H/K query heads."""
+    head_dim: Annotated[int, NUMBER, Field(ge=2, multiple_of=2)] = 16
+    """Width of one head; need not be D/H."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "llama3"] = "none"
+    """llama3 stretches the low rotary frequencies by rope_factor, as Llama 3.1 does."""
+    rope_factor: Positive = 8.0
+    """llama3: how much the lowest frequencies are slowed."""
+    rope_low_freq_factor: Positive = 1.0
+    """llama3: wavelengths above rope_original_positions / this are slowed in full."""
+    rope_high_freq_factor: Positive = 4.0
+    """llama3: wavelengths below rope_original_positions / this are left alone."""
+    rope_original_positions: Count = 8192
+    """llama3: the context length of the original training, in tokens."""
+    window: CountOrZero = 0
+    """Sliding attention window in tokens, the token itself included; 0 for none (Mistral, Qwen)."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    output_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the MLP."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head before the rotation (Qwen3)."""
+
+    @model_validator(mode="after")
+    def _groups(self) -> "Llama":
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
+                "each key/value head serves a whole number of query heads"
+            )
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"model.rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
+                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}"
+            )
+        return self
+
+
+class GPT2(Model):
+    """GPT-2: LayerNorm, learned positions, biases everywhere, tanh-approximated GELU."""
+
+    family: Literal["gpt2"]
+    """gpt2: learned positions, LayerNorm, biases."""
+    tied: bool = True
+    """The output head is the embedding itself."""
+    qkv_bias: ClassVar[bool] = True
+    mlp_bias: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _heads(self) -> "GPT2":
+        if self.dim % self.heads:
+            raise ValueError(
+                f"model.heads = {self.heads} does not divide model.dim = {self.dim}; "
+                "GPT-2 splits its width evenly among the heads"
+            )
+        return self
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+
+Shape = tuple[int, ...]
+
+
+def same_model(wanted: Model, found: Model, source: str) -> None:
+    """Raises ConfigError naming the first field in which `wanted` is not the model of `source`."""
+    here, there = wanted.model_dump(), found.model_dump()
+    # How weights were drawn, and how far rotary positions may reach, is no property of the weights.
+    free = {"init_std"} | ({"positions"} if here["family"] == there["family"] == "llama" else set())
+    for field in sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name)):
+        if here.get(field) != there.get(field):
+            raise ConfigError(
+                f"model.{field} = {here.get(field)!r}, but {source} holds another model, with {there.get(field)!r}; "
+                f"set model.{field} to it"
+            )
+
+
+def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Raises ConfigError naming the first tensor of `source` that is missing, unexpected or of another shape."""
+    bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
+    if bad:
+        there, here = (str(tuple(shapes[bad[0]])) if bad[0] in shapes else "absent" for shapes in (found, wanted))
+        more = f" ({len(bad) - 1} more differ)" if len(bad) > 1 else ""
+        raise ConfigError(
+            f"{source}: tensor {bad[0]} is {there} there, and {here} in the model{more}; "
+            "give weights that belong to their config"
+        )

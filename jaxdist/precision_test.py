@@ -1,0 +1,82 @@
+"""bfloat16 compute costs digits of bfloat16, not more: gradients against float64, parameter by parameter."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import collectives
+from jaxdist.conftest import tiny
+from jaxdist.data import Batch
+from jaxdist.mesh import make_mesh
+from jaxdist.models import layers
+from jaxdist.program import Program
+from jaxdist.step_test import GPT2
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": dict(tiny().model.model_dump(), output_bias=True, mlp_bias=True),
+    "gpt2": dict(GPT2, positions=64),
+}
+# A gradient's longest path: about 12 roundings a block forward, as many backward, through two blocks; independent
+# roundings of relative size u add up like a random walk, to √48 u. Sums in bfloat16 err by up to the number of terms.
+UNIT = 2.0**-8
+BOUND = 48**0.5 * UNIT
+
+
+def gradients(model: str, mesh: str, **precision: str) -> dict[str, np.ndarray]:
+    """Gradients of 4096 tokens, three in four the same one: twice Adam's first moment after an unclipped step."""
+    experiment = tiny(
+        model=MODELS[model],
+        data={"sequence": 64},
+        train={"batch": 64, "steps": 1},
+        optimizer={"clip": 0.0, "beta1": 0.5},
+        parallel={"mesh": mesh},
+        precision=precision,
+    )
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    random = np.random.default_rng(0)
+    ids = random.integers(0, experiment.model.vocab, (64, 65)).astype(np.int32)
+    ids[random.random(ids.shape) < 0.75] = 3
+    state, _ = program.step(program.initialize(), Batch(ids[:, :-1], ids[:, 1:]))
+    moments = next(part.mu for part in state.optimizer if hasattr(part, "mu"))
+    return {name: 2 * np.asarray(moment, np.float64) for name, moment in moments.items()}
+
+
+def errors(model: str, mesh: str = "1x1", **precision: str) -> dict[str, float]:
+    """Relative L2 error of each parameter's gradient, but for GPT-2's key bias, whose true gradient is zero."""
+    found, exact = gradients(model, mesh, **({"policy": "bf16"} | precision)), gradients(model, "1x1", policy="fp64")
+    names = [name for name in exact if (model, name) != ("gpt2", "layers.attention.k_proj.bias")]
+    return {n: float(np.linalg.norm(found[n] - exact[n]) / np.linalg.norm(exact[n])) for n in names}
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_in_bfloat16(model: str, mesh: str) -> None:
+    found = errors(model, mesh)
+    assert max(found.values()) <= BOUND, found
+
+
+def plain_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted", "parameter"),
+    [
+        (collectives, "wide", lambda x: x, "embed.embedding"),
+        (layers, "add_bias", plain_sum, "layers.mlp.down_proj.bias"),
+    ],
+)
+def test_sums_over_tokens_in_bfloat16_are_caught(
+    owner: Any, name: str, planted: Any, parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = errors("llama")
+    monkeypatch.setattr(owner, name, planted)
+    assert exact[parameter] <= BOUND < errors("llama")[parameter]
+
+
+def test_parameters_in_bfloat16_train() -> None:
+    """Weights, gradients and moments in bfloat16: each rounded once more, the norm and the sums still float32."""
+    found = errors("llama", parameters="bfloat16")
+    assert max(found.values()) <= 2 * BOUND, found
