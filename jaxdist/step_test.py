@@ -176,12 +176,12 @@ def last_microbatch(accumulate: Any) -> Any:
 
 
 MISTAKES: dict[Any, tuple[type, str, tuple[str, ...]]] = {
-    divided: (Step, "reduce", ("ddp", "zero1", "zero2", "fsdp", "2x4", "reduce per step")),
-    one_replica: (Step, "reduce", ("ddp", "hybrid", "2x2x2")),
-    counted_per_device: (Step, "norm", ("ddp", "tensor", "2x2x2 zero1")),
-    own_tokens: (Parallel, "cross_entropy", ("ddp", "fsdp", "hybrid")),
-    neighbours: (Step, "pieces", ("zero1", "zero2", "zero2 per step")),
-    last_microbatch: (Step, "accumulate", ("accumulation", "2x4 ddp", "2x4 zero1", "2x4 zero2")),
+    divided: (Step, "reduce", ("ddp", "zero2", "fsdp", "reduce per step")),
+    one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
+    counted_per_device: (Step, "norm", ("ddp", "tensor")),
+    own_tokens: (Parallel, "cross_entropy", ("ddp", "fsdp")),
+    neighbours: (Step, "pieces", ("zero1", "zero2")),
+    last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2")),
 }
 
 
@@ -198,7 +198,7 @@ def test_planted_mistakes_are_caught(
     assert loss > LOSS or state > STATE
 
 
-@pytest.mark.parametrize("case", ["ddp", "fsdp", "2x4"])
+@pytest.mark.parametrize("case", ["ddp", "2x4"])
 def test_sums_forgotten_do_not_compile(case: str, batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs from device to device cannot leave the step as if it did not: `check_vma` refuses the program."""
     monkeypatch.setattr(lax, "psum", lambda x, axes: x)

@@ -1,5 +1,6 @@
 """JAX against torch: losses, gradient norms, weights, moments, memory and traffic of the same config."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,26 +54,29 @@ def measured(a: Run, b: Run, model: str) -> dict[str, str]:
     }
 
 
-def check(runs: Runs, model: str, mesh: str, variant: str | None) -> None:
+Record = Callable[[str, object], None]
+
+
+def check(runs: Runs, record: Record, model: str, mesh: str, variant: str | None) -> None:
     a, b = (runs(side, model, settings(mesh, variant)) for side in ("jaxdist", "torch_ref"))
     assert len(a.metrics) == STEPS
     found = differences(a, b, model)
-    FIGURES.append({"model": model, "mesh": mesh, "variant": variant or "", **measured(a, b, model)})
+    record(FIGURES, {"model": model, "mesh": mesh, "variant": variant or "", **measured(a, b, model)})
     assert max(found.values()) <= 1, found
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "variant"), [(model, *case) for model, cases in QUICK.items() for case in cases.items()]
 )
-def test_float64(runs: Runs, model: str, mesh: str, variant: str | None) -> None:
-    check(runs, model, mesh, variant)
+def test_float64(runs: Runs, record_property: Record, model: str, mesh: str, variant: str | None) -> None:
+    check(runs, record_property, model, mesh, variant)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "variant"), ALL)
 @pytest.mark.parametrize("model", MODELS)
-def test_float64_grid(runs: Runs, model: str, mesh: str, variant: str | None) -> None:
-    check(runs, model, mesh, variant)
+def test_float64_grid(runs: Runs, record_property: Record, model: str, mesh: str, variant: str | None) -> None:
+    check(runs, record_property, model, mesh, variant)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -97,16 +97,7 @@ def reading(path: Path) -> Iterator[None]:
     """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
     try:
         yield
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        RuntimeError,
-        AttributeError,
-        UnpicklingError,
-        CheckpointException,
-    ) as error:
+    except DAMAGE as error:
         reason = textwrap.shorten(repr(error), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from jaxdist.config import Experiment
 from jaxdist.config import Optimizer as Config
-from torch_ref.optim import AdamW, clip, learning_rate
+from torch_ref.optim import AdamW, clip, global_norm, learning_rate
 
 
 def test_the_schedule_by_hand() -> None:
@@ -49,6 +49,14 @@ def test_no_clip_leaves_gradients_and_still_measures() -> None:
     parameters = gradients()
     assert clip(parameters, 0.0) > 1
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(parameters, gradients(), strict=True))  # type: ignore[arg-type]
+
+
+def test_squares_of_bfloat16_are_added_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)  # its square takes twice the digits
+    exact = pytest.approx(gradient.double().norm().item(), rel=1e-6)
+    assert global_norm([gradient]).item() == exact
+    monkeypatch.setattr("torch_ref.optim.wide", lambda x: x)
+    assert global_norm([gradient]).item() != exact
 
 
 def updated(**fields: Any) -> nn.Linear:

@@ -37,3 +37,12 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once(train: Train) -> None:
         ("all_reduce", "data"): size / 2,  # the pieces, once a step
     }
     assert sent == pytest.approx(expected, rel=1e-3)
+
+
+def test_activations_cross_the_tensor_axis_in_bfloat16(train: Train) -> None:
+    collectives = train("--mesh 1x2 --precision bf16").summary["collectives"]
+    found = {c["dtype"]: c for c in collectives if c["axis"] == "tensor"}
+    layers, activation = 2, 8 * 16 * 32 * 2  # B·T·D in bytes, which an all-reduce over two devices sends once
+    assert found["bfloat16"]["count"] == 4 * layers + 2 + 2 * layers  # and the gradients of the query and key norms
+    assert found["bfloat16"]["bytes"] == pytest.approx((4 * layers + 2) * activation, rel=1e-2)
+    assert found["float32"]["bytes"] < activation  # the loss, a few numbers a token

@@ -18,6 +18,7 @@ from jaxdist.config import (
     parse,
 )
 from jaxdist.config.arguments import fields, find_config, load
+from jaxdist.config.display import show_end
 from jaxdist.config.model import GPT2, Llama
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
@@ -122,6 +123,9 @@ BAD: list[tuple[list[str], str]] = [
     (["--config", "defualt"], r"--config defualt: .*did you mean 'default'"),
     (["--config", "missing.toml"], r"--config missing.toml: .*No such file"),
     (["--resume"], r"--resume needs --output"),
+    (["--steps", str(2**31)], r"train.steps = .*less than 2147483648"),
+    (["--seed", str(2**32)], r"train.seed = .*less than 4294967296"),
+    (["--data.path", "~nobody-of-that-name/x"], r"data.path = '~nobody-of-that-name/x': "),
     (["--init", "nowhere"], r"--init nowhere: no such file"),
     (["--steps"], r"expected one argument"),
 ]
@@ -141,7 +145,10 @@ def test_bad_toml(tmp_path: Path) -> None:
         ("[model]\nlayrs = 3", "model.layrs = 3: no such field; did you mean 'layers'"),
         ("[modell]\nlayers = 3", "modell = .*: no such field; did you mean 'model'"),
         ("[model\n", "x.toml: "),
-        ("model = 3", "model"),
+        ("model = 3", "model = 3: must be a table of fields"),
+        ("data = [1]", r"data = \[1\]: must be a table of fields"),
+        ("[model]\nlayers = " + "9" * 5000, "x.toml: Exceeds the limit"),
+        ("a = " + "[" * 3000 + "]" * 3000, "x.toml: .*recursion"),
         ("[llama]\nlayers = 3", "llama = .*: no such field; choose one of"),
         ("[gpt2]\nlayers = 3", "gpt2 = .*: no such field; choose one of"),
         ("[precision]\npolicy = []", r"precision.policy = \[\]: "),
@@ -206,6 +213,12 @@ def test_a_loss_that_is_no_number_ends_the_run() -> None:
             check_finite(3, loss=1.0, grad_norm=bad)
 
 
+@pytest.mark.parametrize(("loss", "shown"), [(0.0, "1.00"), (1e4, "inf"), (float("inf"), "inf"), (float("nan"), "nan")])
+def test_any_loss_can_be_shown(loss: float, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_end({"validation_loss": loss, "tokens_per_second": None}, [], None)
+    assert f"perplexity {shown}," in capsys.readouterr().out
+
+
 class TestRunFolder:
     """A run folder never mixes runs."""
 
@@ -216,12 +229,38 @@ class TestRunFolder:
         for path in ("notes.txt", "notes.txt/run", "notes.txt/a/b"):
             with pytest.raises(ConfigError, match=r"notes.txt is a file; give a folder"):
                 RunFolder(tmp_path / path, Experiment())
+        with pytest.raises(ConfigError, match=r"--output .*: File name too long; give another folder"):
+            RunFolder(tmp_path / ("a" * 300), Experiment())
+
+    def test_closed_to_us(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.access", lambda *_: False)  # as a folder of mode 555 answers anyone but root
+        with pytest.raises(ConfigError, match=rf"--output .*: {tmp_path} cannot be written to"):
+            RunFolder(tmp_path / "new", Experiment())
+
+    def test_nothing_to_resume_yet(self, tmp_path: Path) -> None:
+        """A command that always says --resume, as restarted jobs do, begins the run where there is none."""
+        for path in (tmp_path, tmp_path / "absent"):
+            assert RunFolder(path, Experiment(), resume=True).resume_from(marker="parameters") is None
+        assert not (tmp_path / "absent").exists()
+
+    def test_tensorboard_is_closed(self, tmp_path: Path) -> None:
+        """The last events are on disk when the run ends, whoever keeps the folder."""
+        pytest.importorskip("tensorboardX")
+        wanted = experiment("--metrics.tensorboard", "true")
+        with RunFolder(tmp_path, wanted) as folder:
+            folder.create(wanted)
+            folder.log({"step": 1, "loss": 1.0})
+            events = next(tmp_path.glob("events.out.tfevents.*"))
+            before = events.stat().st_size
+        assert events.stat().st_size > before
 
     def test_damage_is_named(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment())
         (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
+        stored = (tmp_path / "config.toml").read_text()
         with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
-            RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=1)
+            RunFolder(tmp_path, Experiment(), resume=True).create(experiment("--steps", "9"), from_step=1)
+        assert (tmp_path / "config.toml").read_text() == stored
         for text, says in (("[model", "--output .*config.toml: "), ("[model]\nlayrs = 2", "config.toml: model.layrs")):
             (tmp_path / "config.toml").write_text(text)
             with pytest.raises(ConfigError, match=says):

@@ -27,7 +27,7 @@ def megabytes(count: float) -> str:
 
 def perplexity(loss: float) -> float:
     """exp(loss), of a loss in nats per token; infinite where no float holds it."""
-    return math.exp(loss) if loss < 709 else math.inf
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 def show_start(

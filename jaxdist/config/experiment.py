@@ -45,8 +45,13 @@ class Data(Section):
     @classmethod
     def _absolute(cls, value: str, info: pydantic.ValidationInfo) -> str:
         """A resolved config means the same files from any folder."""
-        default = cls.model_fields[str(info.field_name)].default
-        return value if value == default else str(Path(value).expanduser().absolute())
+        field = str(info.field_name)
+        if value == cls.model_fields[field].default:
+            return value
+        try:
+            return str(Path(value).expanduser().absolute())
+        except RuntimeError as error:  # ~name of a user who is not here
+            raise ValueError(f"data.{field} = {value!r}: {error} Write the folder out") from None
 
 
 class Train(Section):
@@ -317,7 +322,7 @@ def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:
     """The tables of a TOML file, which `source` asked for. Raises ConfigError when it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # tomllib's own errors are ValueErrors
         raise ConfigError(f"{source} {path}: {error}; give a readable TOML file") from None
 
 
@@ -339,4 +344,6 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
         return f"{field} = {given!r}: no such field; {nearest(place[-1], section.model_fields)}"
     if kind == "value_error":  # our own validators already say everything
         return str(problem["ctx"]["error"])
+    if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
+        return f"{field} = {given!r}: must be a table of fields"
     return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"

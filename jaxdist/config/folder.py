@@ -62,8 +62,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def resume_from(self, marker: str) -> int | None:
-        """The step to go on from; None for a start. `marker` is what each checkpoint of the caller's backend holds.
+        """The step to go on from; None for a start, also where a run was killed before its first checkpoint.
 
+        `marker` is what each checkpoint of the caller's backend holds.
         Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend.
         """
         step, steps = newest(self.checkpoints) if self.resume else None, self.experiment.train.steps
@@ -82,9 +83,9 @@ class RunFolder:
 
     def create(self, experiment: Experiment, from_step: int = 0) -> None:
         """Write the config, and drop the metrics after `from_step`: those steps are about to be done again."""
+        kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.toml").write_text(experiment.to_toml(), encoding="utf-8")
-        kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
     def log(self, record: dict[str, Any]) -> None:
@@ -109,7 +110,10 @@ class RunFolder:
 
 def check_writable(path: Path, what: str) -> None:
     """Raises ConfigError when no folder can be made at `path`, which `what` asked for."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    except OSError as error:  # a name too long, or below a folder that is closed to us
+        raise ConfigError(f"{what}: {error.strerror}; give another folder") from None
     if not existing.is_dir():
         raise ConfigError(f"{what}: {existing} is a file; give a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -18,8 +18,8 @@ def _number(value: Any) -> Any:
 
 
 NUMBER = pydantic.BeforeValidator(_number)
-Count = Annotated[int, NUMBER, Field(ge=1)]
-CountOrZero = Annotated[int, NUMBER, Field(ge=0)]
+Count = Annotated[int, NUMBER, Field(ge=1, lt=2**31)]  # steps are counted in int32
+CountOrZero = Annotated[int, NUMBER, Field(ge=0, lt=2**31)]
 Seed = Annotated[int, NUMBER, Field(ge=0, lt=2**32)]
 Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
 Share = Annotated[float, NUMBER, Field(ge=0, le=1)]
@@ -62,7 +62,7 @@ class Llama(Model):
     """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
     family: Literal["llama"] = "llama"
-    """llama covers Llama, Mistral, Qwen2 and Qwen3."""
+    """llama (covers Llama, Mistral, Qwen2 and Qwen3) or gpt2."""
     kv_heads: Count = 4
     """Key and value heads, K; each serves H/K query heads."""
     head_dim: Annotated[int, NUMBER, Field(ge=2, multiple_of=2)] = 16

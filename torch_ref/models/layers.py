@@ -1,10 +1,11 @@
-"""The parts that decoders are made of, beside torch's own Linear and Embedding.
+"""The parts that decoders are made of, beside torch's own Linear.
 
 Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V
 vocabulary.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,31 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class Embedding(nn.Embedding):
-    """Rows taken in float32 or wider, which changes none of them, and rounded back.
+class Rows(torch.autograd.Function):
+    """The rows [..., D] of a table [V, D]; their gradients are added in float32 or wider and rounded once.
 
-    The gradient of a frequent token is a sum over all its places: torch's CPU kernel adds it in the weight's dtype,
-    in bfloat16 with an error of half its size.
+    The gradient of a frequent token is a sum over all its places: torch's CPU kernel adds it in the table's dtype, in
+    bfloat16 with an error of half its size. Rows, and what of them crosses devices, keep that dtype.
     """
 
+    @staticmethod
+    def forward(ctx: Any, table_VD: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.vocab = len(table_VD)
+        return functional.embedding(tokens, table_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        (tokens,), (outer_D,) = ctx.saved_tensors, outer
+        inner_VD = torch.ops.aten.embedding_dense_backward(wide(outer_D), tokens, ctx.vocab, -1, False)
+        return inner_VD.to(outer_D.dtype), None
+
+
+class Embedding(nn.Embedding):
+    """`torch.nn.Embedding` with accurate gradients in low precision."""
+
     def forward(self, tokens: Tensor) -> Tensor:
-        return functional.embedding(tokens, wide(self.weight)).to(self.weight.dtype)
+        return Rows.apply(self.weight, tokens)
 
 
 class RMSNorm(nn.Module):
