@@ -281,6 +281,12 @@ def test_bad_input_ends_with_2_and_one_message(case: str, place: Path, monkeypat
     assert sorted(place.rglob("*")) == before, "something was written"
 
 
+def test_ranks_of_a_launcher_are_refused() -> None:
+    """Each would train alone, on all devices, and write over the others."""
+    done = command(*TINY, "--steps", "1", WORLD_SIZE="8", RANK="3")
+    assert done.returncode == 2 and "WORLD_SIZE = 8" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_default_run_learns() -> None:
     """The README's first command: 8 virtual devices, and a loss that only a model that has learnt reaches."""
     done = command("--mesh", "2x4", "--device", "cpu")
