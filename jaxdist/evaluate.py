@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from jaxdist.config import ConfigError, Experiment, check_finite, exit_codes
-from jaxdist.config.arguments import Parser
+from jaxdist.config import ConfigError, Experiment, TrainingError, exit_codes
+from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, perplexity, say
 from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         batch.targets[sequences - (step - 1) * size :] = IGNORED  # the last batch goes round to the first sequences
         loss, tokens = program.evaluate(parameters, batch)
         total, count = total + float(loss), count + float(tokens)
-    check_finite(steps[-1], loss=total)
+    if not math.isfinite(total):
+        raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {total}; use one from before it diverged")
     result = {"loss": total / count, "perplexity": perplexity(total / count), "tokens": int(count)}
     say(
         json.dumps(result)
@@ -69,7 +71,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser = Parser(prog="python -m jaxdist.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=user_path,
         required=True,
         metavar="DIR",
         help="a run folder, a checkpoint or a Hugging Face folder",

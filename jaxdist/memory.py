@@ -21,7 +21,7 @@ def _all_but_transient(primitive: Any, *_: Any, **__: Any) -> bool:
 
 _saves = jax.checkpoint_policies
 POLICIES = {
-    # Every activation is kept.
+    # Every activation is kept, but for what is transient.
     "none": _all_but_transient,
     # Only the block's input is kept; costs one more forward pass, tensor parallelism's all-reduces included.
     "full": _saves.nothing_saveable,

@@ -25,11 +25,18 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
     wanted = None if "-1" in parallel.mesh else math.prod(parallel.axes().values())
     preset = os.environ.get("JAX_NUM_CPU_DEVICES")
+    if wanted:
+        experiment.check_mesh(parallel.axes())
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
     if wanted and preset is None:
         jax.config.update("jax_num_cpu_devices", wanted)
-    accelerators = [d for d in jax.devices() if d.platform != "cpu"]
+    try:
+        accelerators = [d for d in jax.devices() if d.platform != "cpu"]
+    except (RuntimeError, AssertionError) as error:  # a platform that was asked for, by JAX_PLATFORMS, and is not here
+        raise ConfigError(
+            f"--device {device}: JAX cannot start a device here: {error!r}; use --device cpu, or unset JAX_PLATFORMS"
+        ) from None
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
     axes = parallel.axes(len(accelerators) or (int(preset) if preset else None))

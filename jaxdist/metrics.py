@@ -23,8 +23,8 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "A100": 312e12,
     "TPU v4": 275e12,
-    "TPU v5p": 459e12,
     "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
     "TPU v6": 918e12,
 }
 

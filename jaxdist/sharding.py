@@ -46,7 +46,7 @@ STRATEGIES = {
     # (1+m)P(n-1)/n with m microbatches: a reduce-scatter each, one all-gather. DeepSpeed stage 2: parameters stay
     # whole at rest, where FSDP2's reshard_after_forward=False gathers them at the start of each step instead.
     "zero2": Strategy(parameters=False, gradients=True, optimizer=True),
-    # 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
+    # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
     "fsdp": Strategy(parameters=True, gradients=True, optimizer=True),
 }
 

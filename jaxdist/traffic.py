@@ -85,8 +85,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
     head) once; a replica axis adds one all-reduce of the fsdp pieces. Activations, per microbatch over tensor,
     A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization, one for the
-    embedding, one for the head, and three numbers a token
-    for the loss.
+    embedding, one for the head, and three numbers a token for the loss.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]

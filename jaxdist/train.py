@@ -49,13 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
+        validation = validation_loss(program, state, dataset)
+        check_finite(experiment.train.steps, validation_loss=validation or 0.0)  # before the weights are kept
         if checkpoints and newest(checkpoints.folder) != experiment.train.steps:
             checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
 
     summary = metrics.summary(program, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
-    summary["validation_loss"] = validation_loss(program, state, dataset)
-    if folder:
+    summary["validation_loss"] = validation
+    if folder and (records or not start):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
 

@@ -281,6 +281,22 @@ def test_bad_input_ends_with_2_and_one_message(case: str, place: Path, monkeypat
     assert sorted(place.rglob("*")) == before, "something was written"
 
 
+def test_a_last_update_that_diverges_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    wild = ["--optimizer.learning_rate", "1e39", "--optimizer.warmup", "0", "--optimizer.decay", "constant"]
+    done = command(*TINY, *wild, "--steps", "1", "--output", str(path))
+    assert done.returncode == 1 and "step 1: validation_loss = nan" in done.stderr, done.stderr
+    assert not (path / "checkpoints").exists() and not (path / "summary.json").exists()
+
+
+def test_a_finished_run_resumed_keeps_its_summary(straight: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(straight, copy)
+    main([*TINY, "--mesh", "2x2", "--steps", "8", "--output", str(copy), "--resume"])
+    assert (copy / "summary.json").read_text() == (straight / "summary.json").read_text()
+    assert_same(straight, copy)
+
+
 def test_ranks_of_a_launcher_are_refused() -> None:
     """Each would train alone, on all devices, and write over the others."""
     done = command(*TINY, "--steps", "1", WORLD_SIZE="8", RANK="3")

@@ -13,9 +13,19 @@ LOSS, GRAD_NORM, STATE = 1e-12, 1e-10, 1e-10
 ZERO_GRADIENT = "attention.k_proj.bias"
 
 
+def comparable(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether shapes agree and all is finite: a NaN is equal to nothing."""
+    return a.shape == b.shape and bool(np.isfinite(a).all() and np.isfinite(b).all())
+
+
+def absolute(a: np.ndarray, b: np.ndarray) -> float:
+    """max |a - b|, infinite where the two cannot be compared."""
+    return float(np.abs(a - b).max()) if comparable(a, b) else float("inf")
+
+
 def relative(a: np.ndarray, b: np.ndarray) -> float:
-    """||a - b|| / ||b||, infinite where shapes differ or either holds a NaN: a NaN is equal to nothing."""
-    if a.shape != b.shape or not (np.isfinite(a).all() and np.isfinite(b).all()):
+    """||a - b|| / ||b||, infinite where the two cannot be compared."""
+    if not comparable(a, b):
         return float("inf")
     a, b = a.astype(np.float64), b.astype(np.float64)
     distance, size = np.linalg.norm(a - b), np.linalg.norm(b)
@@ -40,10 +50,8 @@ def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradie
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             differences[name] = float("inf")
-        elif zero_gradient and ZERO_GRADIENT in name:
-            differences[name] = float(np.abs(a[name] - b[name]).max())
         else:
-            differences[name] = relative(a[name], b[name])
+            differences[name] = (absolute if zero_gradient and ZERO_GRADIENT in name else relative)(a[name], b[name])
     return differences
 
 

@@ -66,14 +66,16 @@ def train(
             records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
 
         steps = experiment.train.steps
+        validation = validation_loss(model, dataset, experiment, mesh)
+        check_finite(steps, validation_loss=validation or 0.0)  # before the weights are kept
         if folder and newest(folder.checkpoints) != steps:
             checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
         held = metrics.memory(model, optimizer, mesh)
         summary = metrics.summary(experiment, model, mesh, held, collectives, records)
         summary["data"] = dataset.fingerprint
-        summary["validation_loss"] = validation_loss(model, dataset, experiment, mesh)
+        summary["validation_loss"] = validation
         if first:
-            if folder:
+            if folder and (records or not start):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
             show_end(summary, records, folder.path if folder else None)
 

@@ -94,9 +94,19 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def user_path(text: str) -> Path:
+    """A path as a person writes it: with ~ for the home folder, and short enough to be one."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return path
+
+
 def find_config(name: str) -> Path:
     """A TOML path, or the name of a shipped config."""
-    path = Path(name)
+    path = user_path(name)
     if path.suffix == ".toml" or path.exists():
         return path
     package = Path(__file__).resolve().parents[1]
@@ -132,14 +142,17 @@ def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
     )
     parser.add_argument(
         "--config",
+        type=lambda text: str(user_path(text)),
         metavar="PATH|NAME",
         help="a TOML file, or the name of a shipped config (default: the small default)",
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
     parser.add_argument(
         "--init",
-        type=Path,
+        type=user_path,
         metavar="CHECKPOINT",
         help="start from these weights: a run folder, a checkpoint or a Hugging Face folder",
     )

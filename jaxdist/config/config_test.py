@@ -1,5 +1,6 @@
 """The experiment and its command line: what is accepted, what is refused, and what the refusal says."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.arguments import fields, find_config, load
 from jaxdist.config.display import show_end
+from jaxdist.config.hf import read_model
 from jaxdist.config.model import GPT2, Llama
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
@@ -164,6 +166,17 @@ def test_families_share_their_names() -> None:
     """What both families have is named alike, so that code can read it from either."""
     for name in ("kv_heads", "head_dim"):
         assert hasattr(Llama(), name) and hasattr(GPT2(family="gpt2"), name)
+
+
+@pytest.mark.parametrize("wrong", [{"rope_scaling": "linear"}, {"architectures": 3}, {"model_type": ["llama"]}])
+def test_a_config_json_of_other_kinds_is_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    right = sizes | {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 8, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(right))
+    assert read_model(tmp_path).dim == 8
+    (tmp_path / "config.json").write_text(json.dumps(right | wrong))
+    with pytest.raises(ConfigError, match=str(tmp_path / "config.json")):
+        read_model(tmp_path)
 
 
 def test_paths_mean_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

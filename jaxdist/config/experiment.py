@@ -39,7 +39,7 @@ class Data(Section):
     shuffle: bool = True
     """Visit the sequences of each epoch in a seeded permutation."""
     fingerprint: str = ""
-    """What the data were when a run began, 32 hex digits that its folder records: others are refused. Empty: any."""
+    """Names and sizes of the data when a run began, hashed to 32 hex digits: others are refused. Empty: any."""
 
     @field_validator("path", "tokenizer")
     @classmethod

@@ -96,6 +96,8 @@ def read_model(path: Path) -> Llama | GPT2:
         values = from_settings(settings)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
+    except (AttributeError, IndexError, TypeError) as error:  # a value of another kind than its key's
+        raise ConfigError(f"{file}: {error}; give the config.json that transformers wrote") from None
     return experiment_for(values, source=str(file)).model
 
 

@@ -17,7 +17,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def wide(x: Tensor) -> Tensor:
-    """`x` in float32 or wider: what norms, softmax, rotations and the loss are computed in."""
+    """`x` in float32 or wider: what norms, softmax, rotations, the loss and every sum over tokens are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
