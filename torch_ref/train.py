@@ -66,14 +66,14 @@ def train(
             records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
 
         steps = experiment.train.steps
-        validation = validation_loss(model, dataset, experiment, mesh)
-        check_finite(steps, validation_loss=validation or 0.0)  # before the weights are kept
         if folder and newest(folder.checkpoints) != steps:
             checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
         held = metrics.memory(model, optimizer, mesh)
         summary = metrics.summary(experiment, model, mesh, held, collectives, records)
         summary["data"] = dataset.fingerprint
-        summary["validation_loss"] = validation
+        # Last, since FSDP2 leaves what it gathered for an evaluation as it is.
+        summary["validation_loss"] = validation = validation_loss(model, dataset, experiment, mesh)
+        check_finite(steps, validation_loss=validation or 0.0)
         if first:
             if folder and (records or not start):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
