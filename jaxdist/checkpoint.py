@@ -82,14 +82,20 @@ def manager(
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+
+
+@contextmanager
 def opened(path: Path, **how: Any) -> Iterator[ocp.CheckpointManager]:
-    """The manager that reads the checkpoint `path`. Whatever Orbax raises for a damaged one becomes a ConfigError."""
-    with manager(path.parent, read_only=True, **how) as reader:
-        try:
-            yield reader
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = textwrap.shorten(str(error), 200)
-            raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+    """The manager that reads the checkpoint `path`. Raises ConfigError for a damaged one."""
+    with manager(path.parent, read_only=True, **how) as reader, reading(path):
+        yield reader
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -100,10 +106,10 @@ def described(path: Path) -> dict[str, Any]:
 
 def restore(path: Path, **abstract: Any) -> Any:
     """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
-    found = {name: tuple(a.shape) for name, a in described(path).items()}
-    check_shapes(f"checkpoint {path}", found, {name: tuple(a.shape) for name, a in abstract["parameters"].items()})
     wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
     with opened(path) as reader:
+        found, here = dict(reader.item_metadata(int(path.name))["parameters"]), abstract["parameters"]
+        check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
         return reader.restore(int(path.name), args=ocp.args.Composite(**wanted))
 
 
@@ -122,11 +128,9 @@ def locate(path: Path) -> Path:
 
 def read_experiment(path: Path) -> Experiment:
     """The experiment that a checkpoint or run folder belongs to. Raises ConfigError."""
-    file = locate(path) / "experiment" / "metadata"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"checkpoint {path} is damaged: {file}: {error}; use another, or a copy of it") from None
+    found = locate(path)
+    with reading(found):
+        values = json.loads((found / "experiment" / "metadata").read_text(encoding="utf-8"))
     return Experiment.parse(values, source=str(path))
 
 

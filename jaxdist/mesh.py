@@ -22,15 +22,19 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
             "devices of the mesh; start the command without torchrun"
         )
     parallel = experiment.parallel
+
+    def fitting(devices: int | None = None) -> dict[str, int]:
+        axes = parallel.axes(devices)
+        experiment.check_mesh(axes)
+        return axes
+
     jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
-    wanted = None if "-1" in parallel.mesh else math.prod(parallel.axes().values())
+    fixed = None if "-1" in parallel.mesh else fitting()  # before any device is made
     preset = os.environ.get("JAX_NUM_CPU_DEVICES")
-    if wanted:
-        experiment.check_mesh(parallel.axes())
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    if wanted and preset is None:
-        jax.config.update("jax_num_cpu_devices", wanted)
+    if fixed and preset is None:
+        jax.config.update("jax_num_cpu_devices", math.prod(fixed.values()))
     try:
         accelerators = [d for d in jax.devices() if d.platform != "cpu"]
     except (RuntimeError, AssertionError) as error:  # a platform that was asked for, by JAX_PLATFORMS, and is not here
@@ -39,8 +43,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         ) from None
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
-    axes = parallel.axes(len(accelerators) or (int(preset) if preset else None))
-    experiment.check_mesh(axes)
+    axes = fixed or fitting(len(accelerators) or (int(preset) if preset else None))
     needed = math.prod(axes.values())
     if accelerators and len(accelerators) >= needed:
         devices = accelerators[:needed]

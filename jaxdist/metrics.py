@@ -11,22 +11,12 @@ import jax
 
 from jaxdist import __version__, traffic
 from jaxdist.config import Experiment
+from jaxdist.config.hardware import peak_flops
 from jaxdist.mesh import axes_of
 from jaxdist.program import Program
 from jaxdist.sharding import Layout
 
 WARM_UP = 2  # steps left out of medians
-
-# Dense bfloat16 matrix rate of a device in FLOP/s, from the makers' data sheets, by a part of JAX's device_kind.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-}
 
 
 def parameter_count(layouts: Mapping[str, Layout]) -> int:
@@ -48,8 +38,7 @@ def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> fl
 def utilization(program: Program, tokens_per_second: float) -> float | None:
     """Model FLOPs utilization: arithmetic done over the devices' bfloat16 peak; None where the peak is unknown."""
     kind = program.mesh.devices.flat[0].device_kind
-    peak = next((rate for name, rate in PEAK_FLOPS.items() if name in kind), None)
-    if peak is None:
+    if (peak := peak_flops(kind)) is None:
         return None
     return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
 

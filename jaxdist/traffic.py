@@ -101,11 +101,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
         total["fsdp"] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
         if row.parameters:
-            again = 1.0 if "layers" in layout.axes else 0.0
-            if (
-                not layout.decays
-            ):  # a bias or scale, once spread over the tokens, is kept: only recomputing needs it again
-                again *= recomputed
+            # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
+            again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed
             total["fsdp"] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
         else:
             total["fsdp"] += ring_bytes("all_gather", size * at_rest, n)
@@ -115,7 +112,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     activation = tokens * model.dim * compute
     total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
     total["tensor"] += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
-    if getattr(model, "qk_norm", False):  # the norms' scales are whole on each tensor device, their gradients sums
+    if model.qk_norm:  # the norms' scales are whole on each tensor device, their gradients sums
         scales = 2 * model.layers * model.head_dim * compute
         total["tensor"] += ring_bytes("all_reduce", scales * m, tensor)
     return {axis: size for axis, size in total.items() if size}

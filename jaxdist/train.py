@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
         validation = validation_loss(program, state, dataset)
-        check_finite(experiment.train.steps, validation_loss=validation or 0.0)  # before the weights are kept
+        check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept
         if checkpoints and newest(checkpoints.folder) != experiment.train.steps:
             checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
 

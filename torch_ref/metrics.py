@@ -12,21 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
 from jaxdist.config import Experiment
+from jaxdist.config.hardware import peak_flops
 from torch_ref.optim import AdamW
 from torch_ref.weights import local, named
 
 WARM_UP = 2  # steps left out of medians
 
 
-# Dense bfloat16 matrix rate of a GPU in FLOP/s, from the maker's data sheets, by a part of its name.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-
-
 def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, tokens_per_second: float) -> float | None:
     """Model FLOPs utilization: arithmetic done over the GPUs' bfloat16 peak; None where the peak is unknown."""
     kind = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    peak = next((rate for name, rate in PEAK_FLOPS.items() if name in kind), None)
-    return None if peak is None else tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
+    if (peak := peak_flops(kind)) is None:
+        return None
+    return tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -61,7 +61,6 @@ def train(
                 checkpoint.remove_unfinished(folder.checkpoints)
             say(str(plan))
             show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
-        dist.barrier()
         with reporting(experiment, folder, start) as report:
             records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
 
@@ -73,7 +72,7 @@ def train(
         summary["data"] = dataset.fingerprint
         # Last, since FSDP2 leaves what it gathered for an evaluation as it is.
         summary["validation_loss"] = validation = validation_loss(model, dataset, experiment, mesh)
-        check_finite(steps, validation_loss=validation or 0.0)
+        check_finite(steps, validation_loss=validation)
         if first:
             if folder and (records or not start):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)

@@ -104,32 +104,32 @@ def user_path(text: str) -> Path:
     return path
 
 
-def find_config(name: str) -> Path:
+def find_config(name: str | Path) -> Path:
     """A TOML path, or the name of a shipped config."""
-    path = user_path(name)
+    path = Path(name)
     if path.suffix == ".toml" or path.exists():
         return path
     package = Path(__file__).resolve().parents[1]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     shipped = {file.stem: file for file in folder.glob("*.toml")}
-    if name not in shipped:
-        raise ConfigError(f"--config {name}: neither a file nor a shipped config; {nearest(name, shipped)}")
-    return shipped[name]
+    if str(name) not in shipped:
+        raise ConfigError(f"--config {name}: neither a file nor a shipped config; {nearest(str(name), shipped)}")
+    return shipped[str(name)]
 
 
-def load(config: str | None, overrides: dict[str, Any]) -> Experiment:
+def load(config: str | Path | None, overrides: dict[str, Any]) -> Experiment:
     """A TOML file or shipped name (or the defaults) with dotted overrides on top."""
     values = read_toml(find_config(config)) if config else {}
-    given = [(*dotted.split("."), dotted, value) for dotted, value in overrides.items()]
-    for section, _, _, _ in given:
+    for dotted in overrides:
+        section = dotted.partition(".")[0]
         if not isinstance(table := values.setdefault(section, {}), dict):
             raise ConfigError(f"{section} = {table!r}: must be a table of fields")
-    for section, _, dotted, _ in given:
         for field in FORGETS.get(dotted, ()):
-            values[section].pop(field, None)
-    for section, field, _, value in given:
+            table.pop(field, None)
+    for dotted, value in overrides.items():
+        section, _, field = dotted.partition(".")
         values[section][field] = value
-    return Experiment.parse(values, source=config or "arguments")
+    return Experiment.parse(values, source=str(config or "arguments"))
 
 
 def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
@@ -142,7 +142,7 @@ def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
     )
     parser.add_argument(
         "--config",
-        type=lambda text: str(user_path(text)),
+        type=user_path,
         metavar="PATH|NAME",
         help="a TOML file, or the name of a shipped config (default: the small default)",
     )

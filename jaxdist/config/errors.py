@@ -26,10 +26,10 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
     sys.exit(0)
 
 
-def check_finite(step: int, **values: float) -> None:
-    """Raises TrainingError naming the first of `values` that is NaN or infinite."""
+def check_finite(step: int, **values: float | None) -> None:
+    """Raises TrainingError naming the first of `values` that is NaN or infinite; None, not measured, passes."""
     for name, value in values.items():
-        if not math.isfinite(value):
+        if value is not None and not math.isfinite(value):
             raise TrainingError(
                 f"step {step}: {name} = {value}; the run stops, with the steps before this one logged. "
                 "Lower optimizer.learning_rate, lengthen optimizer.warmup, or set optimizer.clip"

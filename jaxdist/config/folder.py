@@ -3,6 +3,7 @@
 import json
 import os
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,10 @@ class RunFolder:
             raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
         if occupied:
             self._same_run()
-        if experiment.metrics.tensorboard:
-            try:
-                import tensorboardX  # noqa: F401
-            except ImportError:
-                raise ConfigError(
-                    "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
-                ) from None
+        if experiment.metrics.tensorboard and find_spec("tensorboardX") is None:
+            raise ConfigError(
+                "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
+            )
 
     @cached_property
     def _events(self) -> Any:

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError, check_writable, exit_codes, same_model
-from jaxdist.config.arguments import Parser, load
+from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say
 from jaxdist.convert.kinds import KINDS, kind_of
 
@@ -68,6 +68,7 @@ def arguments(argv: Sequence[str]) -> Any:
     )
     parser.add_argument(
         "--model",
+        type=user_path,
         metavar="CONFIG",
         help="a TOML file or shipped config that the weights must fit; Orbax keeps it",
     )
