@@ -1,12 +1,11 @@
 """From `--mesh` and `--device` to devices and a `jax.sharding.Mesh`."""
 
 import math
-import os
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxdist.config import ConfigError, Experiment
+from jaxdist.config import ConfigError, Experiment, whole_number
 
 
 def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
@@ -16,9 +15,9 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     whether float64 exists. `auto` takes accelerators if there are enough, else as many virtual CPU devices as the mesh
     asks for. Raises ConfigError when the mesh and the devices do not fit.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (world := whole_number("WORLD_SIZE")) > 1:
         raise ConfigError(
-            f"WORLD_SIZE = {os.environ['WORLD_SIZE']}: a launcher started several processes, and one process runs all "
+            f"WORLD_SIZE = {world}: a launcher started several processes, and one process runs all "
             "devices of the mesh; start the command without torchrun"
         )
     parallel = experiment.parallel
@@ -30,10 +29,10 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
 
     jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
     fixed = None if "-1" in parallel.mesh else fitting()  # before any device is made
-    preset = os.environ.get("JAX_NUM_CPU_DEVICES")
+    preset = whole_number("JAX_NUM_CPU_DEVICES")
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    if fixed and preset is None:
+    if fixed and not preset:
         jax.config.update("jax_num_cpu_devices", math.prod(fixed.values()))
     try:
         accelerators = [d for d in jax.devices() if d.platform != "cpu"]
@@ -43,7 +42,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         ) from None
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
-    axes = fixed or fitting(len(accelerators) or (int(preset) if preset else None))
+    axes = fixed or fitting(len(accelerators) or preset)
     needed = math.prod(axes.values())
     if accelerators and len(accelerators) >= needed:
         devices = accelerators[:needed]

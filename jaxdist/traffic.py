@@ -27,6 +27,7 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
 }
+SILENT = {"axis_index", "pvary", "pcast"}  # name an axis and send nothing
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,18 @@ def count(closed: Any) -> list[Collective]:
 def _walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, str, int, float]]:
     for equation in jaxpr.eqns:
         parameters = equation.params
-        if op := KINDS.get(equation.primitive.name):
-            names = parameters.get("axes", parameters.get("axis_name"))
-            names = [name for name in (names if isinstance(names, tuple) else (names,)) if mesh[name] > 1]
-            n = math.prod(mesh[name] for name in names)
+        named = parameters.get("axes", parameters.get("axis_name"))
+        names = [name for name in (named if isinstance(named, tuple) else (named,)) if mesh.get(name, 1) > 1]
+        primitive = equation.primitive.name
+        if names and primitive not in SILENT:
+            if primitive not in KINDS:
+                raise NotImplementedError(f"{primitive} over {names}: what it sends is not counted yet")
+            op, n = KINDS[primitive], math.prod(mesh[name] for name in names)
             for before, after in zip(equation.invars, equation.outvars, strict=True):
                 whole = max(v.aval.size for v in (before, after)) * before.aval.dtype.itemsize
-                if n > 1:
-                    yield op, "+".join(names), str(before.aval.dtype), times, ring_bytes(op, whole, n)
-        repeats = times * (parameters["length"] if equation.primitive.name == "scan" else 1)
-        inner = dict(parameters["mesh"].shape) if equation.primitive.name == "shard_map" else mesh
+                yield op, "+".join(names), str(before.aval.dtype), times, ring_bytes(op, whole, n)
+        repeats = times * (parameters["length"] if primitive == "scan" else 1)
+        inner = dict(parameters["mesh"].shape) if primitive == "shard_map" else mesh
         for value in parameters.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(part, ClosedJaxpr | Jaxpr):

@@ -4,7 +4,11 @@ import math
 import re
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxdist import traffic
 from jaxdist.collectives import Parallel
@@ -52,16 +56,28 @@ def test_gpt2_sends_the_least(case: str) -> None:
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
 
 
+def test_a_collective_that_is_not_known_is_refused() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    shift = jax.shard_map(
+        lambda x: jax.lax.ppermute(x, "data", ring), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    with pytest.raises(NotImplementedError, match="ppermute"):
+        traffic.count(jax.jit(shift).trace(np.ones(8)).jaxpr)
+
+
 def test_closed_form_of_the_contract() -> None:
     """2P(n-1)/n for ddp and zero1; for fsdp 3P(n-1)/n of the blocks' matrices, and 2P(n-1)/n of the rest."""
     p = program(**CASES["fsdp"])
-    P = sum(math.prod(layout.shape) * 4 for layout in p.layouts.values())
+    size = sum(math.prod(layout.shape) * 4 for layout in p.layouts.values())
     again = [x for name, x in p.layouts.items() if name.startswith("layers.") and x.decays]
     twice = sum(math.prod(layout.shape) * 4 for layout in again)
-    assert traffic.least(p.experiment, p.layouts, axes_of(p.mesh)) == {"fsdp": pytest.approx((2 * P + twice) * 7 / 8)}
+    assert traffic.least(p.experiment, p.layouts, axes_of(p.mesh)) == {
+        "fsdp": pytest.approx((2 * size + twice) * 7 / 8)
+    }
     for case, axis in (("ddp", "data"), ("zero1", "fsdp"), ("zero2", "fsdp")):
         q = program(**CASES[case])
-        assert traffic.least(q.experiment, q.layouts, axes_of(q.mesh)) == {axis: pytest.approx(2 * P * 7 / 8)}
+        assert traffic.least(q.experiment, q.layouts, axes_of(q.mesh)) == {axis: pytest.approx(2 * size * 7 / 8)}
 
 
 def forgotten(self: Parallel, x: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from jaxdist.config import ConfigError, Parallel, exit_codes
+from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
 
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
@@ -45,22 +45,22 @@ def launched() -> bool:
 
 def quiet() -> bool:
     """Whether another rank says what is wrong: all ranks see the same arguments."""
-    return int(os.environ.get("RANK", "0")) > 0
+    return os.environ.get("RANK", "0") != "0"
 
 
 def plan(parallel: Parallel, device: str) -> Plan:
     """The mesh and the kind of device; `auto`: GPUs if there are enough. Raises ConfigError."""
-    world = int(os.environ["WORLD_SIZE"]) if launched() else None
+    world = whole_number("WORLD_SIZE") if launched() else 0
     # Counted by NVML: CUDA stays untouched, so that a fork is safe.
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     axes = parallel.axes(world or gpus or None)
     ranks = math.prod(axes.values())
-    if world is not None and world != ranks:
+    if world and world != ranks:
         raise ConfigError(
             f"parallel.mesh = {parallel.mesh!r} has {ranks} devices, the launcher started {world} ranks; "
             f"start {ranks}, or change the mesh"
         )
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world else ranks
+    here = whole_number("LOCAL_WORLD_SIZE", ranks) if world else ranks
     if gpus >= here:
         return Plan(axes, "cuda")
     if device == "gpu":
@@ -74,7 +74,8 @@ def plan(parallel: Parallel, device: str) -> Plan:
 @contextmanager
 def process_group(plan: Plan) -> Iterator[DeviceMesh]:
     """This rank's membership: a mesh with the axes data, fsdp and tensor."""
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    rank = whole_number("RANK")
+    local_rank = whole_number("LOCAL_RANK", rank)
     store = os.environ.get("TORCH_REF_STORE")
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -116,6 +117,7 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             while running and not any(process.exitcode for process in ranks):
                 for sentinel in wait(list(running)):
                     running.pop(sentinel).join()  # type: ignore[arg-type]
+            first = [process.exitcode or 0 for process in ranks]  # the others may be ended from here
             deadline = time.monotonic() + GRACE_SECONDS
             for process in running.values():
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -123,6 +125,11 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             for process in ranks:
                 if process.is_alive():
                     process.terminate()
+    if (code := min(first)) < 0:
+        raise TrainingError(
+            f"rank {first.index(code)} was ended by {signal.Signals(-code).name} (SIGKILL is often for want of "
+            "memory); the run stops, and --resume goes on from its newest checkpoint"
+        )
     codes = [process.exitcode for process in ranks]
     if any(codes):
         sys.exit(2 if 2 in codes else 1)

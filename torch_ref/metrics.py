@@ -1,20 +1,18 @@
-"""What a run reports of itself: arithmetic, memory, and the summary of the contract."""
+"""What a run reports of itself: arithmetic, and the summary of the contract."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
 from jaxdist.config import Experiment
 from jaxdist.config.hardware import peak_flops
-from torch_ref.optim import AdamW
-from torch_ref.weights import local, named
+from torch_ref.weights import named
 
 WARM_UP = 2  # steps left out of medians
 
@@ -42,30 +40,6 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
     looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
     multiplying = sum(p.numel() for name, p in named(model) if name not in looked_up)
     return 6.0 * multiplying + 6.0 * c.layers * c.heads * c.head_dim * experiment.data.sequence
-
-
-def memory(model: nn.Module, optimizer: AdamW, mesh: DeviceMesh) -> dict[str, int | None]:
-    """Bytes on the fullest device, of the pieces that lie there after a step; called by all ranks.
-
-    `peak` and `temporary`, what of it is none of the three, come from CUDA's allocator; None on the CPU.
-    """
-
-    def size(tensors: Iterable[Tensor]) -> int:
-        return sum(t.numel() * t.element_size() for t in map(local, tensors))
-
-    parameters = list(model.parameters())
-    held = [
-        size(parameters),
-        size(p.grad for p in parameters if p.grad is not None),
-        size(t for state in optimizer.state.values() for t in state.values()),
-    ]
-    cuda = mesh.device_type == "cuda"
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    fullest = torch.tensor([*held, peak - sum(held), peak], device=mesh.device_type)
-    dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    names = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
-    found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
-    return found if cuda else found | {"temporary": None, "peak": None}
 
 
 def summary(

@@ -124,6 +124,7 @@ class AdamW:
         for name, parameter in self.parameters.items():
             self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
         self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)  # or two steps' gradients would be held
         return rate
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.models.layers import wide
 from torch_ref.optim import AdamW, clip
-from torch_ref.parallelize import microbatch
+from torch_ref.parallelize import microbatch, reshard
 
 
 class Tokens(NamedTuple):
@@ -77,5 +77,6 @@ def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, 
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
     with loss_parallel():
         loss = cross_entropy(model(batch.tokens), batch.targets)
+    reshard(model)
     count = (batch.targets != IGNORED).sum()
     return sum_over_batch(loss.double(), mesh).item(), sum_over_batch(count, mesh).item()

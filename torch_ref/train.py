@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.config import Experiment, RunFolder, check_finite, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.data import Dataset, open_dataset
-from torch_ref import checkpoint, launch, metrics
+from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.models import build
 from torch_ref.optim import AdamW
 from torch_ref.parallelize import parallelize
@@ -53,7 +53,7 @@ def train(
         start = starting_state(model, optimizer, experiment, init, folder)
         dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
-        held = metrics.memory(model, optimizer, mesh)
+        held = footprint.held(model, optimizer, experiment, mesh)
         first = dist.get_rank() == 0
         if first:
             if folder:
@@ -61,18 +61,18 @@ def train(
                 checkpoint.remove_unfinished(folder.checkpoints)
             say(str(plan))
             show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
+        traffic, peak = Traffic(mesh), footprint.Peak(model, optimizer.holder, mesh.device_type)
         with reporting(experiment, folder, start) as report:
-            records, collectives = loop(model, optimizer, dataset, experiment, mesh, start, folder, report)
+            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, (traffic, peak))
 
         steps = experiment.train.steps
+        validation = validation_loss(model, dataset, experiment, mesh)
+        check_finite(steps, validation_loss=validation)  # before the weights are kept
         if folder and newest(folder.checkpoints) != steps:
             checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
-        held = metrics.memory(model, optimizer, mesh)
-        summary = metrics.summary(experiment, model, mesh, held, collectives, records)
-        summary["data"] = dataset.fingerprint
-        # Last, since FSDP2 leaves what it gathered for an evaluation as it is.
-        summary["validation_loss"] = validation = validation_loss(model, dataset, experiment, mesh)
-        check_finite(steps, validation_loss=validation)
+        held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
+        summary = metrics.summary(experiment, model, mesh, held, traffic.collectives(), records)
+        summary |= {"validation_loss": validation, "data": dataset.fingerprint}
         if first:
             if folder and (records or not start):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
@@ -105,17 +105,19 @@ def loop(
     start: int,
     folder: RunFolder | None,
     report: Report,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps `start + 1` to `train.steps`: a record per step, and the collectives of the second of them."""
+    meters: Iterable[AbstractContextManager[Any]],
+) -> list[dict[str, Any]]:
+    """Steps `start + 1` to `train.steps`: a record per step. The second of them is taken within `meters`."""
     config, every = experiment.train, experiment.checkpoint.every
     tokens = config.batch * experiment.data.sequence
-    traffic = Traffic(mesh)
-    counted = min(start + 2, config.steps)  # FSDP2 and DDP settle their order in the first
+    measured = min(start + 2, config.steps)  # FSDP2 and DDP settle their order in the first
     records: list[dict[str, Any]] = []
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
         batch = fetch(dataset, experiment, mesh, step)
-        with traffic if step == counted else nullcontext():
+        with ExitStack() as measuring:
+            for meter in meters if step == measured else ():
+                measuring.enter_context(meter)
             values = train_step(model, optimizer, batch, experiment, mesh, step)
         seconds = time.perf_counter() - began
         check_finite(step, loss=values.loss, grad_norm=values.grad_norm)
@@ -125,7 +127,7 @@ def loop(
         report(record)
         if folder and every and step % every == 0:
             checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
-    return records, traffic.collectives()
+    return records
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:

@@ -136,6 +136,15 @@ def test_a_launcher_must_start_as_many_ranks_as_the_mesh_has(monkeypatch: pytest
     assert launch.plan(Parallel(mesh="-1x1"), "cpu").ranks == 2
 
 
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"])
+def test_what_a_launcher_sets_must_be_numbers(name: str) -> None:
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    result = command("--mesh", "1x1", "--model.vocab", "256", **(launcher | {name: "many"}))
+    assert result.returncode == 2, result.stderr
+    assert name in result.stderr or name == "RANK"  # another rank may say it
+    assert "Traceback" not in result.stderr
+
+
 def test_bad_input_seen_by_every_rank_is_told_once() -> None:
     result = command("--mesh", "2x1", "--data.path", "/nowhere")
     assert result.returncode == 2
@@ -210,7 +219,32 @@ train.train_step = fail
 """
 
 
+KILLED_RANK = FAILING_RANK.replace('raise RuntimeError("planted")', "os.kill(os.getpid(), 9)")
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    result = command("--mesh", "2x1", "--model.vocab", "256", before=KILLED_RANK)
+    assert result.returncode == 1
+    assert "error: rank 1 was ended by SIGKILL" in result.stderr
+
+
 def test_a_rank_that_fails_ends_the_run_with_1() -> None:
     result = command("--mesh", "2x1", "--model.vocab", "256", before=FAILING_RANK)
     assert result.returncode == 1
     assert "planted" in result.stderr
+
+
+def test_weights_without_a_loss_are_not_kept(tmp_path: Path) -> None:
+    planted = "from torch_ref import train\ntrain.validation_loss = lambda *_: float('inf')"
+    result = command("--mesh", "1x1", "--steps", "1", "--model.vocab", "256", "--output", str(tmp_path), before=planted)
+    assert result.returncode == 1 and "error: step 1: validation_loss = inf" in result.stderr
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "summary.json").exists()
+
+
+def test_an_evaluation_leaves_no_weights_gathered(train: Train) -> None:
+    """Those would be the evaluated ones, whatever the optimizer does to the pieces after."""
+    forgets = "from torch_ref import step\nstep.reshard = lambda model: None"
+    mesh = "--mesh 2x1 --strategy zero2"
+    kept, right = train(mesh, before=forgets).summary["memory"], train(mesh).summary["memory"]
+    assert right["parameters"] == train(ONE).summary["memory"]["parameters"] // 2
+    assert kept["parameters"] != right["parameters"] or kept["gradients"] != right["gradients"]

@@ -1,6 +1,7 @@
 """What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
 
 from jaxdist.config.arguments import Arguments, parse
+from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import ConfigError, TrainingError, check_finite, exit_codes
 from jaxdist.config.experiment import (
     AXES,
@@ -48,4 +49,5 @@ __all__ = [
     "parse",
     "read_metrics",
     "same_model",
+    "whole_number",
 ]

@@ -269,10 +269,11 @@ class TestRunFolder:
 
     def test_damage_is_named(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment())
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n')
         stored = (tmp_path / "config.toml").read_text()
-        with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
-            RunFolder(tmp_path, Experiment(), resume=True).create(experiment("--steps", "9"), from_step=1)
+        for damaged in ('{"step": 1}\n{"st\n', '{"step": 1}\n{"stop": 2}\n', "1\n"):
+            (tmp_path / "metrics.jsonl").write_text(damaged)
+            with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
+                RunFolder(tmp_path, Experiment(), resume=True).create(experiment("--steps", "9"), from_step=1)
         assert (tmp_path / "config.toml").read_text() == stored
         for text, says in (("[model", "--output .*config.toml: "), ("[model]\nlayrs = 2", "config.toml: model.layrs")):
             (tmp_path / "config.toml").write_text(text)

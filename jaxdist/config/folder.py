@@ -123,7 +123,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     file = path / "metrics.jsonl"
     try:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-        return [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
+        if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
+            raise ValueError("a line has no step")
+        return records
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
 

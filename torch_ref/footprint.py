@@ -1,0 +1,73 @@
+"""What a rank holds: its share of the state, measured, and the most that a step takes."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from jaxdist.config import Experiment
+from torch_ref.optim import AdamW
+from torch_ref.parallelize import accumulated
+from torch_ref.weights import local
+
+
+class Peak:
+    """Within it, the most bytes that this rank's tensors take at once: `bytes`, None before.
+
+    On a GPU the allocator's own figure. On the CPU, which keeps none, every tensor made and freed is followed,
+    which is slow; what gloo copies inside is not seen.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str):
+        self.model, self.optimizer, self.cuda = model, optimizer, device == "cuda"
+        self.tracker, self.context = MemTracker(), ExitStack()
+        self.bytes: int | None = None
+
+    def __enter__(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            return
+        self.tracker.track_external(self.model, self.optimizer)
+        # A microbatch calls the model again, which MemTracker refuses unless it forgets the call before.
+        forget = register_module_forward_pre_hook(self._forget)
+        self.context.callback(forget.remove)
+        self.context.enter_context(self.tracker)
+
+    def _forget(self, module: nn.Module, _: Any) -> None:
+        if module is self.model:
+            self.tracker.reset_mod_stats()
+
+    def __exit__(self, *_: object) -> None:
+        self.context.close()
+        tracked = self.tracker.get_tracker_snapshot("peak").values()
+        self.bytes = torch.cuda.max_memory_allocated() if self.cuda else sum(device["Total"] for device in tracked)
+
+
+def held(
+    model: nn.Module, optimizer: AdamW, experiment: Experiment, mesh: DeviceMesh, peak: int | None = None
+) -> dict[str, int | None]:
+    """Bytes on the fullest device after a step; called by all ranks.
+
+    `temporary` is what of the step's `peak` is none of the three; None without a peak.
+    """
+
+    def size(tensors: Iterable[Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in map(local, tensors))
+
+    parameters = list(model.parameters())
+    kinds = [
+        size(parameters),
+        size(p.grad for p in parameters if p.grad is not None) * accumulated(model, experiment, mesh),
+        size(t for state in optimizer.state.values() for t in state.values()),
+    ]
+    fullest = torch.tensor([*kinds, (peak or 0) - sum(kinds), peak or 0], device=mesh.device_type)
+    dist.all_reduce(fullest, dist.ReduceOp.MAX)
+    names = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
+    found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
+    return found if peak else found | {"temporary": None, "peak": None}
