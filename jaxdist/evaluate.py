@@ -82,12 +82,12 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--mesh", default="1x1", help="as in training (default 1x1)")
     parser.add_argument("--strategy", default="fsdp", help="as in training (default fsdp)")
     parser.add_argument("--precision", help="policy (default: the run's own)")
-    parser.add_argument("--batch", type=count, help="sequences per batch (default: the run's own)")
+    parser.add_argument("--batch", type=count, help="sequences per batch (default: the run's train.batch)")
     parser.add_argument("--batches", type=count, default=0, help="at most this many batches (default: all)")
-    parser.add_argument("--tokens", type=Path, metavar="FILE.npy", help="token ids, integers [B, T]")
+    parser.add_argument("--tokens", type=user_path, metavar="FILE.npy", help="token ids, integers [B, T]")
     parser.add_argument(
         "--logits",
-        type=Path,
+        type=user_path,
         metavar="FILE.npy",
         help="where to write the float32 logits [B, T, V] of --tokens",
     )

@@ -80,7 +80,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     done: dict[tuple[str, str], Run] = {}
 
     def run(arguments: str, before: str = "") -> Run:
-        key = (arguments, before)
+        key = (" ".join(arguments.split()), before)
         if key not in done:
             output = folder / str(len(done))
             result = command("--data.path", str(documents), "--output", str(output), *arguments.split(), before=before)
