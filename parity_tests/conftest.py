@@ -77,10 +77,15 @@ def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def runs(
-    experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+    experiments: dict[str, Path],
+    start: dict[tuple[str, str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    pytestconfig: pytest.Config,
 ) -> Runs:
     """runs(side, model, **settings) -> Run of 20 steps from the common start; the same settings are run once."""
     known: dict[Any, Run] = {}
+    # The same program, compiled in half the time; `-m slow` runs what a user's command would.
+    quick = "" if pytestconfig.option.markexpr == "slow" else "--xla_backend_optimization_level=0"
     folder = tmp_path_factory.mktemp("runs")
 
     def get(side: str, model: str, settings: dict[str, Any]) -> Run:
@@ -89,7 +94,7 @@ def runs(
             path = folder / f"{len(known)}-{side}-{model}"
             wrong = {name: value for name, value in settings.items() if name.startswith("model.")}
             source = mislabelled(start[side, model], folder / f"start-{len(known)}", wrong)
-            known[key] = run(side, path, experiments[model], settings, "--init", str(source))
+            known[key] = run(side, path, experiments[model], settings, "--init", str(source), xla_flags=quick)
         return known[key]
 
     return get

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
             for side in ("jaxdist", "torch_ref"):
                 output = Path(folder) / f"{side}-{pair}"
                 done = command(
-                    side,
+                    f"{side}.train",
                     "--steps",
                     str(STEPS),
                     "--train.validation_batches",

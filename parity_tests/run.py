@@ -38,19 +38,23 @@ class Run:
         return {"jaxdist": _jax_states, "torch_ref": _torch_states}[self.side](self.path)
 
 
-def command(side: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m SIDE.train ...` in a process of its own, which inherits nothing of this one's settings of JAX."""
+SIDES = ("jaxdist", "torch_ref")
+
+
+def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ...` in a process of its own, which inherits nothing of this one's settings of JAX."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.run(
-        [sys.executable, "-m", f"{side}.train", *arguments],
-        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1"}, timeout=600,
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags}, timeout=600,
     )  # fmt: skip
 
 
-def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str) -> Run:
+def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str, xla_flags: str = "") -> Run:
     """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
     flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
-    done = command(side, "--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments)
+    line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
+    done = command(f"{side}.train", *line, xla_flags=xla_flags)
     assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return Run(side, path)
 
