@@ -89,6 +89,7 @@ def summary(
         "precision": program.experiment.precision.policy,
         "memory": memory(program, compiled),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
+        "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
         "compile_seconds": compile_seconds,
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

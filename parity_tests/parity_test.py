@@ -1,15 +1,20 @@
 """JAX against torch: losses, gradient norms, weights, moments, memory and traffic of the same config."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxdist.config import Experiment
+from jaxdist.config.experiment import read_toml
 from parity_tests import compare
 from parity_tests.cases import MESHES, MISTAKES, MODELS, VARIANTS
 from parity_tests.conftest import FIGURES, STEPS, Runs
-from parity_tests.run import Run
+from parity_tests.proof import Proof
+from parity_tests.run import SIDES, Run
+from parity_tests.verdict import LEVELS
 
 # The quick suite meets every mesh and every variant; the slow grid is their product, for both models.
 QUICK = {
@@ -198,6 +203,46 @@ def test_both_sides_send_the_same(runs: Runs, mesh: str) -> None:
 @pytest.mark.parametrize(("mesh", "other"), [("ddp", "zero2"), ("fsdp", "ddp"), ("2x4", "fsdp")])
 def test_traffic_of_another_strategy_is_caught(runs: Runs, mesh: str, other: str) -> None:
     assert sent(runs, "torch_ref", mesh) != pytest.approx(sent(runs, "jaxdist", other), rel=0.05)
+
+
+def proof(
+    runs: Runs, experiments: dict[str, Path], tmp_path: Path, mesh: str, wrong: dict[str, Any] | None = None
+) -> Proof:
+    """The proof over runs that this suite has made: in float64, where torch's on the mesh may be `wrong`."""
+    values = read_toml(experiments["llama"]) | {"parallel": MESHES[mesh]}
+    proof = Proof.of(Experiment.parse(values, source="test"), tmp_path)
+    for side in SIDES:
+        mistake = wrong if wrong and side == "torch_ref" else {}
+        proof.done[side, "one"] = runs(side, "llama", settings("1x1", None, **(mistake if mesh == "1x1" else {})))
+        proof.done[side, "mesh"] = runs(side, "llama", settings(mesh, QUICK["llama"][mesh], **mistake))
+        proof.done[side, "policy"] = proof.done[side, "mesh"]
+    return proof
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "zero1", "fsdp", "hybrid", "2x4", "2x2x2"])
+def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp_path: Path, mesh: str) -> None:
+    verdict = proof(runs, experiments, tmp_path, mesh).verdict()
+    assert verdict.word == "equivalent", verdict.failed
+    assert {check.level for check in verdict.checks} == set(LEVELS)
+
+
+def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
+    right = proof(runs, experiments, tmp_path, "fsdp")
+    alone = proof(runs, experiments, tmp_path, "1x1", {"optimizer.learning_rate": 0.010001})
+    assert {check.level for check in alone.verdict().failed} == {"mathematics", "precision"}
+    assert (
+        alone.verdict().sentence.startswith("Not equivalent") and "first mathematics: loss" in alone.verdict().sentence
+    )
+
+    # A mesh that trains otherwise than one device; another strategy's memory and traffic.
+    mixed = proof(runs, experiments, tmp_path, "fsdp")
+    mixed.done["torch_ref", "mesh"] = alone.done["torch_ref", "one"]
+    assert "distribution" in {check.level for check in mixed.verdict().failed}
+    mixed = proof(runs, experiments, tmp_path, "fsdp")
+    mixed.done["torch_ref", "policy"] = runs("torch_ref", "llama", settings("ddp", QUICK["llama"]["ddp"]))
+    failed = {check.level for check in mixed.verdict().failed}
+    assert {"memory", "traffic"} <= failed and "mathematics" not in failed
+    assert right.verdict().word == "equivalent"
 
 
 def test_a_mistake_on_a_mesh_is_caught_in_gpt2(runs: Runs) -> None:

@@ -1,0 +1,62 @@
+"""What a proof concludes: each check with its value, its bound and where the bound comes from, and one word for all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Word = Literal["equivalent", "not_equivalent", "undecided"]
+LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: it holds where `value` is at most `bound`, so that a NaN never does."""
+
+    level: str
+    name: str
+    value: float
+    bound: float
+    why: str
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.bound
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All checks, and what kept some from being made: `open` names each with its reason."""
+
+    checks: Sequence[Check]
+    open: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.holds]
+
+    @property
+    def word(self) -> Word:
+        """One failed check decides. Without one, a check that could not be made leaves the question open."""
+        if self.failed:
+            return "not_equivalent"
+        return "undecided" if self.open or not self.checks else "equivalent"
+
+    @property
+    def sentence(self) -> str:
+        """The verdict for a person: what failed first, in the order of the levels, or what was shown."""
+        if self.failed:
+            first = min(self.failed, key=lambda check: LEVELS.index(check.level))
+            return (
+                f"Not equivalent: {len(self.failed)} of {len(self.checks)} checks fail, first {first.level}: "
+                f"{first.name} is {first.value:.3g}, at most {first.bound:.3g} was allowed."
+            )
+        if self.word == "undecided":
+            return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
+        return f"Equivalent: all {len(self.checks)} checks hold."
+
+    def as_json(self) -> dict[str, Any]:
+        """What verdict.json holds; numbers that are not finite as text, which JSON has no numbers for."""
+        checks = [asdict(check) | {"holds": check.holds} for check in self.checks]
+        for check in checks:
+            check |= {key: repr(check[key]) for key in ("value", "bound") if not abs(check[key]) < float("inf")}
+        return {"verdict": self.word, "sentence": self.sentence, "open": dict(self.open), "checks": checks}

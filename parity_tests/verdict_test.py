@@ -1,0 +1,41 @@
+"""The rules by which checks become a verdict."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import ConfigError
+from parity_tests.__main__ import main
+from parity_tests.verdict import Check, Verdict
+
+HOLDS = Check("mathematics", "loss", 1e-15, 1e-12, "why")
+FAILS = Check("memory", "parameters", 8.0, 0.0, "why")
+
+
+def test_one_failed_check_decides() -> None:
+    assert Verdict([HOLDS]).word == "equivalent"
+    verdict = Verdict([HOLDS, FAILS], open={"precision": "no float64 run"})
+    assert verdict.word == "not_equivalent"
+    assert "1 of 2 checks fail, first memory: parameters is 8" in verdict.sentence
+
+
+def test_what_was_not_checked_leaves_it_open() -> None:
+    verdict = Verdict([HOLDS], open={"precision": "no float64 run"})
+    assert verdict.word == "undecided" and "precision: no float64 run" in verdict.sentence
+    assert Verdict([]).word == "undecided"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e-12])
+def test_a_nan_is_equal_to_nothing(value: float) -> None:
+    check = Check("mathematics", "loss", value, 1e-12, "why")
+    assert not check.holds and Verdict([check]).word == "not_equivalent"
+    json.loads(json.dumps(Verdict([check]).as_json(), allow_nan=False))
+
+
+def test_the_output_must_be_new(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--output DIR is missing"):
+        main(["--mesh", "1x1"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is not empty"):
+        main(["--mesh", "1x1", "--output", str(tmp_path)])
