@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import memory, metrics
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
+from jaxdist.models import llama
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
 
@@ -109,30 +111,52 @@ def test_rematerialization_saves_memory() -> None:
     assert full < half < none
 
 
-def big(remat: str) -> tuple[int, int]:
-    """(scratch of the compiled step, bytes of the whole model) where weights dwarf activations, on 8 devices."""
-    model = dict(tiny().model.model_dump(), layers=16, dim=256, hidden=1024)
+LAYERS = 16
+
+
+def scratch(mesh: str, remat: str, every: int = 1) -> float:
+    """Scratch memory of the compiled step over the bytes of the whole model, where weights dwarf activations."""
+    model = dict(tiny().model.model_dump(), layers=LAYERS, dim=256, hidden=1024)
     p = program(
         model=model,
         data={"sequence": 8},
         train={"steps": 1, "batch": 8},
-        parallel={"mesh": "8x1"},
-        memory={"remat": remat},
+        parallel={"mesh": mesh},
+        memory={"remat": remat, "remat_every": every},
     )
-    return compiled(p).memory_analysis().temp_size_in_bytes, metrics.parameter_count(p.layouts) * 4
+    whole = metrics.parameter_count(p.layouts) * 4
+    return compiled(p).memory_analysis().temp_size_in_bytes / whole
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_fsdp_holds_one_block_at_a_time(remat: str) -> None:
-    """Gathered weights are not kept from forward to backward, in any mode; a mode that keeps them is caught."""
-    scratch, whole = big(remat)
-    assert scratch < 0.7 * whole
+def allowed(devices: int) -> float:
+    """A device's share of the gradients twice, accumulated and of one microbatch, and two blocks whole."""
+    return 2 / devices + 2 / LAYERS
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+@pytest.mark.parametrize(("remat", "every"), [("none", 1), ("full", 1), ("full", 2)])
+def test_a_step_copies_no_weights(mesh: str, devices: int, remat: str, every: int) -> None:
+    """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
+    assert scratch(mesh, remat, every) < allowed(devices)
 
 
 def test_kept_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(memory.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
-    scratch, whole = big("none")
-    assert scratch > 0.7 * whole
+    assert scratch("8x1", "none") > allowed(8)
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+def test_copied_slices_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliced outside of the checkpoint, every block's weights are stacked once more for the backward pass."""
+
+    def copying(par: Any, layers: Any, x: Any, rematerialize: Any, *rest: Any) -> Any:
+        graph, weights = nnx.split(layers)
+        apply = rematerialize.block(lambda x, weights: par.use(nnx.merge(graph, weights))(par, x, *rest))
+        groups = jax.tree.map(lambda w: w[:, None], weights)
+        return jax.lax.scan(lambda x, group: (apply(x, jax.tree.map(lambda w: w[0], group)), None), x, groups)[0]
+
+    monkeypatch.setattr(llama, "scan_layers", copying)
+    assert scratch(mesh, "full") > allowed(devices)
 
 
 def test_same_numbers_in_every_mode(batches: Any) -> None:

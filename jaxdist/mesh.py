@@ -42,7 +42,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         ) from None
     if device == "gpu" and not any(d.platform == "gpu" for d in accelerators):
         raise ConfigError("--device gpu: JAX finds no GPU here; use --device cpu, or install jaxdist[cuda12]")
-    axes = fixed or fitting(len(accelerators) or preset)
+    axes = fixed or fitting(len(accelerators) or preset or None)
     needed = math.prod(axes.values())
     if accelerators and len(accelerators) >= needed:
         devices = accelerators[:needed]

@@ -116,6 +116,6 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
     total["tensor"] += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
     if model.qk_norm:  # the norms' scales are whole on each tensor device, their gradients sums
-        scales = 2 * model.layers * model.head_dim * compute
+        scales = 2 * model.layers * model.head_dim * max(compute, 4)
         total["tensor"] += ring_bytes("all_reduce", scales * m, tensor)
     return {axis: size for axis, size in total.items() if size}

@@ -50,6 +50,13 @@ def test_sends_the_least(case: str) -> None:
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
 
 
+@pytest.mark.parametrize("case", ["fsdp", "tensor", "2x4", "2x2x2"])
+def test_sends_the_least_in_bf16(case: str) -> None:
+    model = dict(tiny().model.model_dump(), qk_norm=True, qkv_bias=True)
+    found = ratios(program(**CASES[case], model=model, precision={"policy": "bf16"}))
+    assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
+
+
 @pytest.mark.parametrize("case", ["fsdp", "2x4"])
 def test_gpt2_sends_the_least(case: str) -> None:
     found = ratios(program(model=GPT2, data={"sequence": 24}, **CASES[case]))

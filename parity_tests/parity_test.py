@@ -147,7 +147,7 @@ def unkept(runs: Runs, side: str, mesh: str, promise: str) -> list[str]:
     # zero2: FSDP2 keeps parameters sharded at rest and gathered from forward to backward; ours are whole at rest.
     shares = (8, 8, 8) if (side, promise) == ("torch_ref", "zero2") else SHARES[promise]
     # Padding: norms that tensor does not split, 1.7 % here; ZeroRedundancyOptimizer deals out whole tensors.
-    largest = max(MODELS["llama"]["vocab"], 3 * MODELS["llama"]["hidden"]) * MODELS["llama"]["dim"] * 8
+    largest = max(MODELS["llama"]["vocab"], MODELS["llama"]["hidden"]) * MODELS["llama"]["dim"] * 8
     whole_tensors = {"optimizer_state": 2 * largest} if (side, promise) == ("torch_ref", "zero1") else {}
     return [
         kind

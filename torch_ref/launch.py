@@ -88,6 +88,7 @@ def process_group(plan: Plan) -> Iterator[DeviceMesh]:
     )
     try:
         yield init_device_mesh(plan.device, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
+        dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
 

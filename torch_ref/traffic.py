@@ -25,6 +25,9 @@ KINDS = {
 }
 
 
+SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}  # send no tensor
+
+
 class Traffic(TorchDispatchMode):
     """Counts every collective of this rank within it: c10d's own and the functional ones that DTensor issues.
 
@@ -49,8 +52,10 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # comes back as the local tensors' operations
-        if func.namespace in ("c10d", "_c10d_functional") and (op := KINDS.get(func._opname)):
-            self._count(op, args)
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in SILENT:
+            if func._opname not in KINDS:
+                raise NotImplementedError(f"{func}: what it sends is not counted yet")
+            self._count(KINDS[func._opname], args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: Any) -> None:

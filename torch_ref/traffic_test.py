@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_ref.conftest import Train
+from torch_ref.conftest import Train, command
 
 # Over n = 2 devices a gather or scatter of P bytes sends P/2, an all-reduce P.
 CASES = {
@@ -46,3 +46,9 @@ def test_activations_cross_the_tensor_axis_in_bfloat16(train: Train) -> None:
     assert found["bfloat16"]["count"] == 4 * layers + 2 + 2 * layers  # and the gradients of the query and key norms
     assert found["bfloat16"]["bytes"] == pytest.approx((4 * layers + 2) * activation, rel=1e-2)
     assert found["float32"]["bytes"] < activation  # the loss, a few numbers a token
+
+
+def test_a_collective_that_is_not_known_is_refused() -> None:
+    unknown = "from torch_ref import traffic\ntraffic.KINDS.pop('_allgather_base_')"
+    result = command("--mesh", "2x1", "--steps", "2", "--model.vocab", "256", before=unknown)
+    assert result.returncode == 1 and "not counted yet" in result.stderr

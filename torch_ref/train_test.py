@@ -1,6 +1,8 @@
 """Every strategy and mesh against one rank, in float64, through the command line."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 
 from jaxdist.config import ConfigError, Parallel, read_metrics
 from torch_ref import checkpoint, launch
-from torch_ref.conftest import Run, Train, command, distance
+from torch_ref.conftest import ROOT, Run, Train, command, distance
 from torch_ref.train import main
 
 ONE = "--mesh 1x1"
@@ -143,6 +145,18 @@ def test_what_a_launcher_sets_must_be_numbers(name: str) -> None:
     assert result.returncode == 2, result.stderr
     assert name in result.stderr or name == "RANK"  # another rank may say it
     assert "Traceback" not in result.stderr
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path, train: Train) -> None:
+    arguments = "--mesh 2x1 --train.steps 2"
+    config = train(arguments).folder / "config.toml"
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "torch_ref.train"]
+    done = subprocess.run(
+        [sys.executable, *line, "--config", str(config), "--output", str(tmp_path / "run")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert distance(Run(tmp_path / "run"), train(arguments)) == (0, 0)
 
 
 def test_bad_input_seen_by_every_rank_is_told_once() -> None:

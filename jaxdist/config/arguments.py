@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import Experiment, read_toml
@@ -62,21 +62,22 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
-def fields() -> dict[str, tuple[str, Any]]:
-    """Every config field: dotted name -> (help, default)."""
-    found: dict[str, tuple[str, Any]] = {}
+def fields() -> dict[str, tuple[str, Any, str]]:
+    """Every config field: dotted name -> (help, default, what its value looks like)."""
+    found: dict[str, tuple[str, Any, str]] = {}
     for section, info in Experiment.model_fields.items():
         tables: tuple[type[Section], ...] = (Llama, GPT2) if section == "model" else (info.annotation,)  # type: ignore[assignment]
         for table in tables:
             for name, field in table.model_fields.items():
-                found.setdefault(f"{section}.{name}", (field.description or "", field.get_default()))
+                shape = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"
+                found.setdefault(f"{section}.{name}", (field.description or "", field.get_default(), shape))
     return found
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:
     """One option per config field, grouped by section; shortcuts are second names of theirs."""
     groups: dict[str, Any] = {}
-    for dotted, (description, default) in fields().items():
+    for dotted, (description, default, shape) in fields().items():
         section = dotted.partition(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(section))
         names = [f"--{short}" for short, target in SHORTCUTS.items() if target == dotted] + [f"--{dotted}"]
@@ -89,7 +90,7 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
             *names,
             dest=dotted,
             default=argparse.SUPPRESS,
-            metavar="VALUE",
+            metavar=shape,
             help=(description + shown).replace("%", "%%"),
         )
 

@@ -52,7 +52,7 @@ def test_resolved_config_is_accepted_back(tmp_path: Path) -> None:
 
 
 def test_every_field_has_help_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, (description, _) in fields().items():
+    for name, (description, _, _) in fields().items():
         assert description.endswith((".", ")")), f"{name} has no docstring"
     with pytest.raises(SystemExit):
         parse(["--help"], "jaxdist.train", "")
@@ -266,6 +266,17 @@ class TestRunFolder:
             events = next(tmp_path.glob("events.out.tfevents.*"))
             before = events.stat().st_size
         assert events.stat().st_size > before
+
+    def test_the_data_may_move_and_a_constant_rate_has_no_end(self, tmp_path: Path) -> None:
+        begun = experiment("--optimizer.decay", "constant").on_data("0" * 32)
+        RunFolder(tmp_path, begun).create(begun)
+        moved = experiment("--optimizer.decay", "constant", "--steps", "900", "--data.path", "elsewhere")
+        assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
+
+    def test_a_longer_run_is_told_what_keeps_its_schedule(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):
+            RunFolder(tmp_path, experiment("--steps", "900"), resume=True)
 
     def test_damage_is_named(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment())

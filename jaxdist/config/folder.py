@@ -11,7 +11,11 @@ from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Experiment, read_toml
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
-FREE = ("parallel.", "memory.", "checkpoint.", "metrics.", "train.steps", "train.validation_batches")
+# Where the data lie is free as well: `data.fingerprint` knows them by names and sizes.
+FREE = (
+    "parallel.", "memory.", "checkpoint.", "metrics.", "train.steps", "train.validation_batches",
+    "data.path", "data.tokenizer",
+)  # fmt: skip
 
 
 class RunFolder:
@@ -48,11 +52,14 @@ class RunFolder:
         # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
         for config in (before, now):
             config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
+            if config["optimizer.decay"] == "constant":
+                del config["optimizer.decay_steps"]
         for field in sorted(before.keys() | now.keys()):
             if not field.startswith(FREE) and before.get(field) != now.get(field):
+                ends = "; train.steps is where the decay ends unless that is given" if "decay_steps" in field else ""
                 raise ConfigError(
-                    f"--output {self.path} holds a run with {field} = {before.get(field)!r}, not {now.get(field)!r}; "
-                    "resume it with its own value, or give another folder"
+                    f"--output {self.path} holds a run with {field} = {before.get(field)!r}, not {now.get(field)!r}"
+                    f"{ends}; resume it with --{field} {before.get(field)}, or give another folder"
                 )
 
     @property
@@ -83,8 +90,8 @@ class RunFolder:
         """Write the config, and drop the metrics after `from_step`: those steps are about to be done again."""
         kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.toml").write_text(experiment.to_toml(), encoding="utf-8")
-        self.metrics.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        replace(self.path / "config.toml", experiment.to_toml())
+        replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one step's record."""
@@ -103,7 +110,14 @@ class RunFolder:
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def replace(file: Path, text: str) -> None:
+    """Write `file` whole or not at all: a kill leaves what was there before."""
+    beside = file.with_name(f"{file.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(file)
 
 
 def check_writable(path: Path, what: str) -> None:

@@ -8,6 +8,7 @@ Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H
 """
 
 import math
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -49,18 +50,20 @@ def scan_layers(
     """
     graph, weights = nnx.split(layers)
 
-    def block(x_BTD: jax.Array, weights: nnx.State) -> jax.Array:
+    def block(i: int, x_BTD: jax.Array, group: nnx.State) -> jax.Array:
+        # Sliced in here: the backward pass then refers to the weights that the scan has, and keeps no copy of them.
+        weights = jax.tree.map(lambda w: w[i], group) if rematerialize.every > 1 else group
         return par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
 
-    first, others = rematerialize.block(block), rematerialize.keep(block)
-    group = jax.tree.map(lambda w: w.reshape(-1, rematerialize.every, *w.shape[1:]), weights)
-
-    def body(x_BTD: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+    def body(x_BTD: jax.Array, group: nnx.State) -> tuple[jax.Array, None]:
         for i in range(rematerialize.every):
-            x_BTD = (others if i else first)(x_BTD, jax.tree.map(lambda w, i=i: w[i], weights))
+            apply = rematerialize.keep if i else rematerialize.block
+            x_BTD = apply(partial(block, i))(x_BTD, group)
         return x_BTD, None
 
-    return lax.scan(body, x_BTD, group)[0]
+    if rematerialize.every > 1:
+        weights = jax.tree.map(lambda w: w.reshape(-1, rematerialize.every, *w.shape[1:]), weights)
+    return lax.scan(body, x_BTD, weights)[0]
 
 
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
