@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_writable(a.output, f"--output {a.output}")
     if a.output.exists() and any(a.output.iterdir()):
         raise ConfigError(f"--output {a.output} is not empty; give another folder")
-    proof = Proof.of(a.experiment, a.output)
+    if a.resume:
+        raise ConfigError("--resume: a proof is made anew; leave it out")
+    proof = Proof.of(a.experiment, a.output, a.device)
     start = proof.start(a.init)
     for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
         proof.run(side, kind, start)

@@ -35,16 +35,17 @@ class Proof:
 
     experiment: Experiment
     folder: Path
+    device: str = "auto"
     done: dict[tuple[str, str], Run] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path) -> "Proof":
+    def of(cls, experiment: Experiment, folder: Path, device: str = "auto") -> "Proof":
         """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
         values = experiment.model_dump(exclude_none=True)
         values["optimizer"]["decay_steps"] = experiment.optimizer.decay_steps or experiment.train.steps
         values["train"] |= {"steps": min(experiment.train.steps, STEPS), "validation_batches": 0}
         values["checkpoint"]["every"] = 0
-        return cls(Experiment.parse(values, source="arguments"), folder)
+        return cls(Experiment.parse(values, source="arguments"), folder, device)
 
     @property
     def mixed(self) -> bool:
@@ -71,17 +72,19 @@ class Proof:
         if init is None:
             init = self.folder / "seed"
             single = ("--precision", "fp32", "--mesh", "1x1", "--steps", "0")
-            train("jaxdist", self.written("policy"), init, *single)
+            self.train("jaxdist", "policy", init, *single)
         if not start.exists():
             finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 
-    def written(self, kind: str) -> Path:
-        """The config file of a kind of run."""
+    def train(self, side: str, kind: str, path: Path, *arguments: str) -> Run:
+        """One run by its command line, from a config file of its own."""
         file = self.folder / "configs" / f"{kind.replace(' ', '-')}.toml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self.config(kind), encoding="utf-8")
-        return file
+        line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
+        finish(f"{side}.train", *line)
+        return Run(side, path)
 
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError with its own message when it fails."""
@@ -90,7 +93,7 @@ class Proof:
             self.done[side, kind] = self.done[side, same]
         elif (side, kind) not in self.done:
             path = self.folder / "runs" / f"{side}-{kind.replace(' ', '-')}"
-            self.done[side, kind] = train(side, self.written(kind), path, "--init", str(start))
+            self.done[side, kind] = self.train(side, kind, path, "--init", str(start))
         return self.done[side, kind]
 
     def pair(self, kind: str) -> tuple[Run, Run]:
@@ -180,12 +183,6 @@ class Proof:
             yield Check(
                 "traffic", f"{side}, bytes over other axes", numbers, NUMBERS, "the norm, the loss and the count"
             )
-
-
-def train(side: str, config: Path, path: Path, *arguments: str) -> Run:
-    """One run by its command line."""
-    finish(f"{side}.train", "--config", str(config), "--output", str(path), *arguments)
-    return Run(side, path)
 
 
 def finish(module: str, *arguments: str) -> None:
