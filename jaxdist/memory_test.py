@@ -145,6 +145,7 @@ def test_kept_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scratch("8x1", "none") > allowed(8)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")
 @pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
 def test_copied_slices_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliced outside of the checkpoint, every block's weights are stacked once more for the backward pass."""
