@@ -140,9 +140,10 @@ def test_a_step_copies_no_weights(mesh: str, devices: int, remat: str, every: in
     assert scratch(mesh, remat, every) < allowed(devices)
 
 
-def test_kept_weights_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+def test_kept_weights_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(memory.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
-    assert scratch("8x1", "none") > allowed(8)
+    assert scratch(mesh, "none") > allowed(devices)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")

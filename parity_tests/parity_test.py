@@ -12,7 +12,7 @@ from jaxdist.config.experiment import read_toml
 from parity_tests import compare
 from parity_tests.cases import MESHES, MISTAKES, MODELS, VARIANTS
 from parity_tests.conftest import FIGURES, STEPS, Runs
-from parity_tests.proof import Proof
+from parity_tests.proof import K, Proof
 from parity_tests.run import SIDES, Run
 from parity_tests.verdict import LEVELS
 
@@ -95,9 +95,6 @@ def test_planted_mistakes_are_caught(runs: Runs, mistake: str) -> None:
     assert found.pop("loss") > 1
     found.pop("grad_norm"), found.pop("learning_rate")
     assert max(found.values()) > 1
-
-
-K = 4  # EQUIVALENCE: a float32 run may leave the other's by k times what both lose against their own float64 run
 
 
 def float32_error_and_bound(runs: Runs, mesh: str, torch_mistake: dict[str, Any]) -> list[tuple[str, float, float]]:

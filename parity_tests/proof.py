@@ -15,13 +15,12 @@ from parity_tests.verdict import Check, Verdict
 STEPS = 20
 K = 4  # a run may leave the other's by k times what both lose against their own float64 runs
 
-# What tells a run from the one to be proved.
-DOUBLE, ALONE = {"precision": {"policy": "fp64"}}, {"mesh": "1x1"}
+# What tells a run from the one to be proved: other sections, and fields of `parallel`.
+DOUBLE = {"precision": {"policy": "fp64"}}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one": (DOUBLE, ALONE),
+    "one": (DOUBLE, {"mesh": "1x1"}),
     "mesh": (DOUBLE, {}),
     "policy": ({}, {}),
-    "policy one": ({}, ALONE),
 }
 
 EXACT = "float64: both sides round alike to 1e-15; none of the planted mistakes is smaller"
@@ -47,15 +46,9 @@ class Proof:
         values["checkpoint"]["every"] = 0
         return cls(Experiment.parse(values, source="arguments"), folder, device)
 
-    @property
-    def mixed(self) -> bool:
-        """Whether the policy computes in less than float32, so that its noise hides mistakes."""
-        return self.experiment.precision.compute == "bfloat16"
-
     def needed(self) -> list[tuple[str, str]]:
         """(side, kind) of every run, in the order in which they are made."""
-        kinds = ["one", "mesh", "policy"] + (["policy one"] if self.mixed else [])
-        return [(side, kind) for kind in kinds for side in SIDES]
+        return [(side, kind) for kind in KINDS for side in SIDES]
 
     def config(self, kind: str) -> str:
         """The resolved config of a kind of run, as TOML."""
@@ -66,20 +59,18 @@ class Proof:
 
     def start(self, init: Path | None = None) -> Path:
         """The weights that all runs start from, as a Hugging Face folder: `init`, or drawn from the seed."""
-        start = self.folder / "start"
         if init is not None and (init / "config.json").exists():
             return init
         if init is None:
             init = self.folder / "seed"
-            single = ("--precision", "fp32", "--mesh", "1x1", "--steps", "0")
-            self.train("jaxdist", "policy", init, *single)
-        if not start.exists():
-            finish("jaxdist.convert", str(init), str(start), "--to", "hf")
+            self.train("jaxdist", "policy", init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
+        start = self.folder / "start"
+        finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 
     def train(self, side: str, kind: str, path: Path, *arguments: str) -> Run:
         """One run by its command line, from a config file of its own."""
-        file = self.folder / "configs" / f"{kind.replace(' ', '-')}.toml"
+        file = self.folder / "configs" / f"{kind}.toml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(self.config(kind), encoding="utf-8")
         line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
@@ -91,8 +82,8 @@ class Proof:
         same = next((k for (s, k) in self.done if s == side and self.config(k) == self.config(kind)), None)
         if same is not None:
             self.done[side, kind] = self.done[side, same]
-        elif (side, kind) not in self.done:
-            path = self.folder / "runs" / f"{side}-{kind.replace(' ', '-')}"
+        else:
+            path = self.folder / "runs" / f"{side}-{kind}"
             self.done[side, kind] = self.train(side, kind, path, "--init", str(start))
         return self.done[side, kind]
 

@@ -63,7 +63,7 @@ def held(
     parameters = list(model.parameters())
     kinds = [
         size(parameters),
-        size(p.grad for p in parameters if p.grad is not None) * accumulated(model, experiment, mesh),
+        size(p.grad for p in parameters if p.grad is not None) * accumulated(experiment, mesh),
         size(t for state in optimizer.state.values() for t in state.values()),
     ]
     fullest = torch.tensor([*kinds, (peak or 0) - sum(kinds), peak or 0], device=mesh.device_type)

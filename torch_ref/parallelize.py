@@ -179,19 +179,14 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def accumulated(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> int:
+def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     """A rank's gradients while they accumulate, in multiples of its pieces of the parameters.
 
     FSDP2 holds them whole until the one reduction that parallel.reduce = step asks for.
     """
-    parallel, sharded = experiment.parallel, isinstance(model, FSDPModule)
-    waits = sharded and reduces_once(parallel) and experiment.train.accumulation > 1
-    return axis_size(mesh, "fsdp") if waits and parallel.strategy in ("zero2", "fsdp") else 1
-
-
-def reduces_once(parallel: Parallel) -> bool:
-    """Whether gradients cross devices once a step, not once a microbatch."""
-    return parallel.strategy in ("ddp", "zero1") or parallel.reduce == "step"
+    parallel, several = experiment.parallel, experiment.train.accumulation > 1
+    waits = parallel.strategy in ("zero2", "fsdp") and parallel.reduce == "step" and several
+    return axis_size(mesh, "fsdp") if waits else 1
 
 
 def batch_mesh(mesh: DeviceMesh, whole: bool) -> DeviceMesh:
@@ -222,7 +217,8 @@ def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[Non
             if not last:
                 stack.enter_context(model.no_sync())
         elif isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(last or not reduces_once(parallel))
+            once = parallel.strategy in ("ddp", "zero1") or parallel.reduce == "step"
+            model.set_requires_gradient_sync(last or not once)
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last or parallel.strategy == "fsdp")

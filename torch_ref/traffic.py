@@ -23,8 +23,6 @@ KINDS = {
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
 }
-
-
 SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}  # send no tensor
 
 
