@@ -5,8 +5,12 @@ from typing import Any
 
 import numpy as np
 
+Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl, one per step
+
 # Bounds of the contract in float64, relative: none of `cases.MISTAKES` hides below them.
 LOSS, GRAD_NORM, STATE = 1e-12, 1e-10, 1e-10
+FLOOR = {"loss": LOSS, "grad_norm": GRAD_NORM, "learning_rate": LOSS}  # by field of metrics.jsonl
+K = 4  # a run may leave the other's by k times what both lose against their own float64 runs
 
 # GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is
 # rounding, of which Adam makes steps of at most lr·|g|/eps. Such tensors are compared absolutely.
@@ -32,13 +36,26 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(distance / size) if size else float("inf" if distance else 0.0)
 
 
-def curve(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], field: str) -> np.ndarray:
+def curve(a: Records, b: Records, field: str) -> np.ndarray:
     """|a - b| / |b| of one field of metrics.jsonl, per step; infinite when the runs have unequal steps or a NaN."""
     if [record["step"] for record in a] != [record["step"] for record in b]:
         return np.array([np.inf])
     x, y = (np.array([record[field] for record in records], np.float64) for records in (a, b))
-    difference = np.abs(x - y) / np.abs(y)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        difference = np.abs(x - y) / np.abs(y)
     return np.where(np.isfinite(difference), difference, np.inf)
+
+
+def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str = "loss") -> np.ndarray:
+    """What a and b may differ by at each step: K times the most that both lost until then against a64 and b64.
+
+    NaN, which nothing is at most, from the first step at which a run cannot be compared with its own float64 run.
+    """
+    lost = curve(a, a64, field), curve(b, b64, field)
+    if len(lost[0]) != len(lost[1]):
+        return np.array([np.nan])
+    bound = np.maximum(K * np.maximum.accumulate(lost[0] + lost[1]), FLOOR[field])
+    return np.where(np.isfinite(bound), bound, np.nan)
 
 
 def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradient: bool = False) -> dict[str, float]:
@@ -59,3 +76,8 @@ def worst(differences: Mapping[str, float]) -> tuple[str, float]:
     """The name and size of the largest difference."""
     name = max(differences, key=lambda key: differences[key])
     return name, differences[name]
+
+
+def billed(axis: str) -> str:
+    """The mesh axis in whose least bytes the traffic over `axis` is counted: replicas' sums run over both."""
+    return "data" if axis == "data+fsdp" else axis
