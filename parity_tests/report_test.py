@@ -1,0 +1,222 @@
+"""The report says what the verdict and the runs say, whatever is missing, and a browser draws all of it."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parity_tests import report
+from parity_tests.verdict import Check, Verdict
+
+WHY = "float64: both sides round alike to 1e-15"
+LONG = "exp_avg_sq/layers.11.attention.k_proj.weight, torch_ref on the mesh and on one device"
+HOLDS = [Check(level, LONG, 1e-15, 1e-10, WHY) for level in ("mathematics", "distribution", "precision", "traffic")]
+FAILS = Check("memory", "parameters <b>, bytes between the sides", 2.28e7, 92.0, "rows & columns")
+FIGURES = ("Loss per step", "Gradient norm per step", "Heat map", "Memory on the fullest device")
+
+
+@dataclass
+class Stub:
+    """A run by its attributes alone."""
+
+    side: str
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+    records: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
+
+
+def run(side: str, steps: int = 6, noise: float = 1e-8, layers: int = 12) -> Stub:
+    """A run that differs from its like by `noise`."""
+    off = 1 + noise * (side == "torch_ref")
+    metrics = [
+        {"step": s, "loss": 5.0 / s * off, "grad_norm": 2.0 / s * off, "learning_rate": 1e-3}
+        for s in range(1, 1 + steps)
+    ]
+    names = [
+        "embed",
+        *(f"layers.{i}.{part}" for i in range(layers) for part in ("q_proj", "up_proj")),
+        "norm",
+        "lm_head",
+    ]
+    collectives = [
+        {"op": op, "axis": axis, "dtype": "float32", "count": 2, "bytes": float(size)}
+        for op, axis, size in (
+            ("all_gather", "fsdp", 2**20), ("all_reduce", "data+fsdp", 3 * 2**20), ("all_reduce", "fsdp+tensor", 6)
+        )
+    ]  # fmt: skip
+    memory = {"parameters": 10_000, "gradients": 10_000, "optimizer_state": 20_072, "temporary": 2**20, "peak": 2**21}
+    summary = {"versions": {side: "1.2"}, "devices": 4, "mesh": {"data": 2, "fsdp": 2}, "memory": memory}
+    least = {"least_bytes": {"fsdp": 2.0**20, "data": 2.0**21}} if side == "jaxdist" else {}
+    records = {step: {f"gradient/{name}.weight": np.full((2, 3), off) for name in names} for step in (1, 4)}
+    return Stub(side, metrics, summary | least | {"collectives": collectives}, records)
+
+
+def pair(**options: Any) -> tuple[Stub, Stub]:
+    return run("jaxdist", **options), run("torch_ref", **options)
+
+
+def written(folder: Path, verdict: Verdict, pairs: Mapping[str, tuple[Stub, Stub]]) -> str:
+    file = folder / "report.html"
+    report.write(file, verdict, pairs, {"config": "default & more"})
+    return file.read_text(encoding="utf-8")
+
+
+def text_of(page: str) -> str:
+    """What a reader sees and a screen reader says."""
+    labels = " ".join(re.findall(r'aria-label="([^"]*)"', page)) + " "
+    shown = re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL)
+    return html.unescape(" ".join((labels + re.sub(r"<[^>]*>", " ", re.sub("<wbr>|</?span>", "", shown))).split()))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pairs = {"one": pair(noise=1e-15), "mesh": pair(noise=3e-9), "policy": pair(noise=1e-8)}
+    return written(tmp_path_factory.mktemp("whole"), Verdict([*HOLDS, FAILS]), pairs)
+
+
+def test_everything_is_said(whole: str) -> None:
+    text = text_of(whole)
+    verdict = Verdict([*HOLDS, FAILS])
+    assert verdict.sentence.partition(": ")[2] in text and "<strong>Not equivalent</strong>" in whole
+    numbers = (
+        "22,800,000 92 ✗ no",
+        "data jaxdist 3.00 2.00 1.500 torch_ref 3.00 2.00 1.500",
+        "all_gather float32 2 1,048,576",
+    )
+    for said in (*numbers, *FIGURES, LONG, FAILS.name, FAILS.why, "✗ 1 of 1 fails", "default & more"):
+        assert said in text, said
+    assert whole.count("<svg") == 5
+
+
+def test_layers_are_in_the_order_of_the_model(whole: str) -> None:
+    heat = whole[whole.index("Heat map") :]
+    assert re.findall(r">(embed|layers\.\d+|norm|lm_head)</text>", heat[: heat.index("</svg>")]) == [
+        "embed", *(f"layers.{i}" for i in range(12)), "norm", "lm_head",
+    ]  # fmt: skip
+
+
+def test_it_stands_alone(whole: str) -> None:
+    """No scripts, nothing fetched, and no id twice: five figures live in one document."""
+    outside = re.sub(r' xmlns(:\w+)?="[^"]*"', "", whole)
+    assert not re.search(r"https?://|<script|<link|<iframe|@import|src=|\son\w+=", outside)
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', outside))
+    ids = re.findall(r'\sid="([^"]*)"', whole)
+    assert len(ids) == len(set(ids))
+    assert {*re.findall(r'href="#([^"]*)"', whole), *re.findall(r"url\(#([^)]*)\)", whole)} <= set(ids)
+
+
+def test_it_is_the_same_each_time(tmp_path: Path) -> None:
+    pages = [written(tmp_path, Verdict(HOLDS), {"policy": pair(), "one": pair()}) for _ in range(2)]
+    assert pages[0] == pages[1]
+
+
+def test_what_is_no_number_is_a_gap_that_is_named(tmp_path: Path) -> None:
+    policy, one = pair(), pair(noise=1e-15)
+    policy[1].metrics[2]["loss"] = float("nan")
+    policy[1].metrics[4]["grad_norm"] = float("inf")
+    del policy[0].metrics[3]["grad_norm"]
+    bad = {**one[1].records[4], "gradient/norm.weight": np.full((2, 3), np.nan)}
+    one[1].records = {**one[1].records, 4: bad, 9: bad}
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"one": one, "mesh": pair(noise=3e-9), "policy": policy}))
+    for said in (
+        "torch_ref has no finite number at step 3 (NaN)", "Not within the bound at steps 3, 4, 5 and 6",
+        "torch_ref has no finite number at step 5 (∞)", "jaxdist has no finite number at step 4 (NaN)",
+        "Largest ∞, in norm at step 4", "Recorded on one side alone: step 9",
+    ):  # fmt: skip
+        assert said in text, said
+
+
+def test_runs_of_unequal_length(tmp_path: Path) -> None:
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), run("torch_ref", steps=4))}))
+    assert "unequal length (jaxdist 6, torch_ref 4 steps): the difference covers the 4 that all have" in text
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), run("torch_ref", steps=0))}))
+    assert "There is no step at which both runs have a number" in text
+
+
+def test_missing_pieces_are_said_to_be_missing(tmp_path: Path) -> None:
+    other = Stub("transformers", run("torch_ref").metrics, {})
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), other), "one": (other, other)}))
+    for said in ("no float64 runs on the mesh to derive it from", "transformers: memory not reported",
+                 "Collectives of transformers Not reported", "No gradients were recorded on both sides"):  # fmt: skip
+        assert said in text, said
+    undecided = Verdict([], open={"precision": "no float64 run"})
+    text = text_of(written(tmp_path, undecided, {}))
+    for said in (undecided.sentence, "Not decided: precision", "There are no runs to draw", "? not checked"):
+        assert said in text, said
+
+
+def test_one_device_has_one_heat_map_and_no_traffic(tmp_path: Path) -> None:
+    runs = pair()
+    for side in runs:
+        side.summary |= {"collectives": [], "least_bytes": {}}
+    page = written(tmp_path, Verdict(HOLDS), dict.fromkeys(("one", "mesh", "policy"), runs))
+    assert page.count("Heat map") == 1 and "On this mesh nothing must be sent" in page
+
+
+# The page in frames of a desk's and a phone's width; a browser's window cannot be as narrow as a phone.
+WIDTHS = (1200, 390)
+MEASURE = """<script>
+const found = [];
+for (const frame of document.querySelectorAll("iframe")) {
+  const width = frame.contentWindow.innerWidth, page = frame.contentDocument;
+  if (page.documentElement.scrollWidth > width) found.push(`scrolls sideways at ${width}`);
+  for (const svg of page.querySelectorAll("svg")) {
+    const box = svg.getBoundingClientRect(), drawn = svg.getBBox();
+    if (!(box.width * box.height && drawn.width * drawn.height)) found.push(`nothing drawn at ${width}: ${svg.id}`);
+  }
+  found.push(`${page.querySelectorAll("svg").length} figures`);
+}
+document.body.dataset.found = JSON.stringify(found);
+</script>"""
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--enable-logging=stderr",
+)  # fmt: skip
+
+
+def seen(page: str, folder: Path) -> list[str]:
+    """What a browser finds in the page: the number of figures at each width, what is wrong, what its console says."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser: the report is not opened; `apt-get install chromium` brings one")
+    frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
+    frames = "".join(frame.format(width, html.escape(page)) for width in WIDTHS)
+    onload = MEASURE.replace("<script>", "<script>addEventListener('load', () => {").replace("</script>", "})</script>")
+    (folder / "frames.html").write_text(f"<!doctype html><meta charset=utf-8>{onload}<body>{frames}", encoding="utf-8")
+    done = subprocess.run(
+        [browser, *QUIET, f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frames.html").as_uri()],
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    measured = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert measured, done.stderr
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return [*json.loads(html.unescape(measured[1])), *console]
+
+
+def test_a_browser_draws_everything_at_any_width(whole: str, tmp_path: Path) -> None:
+    assert seen(whole, tmp_path) == ["5 figures"] * len(WIDTHS)
+
+
+def test_long_names_do_not_widen_the_page(tmp_path: Path) -> None:
+    runs = pair()
+    runs[1].side = "/home/someone/$experiments$/" + "x" * 90
+    page = written(tmp_path, Verdict([replace(FAILS, name="y" * 90)]), {"one": runs, "policy": runs})
+    assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
+
+
+def test_the_browser_sees_what_is_broken(tmp_path: Path) -> None:
+    broken = """<!doctype html><svg id="empty" viewBox="0 0 9 9"></svg><svg id="bad" viewBox="0 0 9 9">
+        <path d="M 0 q"/></svg><script>missing()</script><style>svg {width: 9px}</style><p style="width: 800px">wide"""
+    found = "\n".join(seen(broken, tmp_path))
+    for what in ("scrolls sideways at 390", "nothing drawn at 390: empty", "nothing drawn at 1200: bad",
+                 "attribute d: Expected number", "missing is not defined"):  # fmt: skip
+        assert what in found, found
+    assert "sideways at 1200" not in found
