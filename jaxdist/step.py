@@ -43,10 +43,13 @@ class Step:
         loss, gradients = self.accumulate(state.parameters, batch)
         gradients = self.reduce(gradients)
         norm = self.norm(gradients)
+        return self.update(state, gradients, norm), {"loss": loss, "grad_norm": norm}
+
+    def update(self, state: TrainState, gradients: Arrays, norm: jax.Array) -> TrainState:
+        """Clip and AdamW."""
         pieces = self.pieces(state.parameters)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm)
-        parameters = self.whole(optax.apply_updates(pieces, updates))
-        return TrainState(parameters, optimizer), {"loss": loss, "grad_norm": norm}
+        return TrainState(self.whole(optax.apply_updates(pieces, updates)), optimizer)
 
     def loss(self, sinks: Arrays | None, parameters: Arrays, batch: Batch) -> jax.Array:
         """Sum of this device's cross-entropy, nats."""

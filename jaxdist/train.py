@@ -17,6 +17,7 @@ from jaxdist.data import Batch, Dataset, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.program import Program
+from jaxdist.record import Recorder
 from jaxdist.step import TrainState
 from jaxdist.weights import load_weights, placed
 
@@ -101,10 +102,13 @@ def loop(
     def fetch(step: int) -> Batch:
         return jax.device_put(dataset.batch(step, train.batch, train.seed), sharding)
 
+    recorder = Recorder(program)
     records: list[dict[str, Any]] = []
     with progress(train.steps, start) as show:
         batch = fetch(start + 1) if start < train.steps else None
         for step in range(start + 1, train.steps + 1):
+            if folder and batch and step in experiment.record.steps:
+                folder.record(step, recorder(state, batch))
             began = time.perf_counter()
             state, values = compiled(state, batch)
             batch = fetch(step + 1) if step < train.steps else None  # while the devices work

@@ -1,37 +1,86 @@
 """Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
 
 import json
+import platform
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import ConfigError, check_writable, exit_codes, parse
+from jaxdist.config import Arguments, ConfigError, check_writable, exit_codes, parse
 from jaxdist.config.display import console, say
 from parity_tests.proof import Proof
+from parity_tests.run import REFERENCES
+from parity_tests.verdict import Verdict
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--against": {
+        "default": "torch",
+        "choices": tuple(REFERENCES),
+        "help": "the reference: torch_ref, ... (default torch)",
+    },
+    "--bisect": {
+        "action": "store_true",
+        "help": "where the runs are not equivalent, find the first step and tensor by which they part",
+    },
+}
 NOT_EQUIVALENT = 3  # the exit code of any other verdict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> starting weights -> the runs of both sides -> verdict.json."""
-    a = parse(sys.argv[1:] if argv is None else argv, "parity_tests", __doc__ or "")
+    """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
+    a = parse(sys.argv[1:] if argv is None else argv, "parity_tests", __doc__ or "", OPTIONS)
+    output = check(a)
+    proof = Proof.of(a.experiment, output, a.device, a.more["against"])
+    start = proof.start(a.init)
+    for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
+        proof.run(side, kind, start)
+    verdict = proof.verdict()
+    if a.more["bisect"] and verdict.failed:
+        say("looking for where the runs part ...")
+        verdict = replace(verdict, parting=proof.parting(verdict, start))
+    write(proof, verdict)
+    for line in (*verdict.notes, verdict.sentence):
+        say(line)
+    if verdict.word != "equivalent":
+        sys.exit(NOT_EQUIVALENT)
+
+
+def check(a: Arguments) -> Path:
+    """The output folder. Raises ConfigError for what this command cannot do, before anything is run."""
     if a.output is None:
-        raise ConfigError("--output DIR is missing: the folder for the runs and verdict.json")
+        raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
     check_writable(a.output, f"--output {a.output}")
     if a.output.exists() and any(a.output.iterdir()):
         raise ConfigError(f"--output {a.output} is not empty; give another folder")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
-    proof = Proof.of(a.experiment, a.output, a.device)
-    start = proof.start(a.init)
-    for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
-        proof.run(side, kind, start)
-    verdict = proof.verdict()
-    (a.output / "verdict.json").write_text(json.dumps(verdict.as_json(), indent=2) + "\n", encoding="utf-8")
-    say(verdict.sentence)
-    if verdict.word != "equivalent":
-        sys.exit(NOT_EQUIVALENT)
+    if missing := [name for name in ("torch", "matplotlib", "jinja2") if find_spec(name) is None]:
+        raise ConfigError(f"{', '.join(missing)} missing: pip install 'jaxdist[torch,report]'")
+    return a.output
+
+
+def write(proof: Proof, verdict: Verdict) -> None:
+    """verdict.json and report.html."""
+    from parity_tests import report
+
+    text = json.dumps(verdict.as_json(), indent=2) + "\n"
+    (proof.folder / "verdict.json").write_text(text, encoding="utf-8")
+    kinds = [kind for kind in ("one", "mesh", "policy") if all((side, kind) in proof.done for side in proof.sides)]
+    experiment = proof.experiment
+    facts = {
+        "model": f"{experiment.model.family}, {experiment.model.layers} layers of {experiment.model.dim}",
+        "mesh": f"{experiment.parallel.mesh}, {experiment.parallel.strategy}",
+        "precision": experiment.precision.policy,
+        "steps": str(experiment.train.steps),
+        "Python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+    report.write(proof.folder / "report.html", verdict, {kind: proof.pair(kind) for kind in kinds}, facts)
 
 
 if __name__ == "__main__":

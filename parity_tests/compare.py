@@ -42,7 +42,7 @@ def curve(a: Records, b: Records, field: str) -> np.ndarray:
         return np.array([np.inf])
     x, y = (np.array([record[field] for record in records], np.float64) for records in (a, b))
     with np.errstate(divide="ignore", invalid="ignore"):
-        difference = np.abs(x - y) / np.abs(y)
+        difference = np.where((x == y) & np.isfinite(x), 0, np.abs(x - y) / np.abs(y))
     return np.where(np.isfinite(difference), difference, np.inf)
 
 
@@ -58,6 +58,14 @@ def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str
     return np.where(np.isfinite(bound), bound, np.nan)
 
 
+def furthest(values: np.ndarray, bounds: np.ndarray) -> tuple[float, float]:
+    """The value that is the largest multiple of its bound, with the bound; infinite where they cannot be compared."""
+    if values.shape != bounds.shape or not np.isfinite(bounds).all():
+        return float("inf"), float("nan")
+    place = int(np.argmax(values / bounds))
+    return float(values[place]), float(bounds[place])
+
+
 def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradient: bool = False) -> dict[str, float]:
     """Relative difference of each tensor by name; infinite for one that is missing on a side.
 
@@ -70,6 +78,13 @@ def states(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], zero_gradie
         else:
             differences[name] = (absolute if zero_gradient and ZERO_GRADIENT in name else relative)(a[name], b[name])
     return differences
+
+
+def whole(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
+    """Relative difference of all tensors as one vector; infinite where names differ."""
+    if a.keys() != b.keys():
+        return float("inf")
+    return relative(*(np.concatenate([x[name].ravel().astype(np.float64) for name in a]) for x in (a, b)))
 
 
 def worst(differences: Mapping[str, float]) -> tuple[str, float]:

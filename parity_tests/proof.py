@@ -1,60 +1,92 @@
-"""The levels of a proof: the runs that it needs, and what is asked of each pair of them."""
+"""A proof: the runs that it needs, made by their command lines, and the verdict over what they left behind."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, Experiment, TrainingError
-from parity_tests import compare
-from parity_tests.run import SIDES, Run, command
+from parity_tests import bisect, compare, levels
+from parity_tests.bisect import Parting
+from parity_tests.run import JAX, REFERENCES, Run, command
 from parity_tests.verdict import Check, Verdict
 
 STEPS = 20
-K = 4  # a run may leave the other's by k times what both lose against their own float64 runs
+RECORDED = (1, 2, 5, 10, 20)  # steps of which gradients are kept, and the last one
 
-# What tells a run from the one to be proved: other sections, and fields of `parallel`.
-DOUBLE = {"precision": {"policy": "fp64"}}
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "one": (DOUBLE, {"mesh": "1x1"}),
-    "mesh": (DOUBLE, {}),
-    "policy": ({}, {}),
+# What tells a run from the one to be proved: other sections, and fields of `parallel` and `train`.
+DOUBLE = {"policy": "fp64"}
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "one": {"precision": DOUBLE, "parallel": {"mesh": "1x1"}},
+    "perturbed": {"precision": DOUBLE, "parallel": {"mesh": "1x1"}},
+    "mesh": {"precision": DOUBLE},
+    "policy": {},
+    "reordered": {"parallel": {"mesh": "1x1"}},
 }
+PERTURBATION = 64 * 2.0**-53
+ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9}
 
-EXACT = "float64: both sides round alike to 1e-15; none of the planted mistakes is smaller"
-NUMBERS = 256  # bytes of the few scalars that cross devices
-DERIVED = f"{K} times what both runs differ from their own float64 runs until then"
+
+class Comparison(NamedTuple):
+    """Two float64 runs that must agree."""
+
+    level: str
+    what: str
+    a: tuple[str, str]
+    b: tuple[str, str]
 
 
 @dataclass
 class Proof:
-    """One config on both sides. Runs are made when they are asked for, each once, in `folder`."""
+    """One config on two sides. Runs are made when they are asked for, each once, in `folder`."""
 
     experiment: Experiment
     folder: Path
     device: str = "auto"
+    reference: str = "torch"
     done: dict[tuple[str, str], Run] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path, device: str = "auto") -> "Proof":
+    def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> "Proof":
         """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
         values = experiment.model_dump(exclude_none=True)
         values["optimizer"]["decay_steps"] = experiment.optimizer.decay_steps or experiment.train.steps
-        values["train"] |= {"steps": min(experiment.train.steps, STEPS), "validation_batches": 0}
+        steps = min(experiment.train.steps, STEPS)
+        values["train"] |= {"steps": steps, "validation_batches": 0}
         values["checkpoint"]["every"] = 0
-        return cls(Experiment.parse(values, source="arguments"), folder, device)
+        values["record"] = {"steps": sorted({step for step in RECORDED if step < steps} | {steps})}
+        return cls(Experiment.parse(values, source="arguments"), folder, device, reference)
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        return JAX, REFERENCES[self.reference]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The noise of reordered sums is measured where float32 would not show a mistake."""
+        noisy = self.experiment.precision.compute == "bfloat16"
+        return [kind for kind in KINDS if kind != "reordered" or noisy]
+
+    @property
+    def zero_gradient(self) -> bool:
+        return self.experiment.model.family == "gpt2"
 
     def needed(self) -> list[tuple[str, str]]:
         """(side, kind) of every run, in the order in which they are made."""
-        return [(side, kind) for kind in KINDS for side in SIDES]
+        return [(side, kind) for kind in self.kinds for side in self.sides if kind != "perturbed" or side == JAX]
 
-    def config(self, kind: str) -> str:
-        """The resolved config of a kind of run, as TOML."""
-        sections, parallel = KINDS[kind]
-        values = self.experiment.model_dump(exclude_none=True) | sections
-        values["parallel"] = values["parallel"] | parallel
+    def config(self, kind: str, **more: dict[str, Any]) -> str:
+        """The resolved config of a kind of run, as TOML; `more` are fields by section."""
+        values = self.experiment.model_dump(exclude_none=True)
+        if kind == "reordered" and values["parallel"]["mesh"] == "1x1":  # one device already: other microbatches
+            more = {**more, "train": {"accumulation": 1 if values["train"]["accumulation"] > 1 else 2}}
+        for section, fields in [*KINDS[kind].items(), *more.items()]:
+            values[section] = fields if section == "precision" else values[section] | fields
         return Experiment.parse(values, source="arguments").to_toml()
 
     def start(self, init: Path | None = None) -> Path:
@@ -63,117 +95,127 @@ class Proof:
             return init
         if init is None:
             init = self.folder / "seed"
-            self.train("jaxdist", "policy", init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
+            self.train(JAX, self.config("policy"), init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
         start = self.folder / "start"
         finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 
-    def train(self, side: str, kind: str, path: Path, *arguments: str) -> Run:
+    def perturbed(self, start: Path) -> Path:
+        """The starting weights in float64, each off by about 64 roundings: as a sum of 4096 terms may be."""
+        folder = self.folder / "perturbed"
+        if not folder.exists():
+            shutil.copytree(start, folder)
+            random = np.random.default_rng(0)
+            for file in folder.glob("*.safetensors"):
+                arrays = {name: w.astype(np.float64) for name, w in load_file(file).items()}
+                off = {n: w * (1 + PERTURBATION * random.standard_normal(w.shape)) for n, w in arrays.items()}
+                save_file(off, file)
+        return folder
+
+    def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
         """One run by its command line, from a config file of its own."""
-        file = self.folder / "configs" / f"{kind}.toml"
+        file = self.folder / "configs" / f"{path.name}.toml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self.config(kind), encoding="utf-8")
+        file.write_text(config, encoding="utf-8")
         line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
         finish(f"{side}.train", *line)
         return Run(side, path)
 
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError with its own message when it fails."""
-        same = next((k for (s, k) in self.done if s == side and self.config(k) == self.config(kind)), None)
+        init = self.perturbed(start) if kind == "perturbed" else start
+        others = (k for (s, k) in self.done if s == side and k != "perturbed" and init is start)
+        same = next((k for k in others if self.config(k) == self.config(kind)), None)
         if same is not None:
             self.done[side, kind] = self.done[side, same]
         else:
             path = self.folder / "runs" / f"{side}-{kind}"
-            self.done[side, kind] = self.train(side, kind, path, "--init", str(start))
+            self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]
 
     def pair(self, kind: str) -> tuple[Run, Run]:
         """Both sides' runs of a kind, which have been made."""
-        return self.done[SIDES[0], kind], self.done[SIDES[1], kind]
+        return self.done[self.sides[0], kind], self.done[self.sides[1], kind]
+
+    # ---- what they show
+
+    def comparisons(self) -> list[Comparison]:
+        """Mathematics: both sides on one device. Distribution: each side on the mesh and on one device."""
+        jax, reference = self.sides
+        between = Comparison("mathematics", f"{jax} and {reference} on one device", (jax, "one"), (reference, "one"))
+        alone = [
+            Comparison("distribution", f"{side} on the mesh and on one device", (side, "mesh"), (side, "one"))
+            for side in self.sides
+        ]
+        return [between, *alone]
+
+    @property
+    def noise(self) -> levels.Noise:
+        return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradient)
+
+    def checks(self) -> Iterator[Check]:
+        """All levels."""
+        for level, what, a, b in self.comparisons():
+            yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
+        policy, double = self.pair("policy"), self.pair("mesh")
+        yield from levels.precision(policy, double, self.pair("reordered") if "reordered" in self.kinds else None)
+        yield from levels.memory(*policy, self.experiment)
+        yield from levels.traffic(*policy, self.experiment)
 
     def verdict(self) -> Verdict:
         """What the runs show."""
-        levels = (self.mathematics, self.distribution, self.precision, self.memory, self.traffic)
-        return Verdict([check for level in levels for check in level()])
+        return Verdict(list(self.checks()), notes=list(self.notes()))
 
-    def mathematics(self) -> Iterator[Check]:
-        """Both sides on one device, in float64."""
-        yield from self.agreement("mathematics", "JAX and torch on one device", *self.pair("one"))
-
-    def distribution(self) -> Iterator[Check]:
-        """Each side on the mesh against itself on one device, in float64."""
-        for side in SIDES:
-            alone, mesh = self.done[side, "one"], self.done[side, "mesh"]
-            yield from self.agreement("distribution", f"{side} on the mesh and on one device", mesh, alone)
-
-    def agreement(self, level: str, what: str, a: Run, b: Run) -> Iterator[Check]:
-        """Curves and states of two float64 runs."""
-        for name, bound in (("loss", compare.LOSS), ("grad_norm", compare.GRAD_NORM), ("learning_rate", compare.LOSS)):
-            yield Check(level, f"{name}, {what}", float(compare.curve(a.metrics, b.metrics, name).max()), bound, EXACT)
-        states = compare.states(a.states, b.states, zero_gradient=self.experiment.model.family == "gpt2")
-        for kind in ("weights", "exp_avg", "exp_avg_sq"):
-            name, value = compare.worst({n: v for n, v in states.items() if n.startswith(f"{kind}/")})
-            yield Check(level, f"{name}, {what}", value, compare.STATE, EXACT)
-
-    def precision(self) -> Iterator[Check]:
-        """Both sides under the policy: each step's losses against what the policy costs either side."""
-        (a, b), (a64, b64) = self.pair("policy"), self.pair("mesh")
-        between = compare.curve(a.metrics, b.metrics, "loss")
-        lost = compare.curve(a.metrics, a64.metrics, "loss") + compare.curve(b.metrics, b64.metrics, "loss")
-        bound = np.maximum(K * np.maximum.accumulate(lost), compare.LOSS)
-        worst = int(np.argmax(between / bound))
-        yield Check("precision", f"loss at step {worst + 1}", float(between[worst]), float(bound[worst]), DERIVED)
-
-    def memory(self) -> Iterator[Check]:
-        """Bytes that the fullest device holds of each kind, torch's against JAX's, less the causes known by name."""
-        (a, b), parallel = self.pair("policy"), self.experiment.parallel
-        n, t = b.summary["mesh"]["fsdp"], b.summary["mesh"]["tensor"]
-        item = np.dtype(self.experiment.precision.parameters).itemsize
-        tensors = [w for name, w in b.states.items() if name.startswith("weights/")]
-        padding = sum(w[0].size for w in tensors if len(w) % (n * t)) * item
-        largest = max(w.size for w in tensors) * item
-
-        share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
-        bound = {"parameters": padding, "gradients": padding, "optimizer_state": 2 * padding + 4 * len(tensors) + 8}
-        why = dict.fromkeys(share, "FSDP2 splits whole rows: less than one for each tensor whose rows do not divide")
-        why["optimizer_state"] += "; torch counts steps in 4 bytes a tensor, optax in 8 for all"
-        if parallel.strategy == "zero2":
-            share["parameters"] = n
-            why["parameters"] += "; FSDP2's zero2 keeps 1/fsdp of them at rest, ours the whole"
-        if (
-            parallel.strategy in ("zero2", "fsdp")
-            and parallel.reduce == "step"
-            and self.experiment.train.accumulation == 1
-        ):
-            share["gradients"] = n
-            why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
-        if parallel.strategy == "zero1":
-            bound["optimizer_state"] += 2 * largest
-            why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
-        for kind, parts in share.items():
-            jax, torch = a.summary["memory"][kind] / parts, b.summary["memory"][kind]
-            yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
-
-    def traffic(self) -> Iterator[Check]:
-        """Bytes a device sends per step over each mesh axis, against the least that the strategy could send."""
-        a, b = self.pair("policy")
-        least: dict[str, float] = a.summary["least_bytes"]
-        for side, run in zip(SIDES, (a, b), strict=True):
-            sent: dict[str, float] = {}
-            for collective in run.summary["collectives"]:
-                axis = "data" if collective["axis"] == "data+fsdp" else collective["axis"]
-                sent[axis] = sent.get(axis, 0) + collective["bytes"]
-            for axis, expected in least.items():
-                whole = side == "torch_ref" and self.experiment.parallel.strategy == "zero1" and axis == "fsdp"
-                why = "the closed form and 5 %" + (
-                    "; DDP reduces whole gradients for zero1: 1.5 times" if whole else ""
-                )
-                away = sent.get(axis, 0) / (expected * (1.5 if whole else 1)) - 1
-                yield Check("traffic", f"{side}, {axis}: share from the least", abs(away), 0.05, why)
-            numbers = sum(size for axis, size in sent.items() if axis not in least)
-            yield Check(
-                "traffic", f"{side}, bytes over other axes", numbers, NUMBERS, "the norm, the loss and the count"
+    def notes(self) -> Iterator[str]:
+        """What a reader must know of a verdict's reach."""
+        if "reordered" in self.kinds:
+            floor = levels.reordering(self.pair("policy"), self.pair("reordered"))
+            yield (
+                f"{self.experiment.precision.policy}: each side moves its own loss by {floor / 2:.1g} when its sums "
+                "are taken in another order. The curves of this policy exclude what moves the loss by more than "
+                f"{levels.K * floor:.1g}; what is smaller, as a learning rate, eps or clip that is a little off, they "
+                "cannot show and only the float64 levels exclude."
             )
+
+    # ---- where they part
+
+    def parting(self, verdict: Verdict, start: Path) -> Parting | None:
+        """The first tensor by which the runs of the first failed level part; None where no tensor shows it.
+
+        Runs are made anew, with all tensors of few steps recorded. Memory and traffic have no tensors.
+        """
+        failed = {(check.level, check.about) for check in verdict.failed}
+        for comparison in self.comparisons():
+            if (comparison.level, comparison.what) in failed:
+                a, b = self.done[comparison.a], self.done[comparison.b]
+                look = partial(self.look, comparison, start)
+                bounds = {name: self.noise.curve(name) for name in compare.FLOOR}
+                return bisect.search(look, bisect.first_step(a, b, bounds))
+        if any(level == "precision" for level, _ in failed):
+            return bisect.search(partial(self.look_at_policy, start), 1)
+        return None
+
+    def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
+        """A run like that of `key`, up to the last of `steps`, of which everything is kept."""
+        side, kind = key
+        path = self.folder / "bisect" / f"{side}-{kind}-{'-'.join(map(str, steps))}"
+        config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})
+        return Run(side, path) if path.exists() else self.train(side, config, path, "--init", str(start))
+
+    def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Parting | None]:
+        """Where two float64 runs part in each of `steps`."""
+        a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
+        return [bisect.exact(a, b, step, self.noise.tensors(step), self.zero_gradient) for step in steps]
+
+    def look_at_policy(self, start: Path, steps: list[int]) -> list[Parting | None]:
+        """Where, in each of `steps`, one side loses more than the policy explains."""
+
+        def runs(side: str) -> tuple[Run, Run]:
+            return self.recorded((side, "policy"), steps, start), self.recorded((side, "mesh"), steps, start)
+
+        a, b = map(runs, self.sides)
+        rounding = ROUNDING[self.experiment.precision.compute]
+        return [bisect.cost(a, b, step, rounding, self.zero_gradient) for step in steps]
 
 
 def finish(module: str, *arguments: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import read_metrics
+from jaxdist.config import read_metrics, read_record
 
 Overrides = Mapping[str, Any]
 
@@ -37,8 +37,32 @@ class Run:
         """Weights and Adam moments of the newest checkpoint: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`."""
         return {"jaxdist": _jax_states, "torch_ref": _torch_states}[self.side](self.path)
 
+    @cached_property
+    def records(self) -> dict[int, dict[str, np.ndarray]]:
+        """The tensors kept of single steps, by step and `kind/name` (`jaxdist/config/record.py`)."""
+        files = {int(file.stem): file for file in (self.path / "record").glob("*.safetensors")}
+        records = {step: read_record(files[step]) for step in sorted(files)}
+        return {step: _under_torch_names(r) for step, r in records.items()} if self.side == "jaxdist" else records
 
-SIDES = ("jaxdist", "torch_ref")
+    def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
+        """The tensors of one kind in the record of a step; none without a record."""
+        return {name: a for name, a in self.records.get(step, {}).items() if name.startswith(f"{kind}/")}
+
+    def kept_states(self, kind: str) -> dict[str, np.ndarray]:
+        """The final weights or moments."""
+        return {name: a for name, a in self.states.items() if name.startswith(f"{kind}/")}
+
+    def tensors(self, step: int) -> dict[str, np.ndarray]:
+        """A recorded step, its metrics among it, each as an array of one number."""
+        metrics = next(record for record in self.metrics if record["step"] == step)
+        numbers = {name: np.array([metrics[name]], np.float64) for name in METRICS}
+        return {name: a for name, a in self.records[step].items() if not name.startswith("scalar/")} | numbers
+
+
+METRICS = ("loss", "grad_norm", "learning_rate")
+JAX = "jaxdist"
+REFERENCES = {"torch": "torch_ref"}  # --against -> the package of its train command
+SIDES = (JAX, "torch_ref")
 
 
 def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
@@ -79,6 +103,19 @@ def as_torch(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             parts = {f"{module}.{new}": array}
         named |= {key: w.T if transposed else w for key, w in parts.items()}
+    return named
+
+
+PARAMETERS = ("start", "gradient", "clipped", "exp_avg", "exp_avg_sq", "weights")  # kinds named by parameters
+
+
+def _under_torch_names(record: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A record of jaxdist with its parameters named, turned and taken apart as torch's."""
+    named: dict[str, np.ndarray] = {}
+    for key, array in record.items():
+        kind, _, name = key.partition("/")
+        renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
+        named |= {f"{kind}/{new}": a for new, a in renamed.items()}
     return named
 
 

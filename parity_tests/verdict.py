@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from parity_tests.bisect import Parting
+
 Word = Literal["equivalent", "not_equivalent", "undecided"]
 LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
 
@@ -17,18 +19,28 @@ class Check:
     value: float
     bound: float
     why: str
+    about: str = ""  # which runs, where a level compares several
 
     @property
     def holds(self) -> bool:
         return self.value <= self.bound
 
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.about}" if self.about else self.name
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks, and what kept some from being made: `open` names each with its reason."""
+    """All checks, and what kept some from being made: `open` names each with its reason.
+
+    `notes` say how far the checks reach; `parting` is where the runs part, when that was looked for and found.
+    """
 
     checks: Sequence[Check]
     open: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    parting: Parting | None = None
 
     @property
     def failed(self) -> list[Check]:
@@ -48,7 +60,8 @@ class Verdict:
             first = min(self.failed, key=lambda check: LEVELS.index(check.level))
             return (
                 f"Not equivalent: {len(self.failed)} of {len(self.checks)} checks fail, first {first.level}: "
-                f"{first.name} is {first.value:.3g}, at most {first.bound:.3g} was allowed."
+                f"{first.title} is {first.value:.3g}, at most {first.bound:.3g} was allowed."
+                + (f" {self.parting}" if self.parting else "")
             )
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
@@ -56,7 +69,20 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """What verdict.json holds; numbers that are not finite as text, which JSON has no numbers for."""
-        checks = [asdict(check) | {"holds": check.holds} for check in self.checks]
-        for check in checks:
-            check |= {key: repr(check[key]) for key in ("value", "bound") if not abs(check[key]) < float("inf")}
-        return {"verdict": self.word, "sentence": self.sentence, "open": dict(self.open), "checks": checks}
+        parting = asdict(self.parting) | {"where": self.parting.where} if self.parting else None
+        return {
+            "verdict": self.word,
+            "sentence": self.sentence,
+            "open": dict(self.open),
+            "notes": list(self.notes),
+            "parting": parting and finite(parting),
+            "checks": [finite(asdict(check) | {"holds": check.holds}) for check in self.checks],
+        }
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with infinities and NaN as text."""
+    return {
+        key: repr(value) if isinstance(value, float) and not abs(value) < float("inf") else value
+        for key, value in values.items()
+    }

@@ -1,5 +1,6 @@
 """One optimizer step, from a rank's rows of the global batch to updated parameters."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,19 @@ class Values(NamedTuple):
     learning_rate: float
 
 
+Watch = Callable[[str], None]
+
+
 def train_step(
-    model: nn.Module, optimizer: AdamW, batch: Tokens, experiment: Experiment, mesh: DeviceMesh, step: int
+    model: nn.Module,
+    optimizer: AdamW,
+    batch: Tokens,
+    experiment: Experiment,
+    mesh: DeviceMesh,
+    step: int,
+    watch: Watch,
 ) -> Values:
-    """Accumulate -> clip -> update.
+    """Accumulate -> clip -> update. `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
 
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
     before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
@@ -50,7 +60,9 @@ def train_step(
             loss = cross_entropy(model(tokens), targets) / count
             loss.backward()
         total += loss.detach()
+    watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip)
+    watch("clipped")
     rate = optimizer.step(step)
     return Values(sum_over_batch(total, mesh).item(), norm.item(), rate)
 

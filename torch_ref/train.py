@@ -20,6 +20,7 @@ from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.models import build
 from torch_ref.optim import AdamW
 from torch_ref.parallelize import parallelize
+from torch_ref.record import Recorder
 from torch_ref.step import Tokens, evaluate, train_step
 from torch_ref.traffic import Traffic
 from torch_ref.weights import draw, fill
@@ -110,7 +111,9 @@ def loop(
     """Steps `start + 1` to `train.steps`: a record per step. The second of them is taken within `meters`."""
     config, every = experiment.train, experiment.checkpoint.every
     tokens = config.batch * experiment.data.sequence
-    measured = min(start + 2, config.steps)  # FSDP2 and DDP settle their order in the first
+    recorder = Recorder(model, optimizer, experiment, mesh, folder)
+    # FSDP2 and DDP settle their order in the first step; a record takes memory and sends
+    measured = next((s for s in range(start + 2, config.steps) if s not in recorder.steps), config.steps)
     records: list[dict[str, Any]] = []
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
@@ -118,7 +121,8 @@ def loop(
         with ExitStack() as measuring:
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            values = train_step(model, optimizer, batch, experiment, mesh, step)
+            watch = measuring.enter_context(recorder.watching(step, batch))
+            values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
         seconds = time.perf_counter() - began
         check_finite(step, loss=values.loss, grad_norm=values.grad_norm)
         record: dict[str, Any] = {"step": step} | values._asdict()

@@ -19,6 +19,7 @@ from jaxdist.config.experiment import (
 )
 from jaxdist.config.folder import RunFolder, check_writable, checkpoint_in, newest, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
+from jaxdist.config.record import Record, read_record, write_record
 
 __all__ = [
     "AXES",
@@ -37,6 +38,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "Precision",
+    "Record",
     "RunFolder",
     "Train",
     "TrainingError",
@@ -48,6 +50,8 @@ __all__ = [
     "newest",
     "parse",
     "read_metrics",
+    "read_record",
     "same_model",
     "whole_number",
+    "write_record",
 ]

@@ -2,9 +2,10 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.errors import ConfigError, nearest
@@ -39,6 +40,8 @@ class Arguments:
     output: Path | None
     resume: bool
     init: Path | None
+    more: Mapping[str, Any]
+    """Options that only this command has."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,7 +86,7 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
         names = [f"--{short}" for short, target in SHORTCUTS.items() if target == dotted] + [f"--{dotted}"]
         shown = (
             ""
-            if default in (None, "")
+            if default in (None, "", ())
             else f" (default {str(default).lower() if isinstance(default, bool) else default})"
         )
         group.add_argument(
@@ -133,8 +136,13 @@ def load(config: str | Path | None, overrides: dict[str, Any]) -> Experiment:
     return Experiment.parse(values, source=str(config or "arguments"))
 
 
-def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
-    """The arguments of a training command. Raises ConfigError."""
+def parse(
+    argv: Sequence[str], program: str, description: str, options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> Arguments:
+    """The arguments of a command that trains; `options` are its own, by flag, as argparse takes them.
+
+    Raises ConfigError.
+    """
     parser = Parser(
         prog=f"python -m {program}",
         usage="%(prog)s [--config PATH|NAME] [--mesh 2x4] [--output DIR] [--section.field VALUE ...]",
@@ -163,6 +171,7 @@ def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
         default="auto",
         help="auto: GPUs if there are enough, else the CPU (default auto)",
     )
+    own = [parser.add_argument(flag, **option).dest for flag, option in options.items()]
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}
@@ -170,4 +179,5 @@ def parse(argv: Sequence[str], program: str, description: str) -> Arguments:
         raise ConfigError("--resume needs --output DIR, the run folder to go on with")
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
+    run["more"] = {name: given.pop(name) for name in own}
     return Arguments(load(run.pop("config"), given), **run)

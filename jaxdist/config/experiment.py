@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Positive, Section, Seed, Share
+from jaxdist.config.record import Record
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -245,6 +246,7 @@ class Experiment(Section):
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    record: Record = Record()
 
     @model_validator(mode="after")
     def _fits(self) -> "Experiment":

@@ -2,18 +2,22 @@
 
 import json
 import os
+from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Experiment, read_toml
+from jaxdist.config.record import write_record
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
 # Where the data lie is free as well: `data.fingerprint` knows them by names and sizes.
 FREE = (
-    "parallel.", "memory.", "checkpoint.", "metrics.", "train.steps", "train.validation_batches",
+    "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "data.path", "data.tokenizer",
 )  # fmt: skip
 
@@ -100,6 +104,10 @@ class RunFolder:
         if self.experiment.metrics.tensorboard:
             for name, value in record.items():
                 self._events.add_scalar(name, value, record["step"])
+
+    def record(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Keep tensors of a step."""
+        write_record(self.path, step, arrays)
 
     def __enter__(self) -> "RunFolder":
         return self

@@ -107,6 +107,9 @@ class Embedding(nnx.Module):
     def __init__(self, rows: int, dim: int, axis: str, std: float):
         self.embedding = parameter((rows, dim), (axis, "embed"), std)
 
+    def __call__(self, par: Parallel, tokens: jax.Array) -> jax.Array:
+        return par.leave(par.lookup(self.embedding[...], tokens))
+
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + eps) · scale (arXiv:1910.07467), in float32 or wider, rounded once at the end."""

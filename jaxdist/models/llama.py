@@ -87,7 +87,7 @@ class Llama(nnx.Module):
 
     def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
         embed = par.use(self.embed)
-        x_BTD = par.leave(par.lookup(embed.embedding[...], tokens_BT))
+        x_BTD = embed(par, tokens_BT)
         rotation = rotary(self.config, tokens_BT.shape[1], x_BTD.dtype)
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize, rotation)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))

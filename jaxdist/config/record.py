@@ -1,0 +1,69 @@
+"""What of single steps is kept for a comparison with another run, and the names under which both sides keep it.
+
+`record/<step>.safetensors` in the run folder holds arrays `<kind>/<name>` in the order in which they arise, which its
+metadata list. Kinds, and what they are named by:
+
+| kind | name | value |
+|---|---|---|
+| `batch` | tokens, targets | the global batch [B, T] |
+| `start` | parameter | weights before the step |
+| `activation` | module, in forward order | its output, over the global batch |
+| `scalar` | loss, grad_norm | as in metrics.jsonl |
+| `activation_gradient` | module, in backward order | gradient of the loss by that output |
+| `gradient` | parameter | summed over the global batch, before the clip |
+| `clipped` | parameter | after it |
+| `exp_avg`, `exp_avg_sq` | parameter | Adam's moments after the step |
+| `weights` | parameter | after the step |
+
+Modules are named by their path, which the twins share; what a module computes by a function of `FUNCTIONS` is named by
+the module and the function's entry there; the whole model's output is `logits`. `gradients` keeps scalar and gradient.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pydantic
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.model import Count, Section
+
+# A function that models call -> the names of its results, call by call within a module.
+FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
+LOGITS = "logits"
+
+
+def _numbers(value: Any) -> Any:
+    return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
+
+
+class Record(Section):
+    """Tensors of single steps, kept for a comparison."""
+
+    steps: Annotated[tuple[Count, ...], pydantic.BeforeValidator(_numbers)] = ()
+    """Steps of which tensors are kept in record/<step>.safetensors, as 1,20; empty: none."""
+    tensors: Literal["gradients", "all"] = "gradients"
+    """gradients: each parameter's, before the clip; all: also batch, activations, moments and weights."""
+
+
+def write_record(folder: Path, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write `arrays`, in their order, as the record of `step` in a run folder; bfloat16 as float32."""
+    file = folder / "record" / f"{step}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # numpy has no bfloat16: its kind there is V, an opaque type
+    wide = {n: a.astype(np.float32) if a.dtype.kind == "V" else a for n, a in arrays.items()}
+    save_file({n: np.ascontiguousarray(a) for n, a in wide.items()}, file, metadata={"order": json.dumps(list(wide))})
+
+
+def read_record(file: Path) -> dict[str, np.ndarray]:
+    """The arrays of a record in their order. Raises ConfigError."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            order = json.loads((opened.metadata() or {}).get("order", "null")) or list(opened.keys())
+            return {name: opened.get_tensor(name) for name in order}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; make the run again") from None

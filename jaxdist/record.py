@@ -1,0 +1,190 @@
+"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+
+The step that trains stays as it is: a second program takes the same state and batch. Gradients and the update come from
+the step's own methods; activations from a forward pass in which the layers are unrolled, every module's result is
+noted, and a probe of zeros is added to it, whose gradient is the result's.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from sys import modules
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.collectives import Parallel, vary
+from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.data import IGNORED, Batch
+from jaxdist.memory import Rematerialize
+from jaxdist.optim import clip_by_norm
+from jaxdist.program import Program
+from jaxdist.sharding import BATCH
+from jaxdist.step import Arrays, TrainState
+
+Note = Callable[[str, jax.Array], jax.Array]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The attribute `name` of a class or module is `value` for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@dataclass
+class Taps:
+    """Within `installed`, what the modules of a model return passes through `note`, with the module's path."""
+
+    note: Note
+    path: list[str] = field(default_factory=list)
+    layer: int | None = None
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @contextmanager
+    def installed(self, model: nnx.Module) -> Iterator[nnx.Module]:
+        """A copy of `model` whose modules know their paths."""
+        named = nnx.merge(*nnx.split(model))
+        module: Any
+        for path, module in nnx.iter_modules(named):
+            module.path = ".".join(map(str, path))
+        classes = {c for _, m in nnx.iter_modules(named) for c in type(m).__mro__ if "__call__" in vars(c)}
+        namespace = modules[type(model).__module__]
+        with ExitStack() as stack:
+            for cls in classes:
+                stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
+            for name in FUNCTIONS.keys() & vars(namespace).keys():
+                stack.enter_context(replaced(namespace, name, self.function(name, getattr(namespace, name))))
+            stack.enter_context(replaced(namespace, "scan_layers", self.unrolled))
+            yield named
+
+    def module(self, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        @wraps(call)
+        def tapped(module: Any, *inputs: Any) -> jax.Array:
+            own = module.path if self.layer is None else module.path.replace("layers", f"layers.{self.layer}", 1)
+            self.path.append(own)
+            y = call(module, *inputs)
+            self.path.pop()
+            return self.note(own or LOGITS, y)
+
+        return tapped
+
+    def function(self, name: str, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        @wraps(call)
+        def tapped(*inputs: Any) -> jax.Array:
+            module = self.path[-1]
+            self.calls[module, name] += 1
+            return self.note(f"{module}.{FUNCTIONS[name][self.calls[module, name] - 1]}", call(*inputs))
+
+        return tapped
+
+    def unrolled(self, par: Parallel, layers: nnx.Module, x_BTD: jax.Array, _: Rematerialize, *rest: Any) -> jax.Array:
+        """`scan_layers`, block by block."""
+        graph, weights = nnx.split(layers)
+        for i in range(jax.tree.leaves(weights)[0].shape[0]):
+            self.layer = i
+            block: Any = par.use(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
+            x_BTD = block(par, x_BTD, *rest)
+        self.layer = None
+        return x_BTD
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records of single steps of a program."""
+
+    program: Program
+
+    def __call__(self, state: TrainState, batch: Batch) -> dict[str, np.ndarray]:
+        """What `record.tensors` asks for of the step that begins with `state`, on the host."""
+        every = self.program.experiment.record.tensors == "all"
+        before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
+        kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
+        if not every:
+            kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
+        return {f"{kind}/{name}": np.asarray(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+
+    def mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
+        """`function` of (state, batch) on every device."""
+        inputs = (self.program.specs, self.program.batch_specs)
+        return jax.jit(jax.shard_map(function, mesh=self.program.mesh, in_specs=inputs, out_specs=out_specs))
+
+    @cached_property
+    def update(self) -> Any:
+        """(state, batch) -> loss, gradients and what the optimizer makes of them, by the step's own methods."""
+        step, program = self.program.step_function, self.program
+        clip = clip_by_norm(program.experiment.optimizer.clip)
+
+        def function(state: TrainState, batch: Batch) -> dict[str, Any]:
+            loss, gradients = step.accumulate(state.parameters, batch)
+            gradients = step.reduce(gradients)
+            norm = step.norm(gradients)
+            clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
+            after = step.update(state, gradients, norm)
+            mu, nu = (optax.tree.get(after.optimizer, name) for name in ("mu", "nu"))
+            stages = {"gradient": gradients, "clipped": clipped, "exp_avg": mu, "exp_avg_sq": nu}
+            return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
+
+        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in program.layouts.items()}
+        specs = dict.fromkeys(("gradient", "clipped", "exp_avg", "exp_avg_sq"), pieces)
+        return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
+
+    @cached_property
+    def forward(self) -> Any:
+        """(state, batch) -> activations in the order of the forward pass, and their gradients from last to first."""
+        shapes: dict[str, Any] = {}  # name -> type of the activation on a device
+
+        def look(name: str, y: jax.Array) -> jax.Array:
+            shapes[name] = jax.typeof(y)
+            return y
+
+        def see(state: TrainState, batch: Batch) -> jax.Array:
+            return lax.psum(self.loss(look, state.parameters, batch), BATCH)
+
+        def axes(value: Any) -> tuple[str, ...]:
+            return tuple(value.manual_axis_type.varying)
+
+        jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
+
+        def function(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+            def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
+                noted: Arrays = {}
+
+                def note(name: str, y: jax.Array) -> jax.Array:
+                    noted[name] = y + probes[name]
+                    return noted[name]
+
+                return self.loss(note, state.parameters, batch), noted
+
+            probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
+            gradients, noted = jax.grad(loss, has_aux=True)(probes)
+            return {"activation": noted, "activation_gradient": gradients}
+
+        specs = {n: P(BATCH, None, "tensor" if "tensor" in axes(t) else None) for n, t in shapes.items()}
+        run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
+
+        def ordered(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+            found = run(state, batch)  # jit sorts by name
+            orders = {"activation": list(shapes), "activation_gradient": list(shapes)[::-1]}
+            return {kind: {name: found[kind][name] for name in order} for kind, order in orders.items()}
+
+        return ordered
+
+    def loss(self, note: Note, parameters: Arrays, batch: Batch) -> jax.Array:
+        """This device's part of the loss of the global batch, its activations passed through `note`."""
+        step = self.program.step_function
+        count = lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+        with Taps(note).installed(step.model) as model:
+            return replace(step, model=model).loss(None, parameters, batch) / count

@@ -1,0 +1,145 @@
+"""Where two runs part: the first step, and in it the first tensor, whose error leaves the noise.
+
+A step is walked in the order in which its tensors arise: batch, weights, activations forward, loss; gradients backward,
+each module's output before its parameters; then the optimizer's stages, clip, moments, learning rate, update.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity_tests import compare
+from parity_tests.compare import K
+from parity_tests.run import Run
+
+Record = Mapping[str, np.ndarray]
+
+STAGES = {
+    "batch": "{name} of the batch",
+    "start": "{name} before the step",
+    "activation": "{name}",
+    "loss": "the loss",
+    "activation_gradient": "{name}, gradient of its output",
+    "gradient": "{name}, gradient",
+    "grad_norm": "the gradient norm",
+    "clipped": "{name}, clipped gradient",
+    "exp_avg": "{name}, first moment",
+    "exp_avg_sq": "{name}, second moment",
+    "learning_rate": "the learning rate",
+    "weights": "{name} after the update",
+}
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first tensor that differs: `kind/name`, or one of METRICS, with what came before it."""
+
+    step: int
+    tensor: str
+    error: float
+    bound: float
+    before: float  # the largest error of what came before
+
+    @property
+    def where(self) -> str:
+        """In the terms of the config: "layers.3.attention.q_proj.weight, gradient, step 1"."""
+        kind, _, name = self.tensor.partition("/")
+        return f"{STAGES[kind].format(name=name)}, step {self.step}"
+
+    def __str__(self) -> str:
+        return (
+            f"The runs part at {self.where}: it differs by {self.error:.2g}, noise is at most {self.bound:.2g}; "
+            f"what comes before it agrees to {self.before:.2g}."
+        )
+
+
+def in_order(record: Record) -> Iterator[str]:
+    """`kind/name` of what a record holds, as it arises within a step, METRICS among them."""
+    kinds: dict[str, list[str]] = {}
+    for key in record:
+        kind, _, name = key.partition("/")
+        kinds.setdefault(kind, []).append(name)
+    forward = kinds.get("activation", [])
+    backward = kinds.get("activation_gradient", [])
+
+    place = {module: i for i, module in enumerate(forward)}
+
+    def owner(parameter: str) -> int:
+        """The place in the forward pass of the module that a parameter belongs to; -1 if that is not noted."""
+        path = parameter.split(".")
+        return next((place[p] for n in range(len(path), 0, -1) if (p := ".".join(path[:n])) in place), -1)
+
+    yield from (f"batch/{name}" for name in kinds.get("batch", []))
+    yield from (f"start/{name}" for name in sorted(kinds.get("start", []), key=owner))
+    yield from (f"activation/{name}" for name in forward)
+    yield "loss"
+    gradients = sorted(kinds.get("gradient", []), key=owner, reverse=True)
+    for module in backward:
+        yield f"activation_gradient/{module}"
+        yield from (f"gradient/{name}" for name in gradients if owner(name) == place.get(module))
+    yield from (f"gradient/{name}" for name in gradients if owner(name) == -1 or not backward)
+    yield "grad_norm"
+    for kind in ("clipped", "exp_avg", "exp_avg_sq"):
+        yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))
+    yield "learning_rate"
+    yield from (f"weights/{name}" for name in sorted(kinds.get("weights", []), key=owner))
+
+
+def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
+    """The relative difference of every tensor of a recorded step, in order; infinite for what one side lacks."""
+    x, y = (run.tensors(step) for run in (a, b))
+    found = compare.states(x, y, zero_gradient)
+    order = [key for key in in_order(y) if key in found]
+    return {key: found[key] for key in [*order, *(found.keys() - set(order))]}
+
+
+def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -> Parting | None:
+    """The first tensor that leaves its bound; None where all agree."""
+    before = 0.0
+    for tensor, error in errors.items():
+        if not error <= bounds[tensor]:
+            return Parting(step, tensor, error, bounds[tensor], before)
+        before = max(before, error)
+    return None
+
+
+def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parting | None:
+    """Where two float64 runs part in a step; `noise` is the least that a tensor may differ by."""
+    found = errors(a, b, step, zero_gradient)
+    return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
+
+
+def cost(a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, zero_gradient: bool) -> Parting | None:
+    """Where one side of a policy loses more than K times what the other does, each against its own float64 run.
+
+    `rounding` is that of the dtype that is computed in: a side that is exact by chance does not count as better.
+    """
+    x, y = (errors(run, run64, step, zero_gradient) for run, run64 in (a, b))
+    worse = {tensor: max(x[tensor], y.get(tensor, np.inf)) for tensor in x}
+    return first(step, worse, {t: K * max(min(x[t], y.get(t, np.inf)), rounding) for t in x})
+
+
+def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:
+    """The first step at which a field of metrics.jsonl leaves its bounds, one per step; the last one if none does."""
+    steps = [record["step"] for record in a.metrics]
+    parted = {steps[-1]}
+    for field, bound in bounds.items():
+        different = compare.curve(a.metrics, b.metrics, field) > bound
+        parted |= {step for step, differs in zip(steps, different, strict=False) if differs}
+    return min(parted)
+
+
+def search(look: Callable[[list[int]], list[Parting | None]], suspect: int) -> Parting | None:
+    """The parting at or before step `suspect`; None where that step and the one before agree in everything.
+
+    `look(steps)` makes both runs anew with all tensors of these steps recorded, and says where each step parts. A step
+    that begins with different weights is not where they come from, one in which all agrees lies before: bisection.
+    """
+    found = next(filter(None, look(sorted({max(1, suspect - 1), suspect}))), None)
+    low = 1
+    while found and found.tensor.startswith("start/") and low < found.step:
+        middle = (low + found.step) // 2
+        earlier = next(iter(look([middle])))
+        low, found = (middle + 1, found) if earlier is None else (low, earlier)
+    return found

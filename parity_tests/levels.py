@@ -1,0 +1,161 @@
+"""The five levels of a proof: what is asked of a pair of runs, as checks with bounds and where these come from."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.config import Experiment
+from parity_tests import compare
+from parity_tests.compare import K
+from parity_tests.run import Run
+from parity_tests.verdict import Check
+
+Pair = tuple[Run, Run]
+Tensors = Mapping[str, np.ndarray]
+
+EXACT = "float64: both sides round alike to 1e-15, and no planted mistake is smaller"
+AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
+NUMBERS = 256  # bytes of the few scalars that cross devices
+DERIVED = f"{K} times what both runs differ from their own float64 runs until then"
+LOSES = f"neither side may lose more than {K} times what the other loses against its own float64 run"
+REORDERED = f"{K} times what either side differs from itself when its sums are taken in another order"
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How large rounding has grown in float64: what separates a run from one whose starting weights it was added to.
+
+    Training amplifies rounding, some configs by orders of magnitude within 20 steps. A bound that does not know it
+    would call equal runs different.
+    """
+
+    run: Run
+    perturbed: Run
+    zero_gradient: bool
+
+    def curve(self, field: str) -> np.ndarray:
+        """Largest relative difference of a field of metrics.jsonl until each step, times K, and at least its floor."""
+        until = np.maximum.accumulate(compare.curve(self.run.metrics, self.perturbed.metrics, field))
+        return np.maximum(K * until, compare.FLOOR[field])
+
+    def gradients(self, step: int) -> float:
+        """Of the gradients at a recorded step."""
+        return self._largest(self.run.kept("gradient", step), self.perturbed.kept("gradient", step))
+
+    def states(self, kind: str) -> float:
+        """Of the final weights or moments."""
+        return self._largest(self.run.kept_states(kind), self.perturbed.kept_states(kind))
+
+    def tensors(self, step: int) -> float:
+        """Of any tensor of a step: that of the gradients recorded at it or next after it."""
+        return self.gradients(min(s for s in self.run.records if s >= step))
+
+    def _largest(self, a: Tensors, b: Tensors) -> float:
+        return max(K * compare.worst(compare.states(a, b, self.zero_gradient))[1], compare.STATE)
+
+
+def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[Check]:
+    """Curves, gradients and final states of two float64 runs."""
+
+    def check(name: str, value: float, bound: float, floor: float = compare.STATE) -> Check:
+        return Check(level, name, value, bound, EXACT if bound <= floor else AMPLIFIED, what)
+
+    for name, floor in compare.FLOOR.items():
+        value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), noise.curve(name))
+        yield check(name, value, bound, floor)
+    for step in sorted(a.records.keys() | b.records.keys()):
+        gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), noise.zero_gradient)
+        name, value = compare.worst(gradients)
+        yield check(f"gradients at step {step}, worst {name.partition('/')[2]}", value, noise.gradients(step))
+    for kind in ("weights", "exp_avg", "exp_avg_sq"):
+        states = compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradient)
+        name, value = compare.worst(states)
+        yield check(f"{kind} at the end, worst {name.partition('/')[2]}", value, noise.states(kind))
+
+
+def lost(run: Run, run64: Run) -> dict[str, float]:
+    """What a policy costs a run against its float64 self, relative: over all gradients and weights as one vector."""
+    gradients = {
+        f"gradients at step {step}": compare.whole(run.kept("gradient", step), run64.kept("gradient", step))
+        for step in sorted(run.records)[:1]  # later ones differ by their weights as well
+    }
+    return gradients | {
+        "loss": float(np.sqrt(np.mean(compare.curve(run.metrics, run64.metrics, "loss") ** 2))),
+        "weights at the end": compare.whole(run.kept_states("weights"), run64.kept_states("weights")),
+    }
+
+
+def precision(policy: Pair, double: Pair, reordered: Pair | None) -> Iterator[Check]:
+    """Both sides under the policy, each step's losses against the bound, and what the policy costs either side."""
+    (a, b), (a64, b64) = policy, double
+    between = compare.curve(a.metrics, b.metrics, "loss")
+    bound = compare.derived_bound(a.metrics, a64.metrics, b.metrics, b64.metrics)
+    yield Check("precision", "loss", *compare.furthest(between, bound), DERIVED)
+    # The bound above grows with what one side loses: a side that loses more than its policy must is found here.
+    costs, others = lost(a, a64), lost(b, b64)
+    for name, x in costs.items():
+        if (y := others.get(name, float("inf"))) or x:
+            ratio = max(x, y) / min(x, y) if x and y else float("inf")
+            yield Check("precision", f"{name}: one side loses {ratio:.2g} times the other's", ratio, K, LOSES)
+    if reordered is not None:
+        floor = reordering(policy, reordered)
+        value = float(np.sqrt(np.mean(between**2)))
+        yield Check("precision", "loss, root mean square over the steps", value, K * floor, REORDERED)
+
+
+def reordering(policy: Pair, reordered: Pair) -> float:
+    """What reordered sums move the loss by, root mean square over the steps, both sides added."""
+    curves = [compare.curve(a.metrics, b.metrics, "loss") for a, b in zip(policy, reordered, strict=True)]
+    return float(sum(np.sqrt(np.mean(curve**2)) for curve in curves))
+
+
+def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
+    """Bytes that the fullest device holds of each kind, torch's against JAX's, less the causes known by name."""
+    parallel = experiment.parallel
+    n, t = b.summary["mesh"]["fsdp"], b.summary["mesh"]["tensor"]
+    item = np.dtype(experiment.precision.parameters).itemsize
+    tensors = list(b.kept_states("weights").values())
+    padding = sum(w[0].size for w in tensors if len(w) % (n * t)) * item
+    largest = max(w.size for w in tensors) * item
+
+    share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
+    bound = {"parameters": padding, "gradients": padding, "optimizer_state": 2 * padding + 4 * len(tensors) + 8}
+    why = dict.fromkeys(share, "FSDP2 splits whole rows: less than one for each tensor whose rows do not divide")
+    why["optimizer_state"] += "; torch counts steps in 4 bytes a tensor, optax in 8 for all"
+    if parallel.strategy == "zero2":
+        share["parameters"] = n
+        why["parameters"] += "; FSDP2's zero2 keeps 1/fsdp of them at rest, ours the whole"
+    if parallel.strategy in ("zero2", "fsdp") and parallel.reduce == "step" and experiment.train.accumulation == 1:
+        share["gradients"] = n
+        why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
+    if parallel.strategy == "zero1":
+        bound["optimizer_state"] += 2 * largest
+        why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
+    for kind, parts in share.items():
+        jax, torch = a.summary["memory"][kind] / parts, b.summary["memory"][kind]
+        yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
+
+
+def sent(run: Run) -> dict[str, float]:
+    """Bytes per step by mesh axis; what crosses data and fsdp at once is counted as data."""
+    total: dict[str, float] = {}
+    for collective in run.summary["collectives"]:
+        axis = compare.billed(collective["axis"])
+        total[axis] = total.get(axis, 0) + collective["bytes"]
+    return total
+
+
+def traffic(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
+    """Bytes a device sends per step over each mesh axis, against the least that the strategy could send."""
+    least: dict[str, float] = a.summary["least_bytes"]
+    for run in (a, b):
+        bytes_sent = sent(run)
+        for axis, expected in least.items():
+            whole = run is b and experiment.parallel.strategy == "zero1" and axis == "fsdp"
+            why = "the closed form and 5 %" + ("; DDP reduces whole gradients for zero1: 1.5 times" if whole else "")
+            away = bytes_sent.get(axis, 0) / (expected * (1.5 if whole else 1)) - 1
+            yield Check("traffic", f"{run.side}, {axis}: share from the least", abs(away), 0.05, why)
+        numbers = sum(size for axis, size in bytes_sent.items() if axis not in least)
+        why = "the norm, the loss and the count"
+        yield Check("traffic", f"{run.side}, bytes over other axes", numbers, NUMBERS, why)

@@ -1,0 +1,183 @@
+"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+
+Forward hooks note what every module returns, and hooks on those tensors their gradients; gradients of parameters are
+taken before and after the clip, moments and weights after the update. Every rank notes its part; the first one joins
+them and writes.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from jaxdist.config import Experiment, RunFolder
+from jaxdist.config.record import FUNCTIONS, LOGITS
+from torch_ref.models import FAMILIES
+from torch_ref.optim import AdamW
+from torch_ref.step import Tokens, Watch
+from torch_ref.weights import named
+
+Arrays = dict[str, np.ndarray]
+
+# What tensor parallelism leaves in slices, along dimension 2: columns or heads.
+COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
+SPLIT = 2
+
+
+def whole(tensors: dict[str, Tensor]) -> Arrays:
+    """Parameters, or what is laid out as they are, whole on the host; called by all ranks."""
+    full = {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in tensors.items()}
+    return {n: array(t) for n, t in full.items()}
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A copy on the host; bfloat16 as float32, which numpy has."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy().copy()
+
+
+class Taps:
+    """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch."""
+
+    def __init__(self) -> None:
+        self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.path: list[str] = []
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.open = False  # a block that is recomputed in the backward pass is not noted again
+
+    def note(self, name: str, y: Tensor) -> None:
+        if not self.open or y.ndim < 3:  # not over the batch: learned positions
+            return
+        part = len(self.noted[name])
+        self.noted[name].append(y.detach().clone())
+        self.gradients[name].append(torch.zeros(()))
+
+        def keep(gradient: Tensor) -> None:
+            self.gradients[name][part] = gradient.detach().clone()
+
+        y.register_hook(keep)
+
+    @contextmanager
+    def installed(self, model: nn.Module, namespace: ModuleType) -> Iterator[None]:
+        """For the modules of `model` and the functions that they call by their names in `namespace`."""
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                self._hook(stack, path, module)
+            for name in FUNCTIONS.keys() & vars(namespace).keys():
+                stack.callback(setattr, namespace, name, getattr(namespace, name))
+                setattr(namespace, name, self.function(name, getattr(namespace, name)))
+            yield
+
+    def _hook(self, stack: ExitStack, path: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            if not path:
+                self.open, self.calls = True, Counter()
+            self.path.append(path)
+
+        def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+            self.path.pop()
+            self.note(path or LOGITS, output)
+            if not path:
+                self.open = False
+
+        stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        stack.callback(module.register_forward_hook(leave).remove)
+
+    def function(self, name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def tapped(*inputs: Any) -> Tensor:
+            y = call(*inputs)
+            module = self.path[-1]
+            if self.open:
+                self.calls[module, name] += 1
+                self.note(f"{module}.{FUNCTIONS[name][self.calls[module, name] - 1]}", y)
+            return y
+
+        return tapped
+
+
+class Recorder:
+    """Records of single steps of one rank's model and optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: AdamW, experiment: Experiment, mesh: DeviceMesh, folder: RunFolder | None
+    ):
+        """Records go to `folder`; without one there are none."""
+        self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
+        self.steps = experiment.record.steps if folder else ()
+        self.plain = getattr(model, "module", model)  # inside of DDP
+        self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
+        self.every = experiment.record.tensors == "all"
+
+    @contextmanager
+    def watching(self, step: int, batch: Tokens) -> Iterator[Watch]:
+        """Around a step: yields what it is to call between its stages; of a step in `steps` a record is written."""
+        if step not in self.steps or self.folder is None:
+            yield lambda stage: None
+            return
+        kinds: dict[str, Arrays] = {}
+        taps = Taps()
+
+        def watch(stage: str) -> None:
+            kinds[stage] = whole({n: p.grad for n, p in named(self.model) if p.grad is not None})
+
+        if self.every:
+            kinds["batch"] = self.joined({n: [t] for n, t in batch._asdict().items()})
+            kinds["start"] = whole(dict(named(self.model)))
+        with taps.installed(self.plain, self.namespace) if self.every else nullcontext():
+            yield watch
+        if self.every:
+            kinds["activation"] = self.joined(taps.noted)
+            backward = {n: taps.gradients[n] for n in reversed(taps.gradients)}
+            kinds["activation_gradient"] = self.joined(backward)
+            kinds |= self.moments()
+            kinds["weights"] = whole(dict(named(self.model)))
+        else:
+            del kinds["clipped"]
+        if dist.get_rank() == 0:
+            flat = {f"{kind}/{name}": a for kind, arrays in kinds.items() for name, a in arrays.items()}
+            self.folder.record(step, flat)
+
+    def joined(self, parts: dict[str, list[Tensor]]) -> Arrays:
+        """Microbatches and ranks put together, on the first rank; empty on the others. Called by all."""
+        local = {n: [array(t.full_tensor() if isinstance(t, DTensor) else t) for t in ts] for n, ts in parts.items()}
+        rows = self.mesh.get_local_rank("data") * self.mesh["fsdp"].size() + self.mesh.get_local_rank("fsdp")
+        place = (rows, self.mesh.get_local_rank("tensor"))
+        first, size = dist.get_rank() == 0, dist.get_world_size()
+        found: list[Any] = [None] * size
+        dist.gather_object((place, local), found if first else None)
+        if not first:
+            return {}
+        ranks = dict(found)
+        ways = range(self.mesh["data"].size() * self.mesh["fsdp"].size())
+        tensor = range(self.mesh["tensor"].size())
+
+        def join(name: str) -> np.ndarray:
+            if name.rpartition(".")[-1] not in COLUMNS | HEADS:
+                return np.concatenate([part for row in ways for part in ranks[row, 0][name]])
+            slices = (zip(*(ranks[row, t][name] for t in tensor), strict=True) for row in ways)
+            return np.concatenate([np.concatenate(part, axis=SPLIT) for row in slices for part in row])
+
+        return {name: join(name) for name in parts}
+
+    def moments(self) -> dict[str, Arrays]:
+        """Adam's moments by parameter; under ZeRO-1 from the ranks that hold them."""
+        state = self.optimizer.state_dict()
+        own = {kind: whole({n: s[kind] for n, s in state.items()}) for kind in ("exp_avg", "exp_avg_sq")}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(own, everyone if dist.get_rank() == 0 else None)
+        merged: dict[str, Arrays] = {kind: {} for kind in own}
+        for rank in filter(None, everyone):
+            for kind, arrays in rank.items():
+                merged[kind] |= arrays
+        return merged
