@@ -14,14 +14,15 @@ from rich.progress import track
 from jaxdist.config import Arguments, ConfigError, check_writable, exit_codes, parse
 from jaxdist.config.display import console, say
 from parity_tests.proof import Proof
-from parity_tests.run import REFERENCES
+from parity_tests.run import REFERENCES, Run
 from parity_tests.verdict import Verdict
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--against": {
         "default": "torch",
-        "choices": tuple(REFERENCES),
-        "help": "the reference: torch_ref, ... (default torch)",
+        "metavar": "torch|transformers|RUN_DIR",
+        "help": "the reference: torch_ref, Hugging Face's own model under DDP or FSDP2, or the run folder of any loop "
+        "(default torch)",
     },
     "--bisect": {
         "action": "store_true",
@@ -33,10 +34,18 @@ NOT_EQUIVALENT = 3  # the exit code of any other verdict
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
-    a = parse(sys.argv[1:] if argv is None else argv, "parity_tests", __doc__ or "", OPTIONS)
-    output = check(a)
-    proof = Proof.of(a.experiment, output, a.device, a.more["against"])
-    start = proof.start(a.init)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
+    reference = a.more["against"]
+    if reference in REFERENCES:
+        proof, init = Proof.of(a.experiment, check(a), a.device, reference), a.init
+    else:
+        theirs = Run(Path(reference).name, Path(reference))
+        theirs.check()
+        if a.config is None:  # that of the run, with what else was given
+            a = parse(["--config", str(theirs.path / "config.toml"), *argv], "parity_tests", __doc__ or "", OPTIONS)
+        proof, init = Proof.against(theirs, a.experiment, check(a), a.device), starting_weights(a, theirs)
+    start = proof.start(init)
     for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
         proof.run(side, kind, start)
     verdict = proof.verdict()
@@ -48,6 +57,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(line)
     if verdict.word != "equivalent":
         sys.exit(NOT_EQUIVALENT)
+
+
+def starting_weights(a: Arguments, theirs: Run) -> Path:
+    """What another loop started from: `--init`, or the Hugging Face folder `start` in its run. Raises ConfigError."""
+    found = a.init or theirs.path / "start"
+    if not found.exists():
+        raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {found}")
+    return found
 
 
 def check(a: Arguments) -> Path:

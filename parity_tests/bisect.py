@@ -15,6 +15,7 @@ from parity_tests.run import Run
 
 Record = Mapping[str, np.ndarray]
 
+PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
     "batch": "{name} of the batch",
     "start": "{name} before the step",
@@ -87,8 +88,15 @@ def in_order(record: Record) -> Iterator[str]:
 
 
 def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
-    """The relative difference of every tensor of a recorded step, in order; infinite for what one side lacks."""
+    """The relative difference of every tensor of a recorded step, in order; infinite for what one side lacks.
+
+    Activations and batches are those that both have: not every implementation has all modules.
+    """
     x, y = (run.tensors(step) for run in (a, b))
+    x, y = (
+        {key: w for key, w in one.items() if key in other or not key.startswith(PARTLY)}
+        for one, other in ((x, y), (y, x))
+    )
     found = compare.states(x, y, zero_gradient)
     order = [key for key in in_order(y) if key in found]
     return {key: found[key] for key in [*order, *(found.keys() - set(order))]}
@@ -140,6 +148,6 @@ def search(look: Callable[[list[int]], list[Parting | None]], suspect: int) -> P
     low = 1
     while found and found.tensor.startswith("start/") and low < found.step:
         middle = (low + found.step) // 2
-        earlier = next(iter(look([middle])))
+        earlier = next(iter(look([middle])), None)
         low, found = (middle + 1, found) if earlier is None else (low, earlier)
     return found

@@ -1,7 +1,7 @@
 """A proof: the runs that it needs, made by their command lines, and the verdict over what they left behind."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config import ConfigError, Experiment, TrainingError, differences
 from parity_tests import bisect, compare, levels
 from parity_tests.bisect import Parting
-from parity_tests.run import JAX, REFERENCES, Run, command
+from parity_tests.run import JAX, REFERENCES, TRAIN, Run, command
 from parity_tests.verdict import Check, Verdict
 
 STEPS = 20
@@ -54,23 +54,51 @@ class Proof:
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> "Proof":
         """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
+        steps = min(experiment.train.steps, STEPS)
+        recorded = {step for step in RECORDED if step < steps} | {steps}
+        return cls(cls.shortened(experiment, steps, recorded), folder, device, reference)
+
+    @classmethod
+    def against(cls, reference: Run, experiment: Experiment, folder: Path, device: str = "auto") -> "Proof":
+        """The proof that `experiment` trains as the run folder of another loop did, over all of its steps.
+
+        Raises ConfigError when it is one of another experiment.
+        """
+        theirs = reference.experiment
+        if not experiment.data.fingerprint:
+            experiment = experiment.on_data(theirs.data.fingerprint)
+        for name, value, ours in differences(theirs, experiment):
+            raise ConfigError(
+                f"--against {reference.path} is a run with {name} = {value!r}, not {ours!r}; leave out --config and "
+                f"the proof takes that of the run, or give --{name} {value}"
+            )
+        steps = theirs.train.steps
+        proof = cls(cls.shortened(experiment, steps, reference.gradient_steps), folder, device, reference.side)
+        proof.done[reference.side, "policy"] = reference
+        return proof
+
+    @staticmethod
+    def shortened(experiment: Experiment, steps: int, recorded: Iterable[int]) -> Experiment:
+        """The first steps of an experiment under the schedule of them all, gradients of some kept, nothing else."""
         values = experiment.model_dump(exclude_none=True)
         values["optimizer"]["decay_steps"] = experiment.optimizer.decay_steps or experiment.train.steps
-        steps = min(experiment.train.steps, STEPS)
         values["train"] |= {"steps": steps, "validation_batches": 0}
         values["checkpoint"]["every"] = 0
-        values["record"] = {"steps": sorted({step for step in RECORDED if step < steps} | {steps})}
-        return cls(Experiment.parse(values, source="arguments"), folder, device, reference)
+        values["record"] = {"steps": sorted(recorded)}
+        return Experiment.parse(values, source="arguments")
 
     @property
     def sides(self) -> tuple[str, str]:
-        return JAX, REFERENCES[self.reference]
+        return JAX, REFERENCES.get(self.reference, self.reference)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the policy's own noise would hide a mistake: then that of reordered sums is measured as well."""
+        return self.experiment.precision.compute == "bfloat16"
 
     @property
     def kinds(self) -> list[str]:
-        """The noise of reordered sums is measured where float32 would not show a mistake."""
-        noisy = self.experiment.precision.compute == "bfloat16"
-        return [kind for kind in KINDS if kind != "reordered" or noisy]
+        return [kind for kind in KINDS if kind != "reordered" or (self.noisy and self.reference in REFERENCES)]
 
     @property
     def zero_gradient(self) -> bool:
@@ -78,7 +106,8 @@ class Proof:
 
     def needed(self) -> list[tuple[str, str]]:
         """(side, kind) of every run, in the order in which they are made."""
-        return [(side, kind) for kind in self.kinds for side in self.sides if kind != "perturbed" or side == JAX]
+        makes = self.sides if self.reference in REFERENCES else self.sides[:1]
+        return [(side, kind) for kind in self.kinds for side in makes if kind != "perturbed" or side == JAX]
 
     def config(self, kind: str, **more: dict[str, Any]) -> str:
         """The resolved config of a kind of run, as TOML; `more` are fields by section."""
@@ -118,7 +147,7 @@ class Proof:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(config, encoding="utf-8")
         line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
-        finish(f"{side}.train", *line)
+        finish(TRAIN[side], *line)
         return Run(side, path)
 
     def run(self, side: str, kind: str, start: Path) -> Run:
@@ -142,12 +171,17 @@ class Proof:
     def comparisons(self) -> list[Comparison]:
         """Mathematics: both sides on one device. Distribution: each side on the mesh and on one device."""
         jax, reference = self.sides
-        between = Comparison("mathematics", f"{jax} and {reference} on one device", (jax, "one"), (reference, "one"))
-        alone = [
-            Comparison("distribution", f"{side} on the mesh and on one device", (side, "mesh"), (side, "one"))
-            for side in self.sides
-        ]
-        return [between, *alone]
+        found = []
+        if (reference, "one") in self.done:
+            what = f"{jax} and {reference} on one device"
+            found.append(Comparison("mathematics", what, (jax, "one"), (reference, "one")))
+        elif self.experiment.precision.compute == "float64":
+            found.append(Comparison("mathematics", f"{jax} and {reference}", (jax, "policy"), (reference, "policy")))
+        for side in self.sides:
+            if (side, "mesh") in self.done:
+                what = f"{side} on the mesh and on one device"
+                found.append(Comparison("distribution", what, (side, "mesh"), (side, "one")))
+        return found
 
     @property
     def noise(self) -> levels.Noise:
@@ -157,17 +191,38 @@ class Proof:
         """All levels."""
         for level, what, a, b in self.comparisons():
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
-        policy, double = self.pair("policy"), self.pair("mesh")
-        yield from levels.precision(policy, double, self.pair("reordered") if "reordered" in self.kinds else None)
-        yield from levels.memory(*policy, self.experiment)
-        yield from levels.traffic(*policy, self.experiment)
+        policy, reordered = self.pair("policy"), self.pair("reordered") if "reordered" in self.kinds else None
+        a64 = self.done[JAX, "mesh"]
+        yield from levels.precision(policy, (a64, self.done.get((self.sides[1], "mesh"), a64)), reordered)
+        if self.measured("memory"):
+            yield from levels.memory(*policy, self.experiment)
+        least = policy[0].summary["least_bytes"]
+        for run in policy if self.measured("collectives") else policy[:1]:
+            yield from levels.traffic(run, least, self.experiment.parallel.strategy)
+
+    def measured(self, what: str) -> bool:
+        """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
+        ours, theirs = (run.summary for run in self.pair("policy"))
+        return bool(theirs.get(what)) and ours["mesh"] == theirs.get("mesh")
 
     def verdict(self) -> Verdict:
         """What the runs show."""
-        return Verdict(list(self.checks()), notes=list(self.notes()))
+        return Verdict(list(self.checks()), dict(self.open()), list(self.notes()))
+
+    def open(self) -> Iterator[tuple[str, str]]:
+        """Levels that the runs cannot decide, with the reason."""
+        if not any(comparison.level == "mathematics" for comparison in self.comparisons()) and self.noisy:
+            yield (
+                "mathematics",
+                f"{self.sides[1]} ran in {self.experiment.precision.policy}, whose noise hides a learning rate, eps or "
+                "clip that is a little off; give a run of it in fp64 or fp32",
+            )
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of a verdict's reach."""
+        for what in ("memory", "collectives") if self.experiment.parallel.mesh != "1x1" else ():
+            if not self.measured(what):
+                yield f"{what}: not compared, {self.sides[1]} has no figures for this mesh"
         if "reordered" in self.kinds:
             floor = levels.reordering(self.pair("policy"), self.pair("reordered"))
             yield (
@@ -198,6 +253,8 @@ class Proof:
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         """A run like that of `key`, up to the last of `steps`, of which everything is kept."""
         side, kind = key
+        if side not in (JAX, *REFERENCES.values()):
+            return self.done[key]
         path = self.folder / "bisect" / f"{side}-{kind}-{'-'.join(map(str, steps))}"
         config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})
         return Run(side, path) if path.exists() else self.train(side, config, path, "--init", str(start))
@@ -205,17 +262,18 @@ class Proof:
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Parting | None]:
         """Where two float64 runs part in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
-        return [bisect.exact(a, b, step, self.noise.tensors(step), self.zero_gradient) for step in steps]
+        return [bisect.exact(a, b, s, self.noise.tensors(s), self.zero_gradient) for s in steps if s in b.records]
 
     def look_at_policy(self, start: Path, steps: list[int]) -> list[Parting | None]:
         """Where, in each of `steps`, one side loses more than the policy explains."""
 
         def runs(side: str) -> tuple[Run, Run]:
-            return self.recorded((side, "policy"), steps, start), self.recorded((side, "mesh"), steps, start)
+            double = (side, "mesh") if (side, "mesh") in self.done else (JAX, "mesh")
+            return self.recorded((side, "policy"), steps, start), self.recorded(double, steps, start)
 
         a, b = map(runs, self.sides)
         rounding = ROUNDING[self.experiment.precision.compute]
-        return [bisect.cost(a, b, step, rounding, self.zero_gradient) for step in steps]
+        return [bisect.cost(a, b, step, rounding, self.zero_gradient) for step in steps if step in b[0].records]
 
 
 def finish(module: str, *arguments: str) -> None:

@@ -1,6 +1,7 @@
 """Runs of either side through their command lines, and what they left behind, under common names."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,14 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import read_metrics, read_record
+from jaxdist.config import ConfigError, Experiment, checkpoint_in, read_metrics, read_record
+from jaxdist.config.arguments import load
+from parity_tests import names
 
 Overrides = Mapping[str, Any]
 
 
+STATES = ("weights/", "exp_avg/", "exp_avg_sq/")
+METRICS = ("loss", "grad_norm", "learning_rate")
+
+
 @dataclass(frozen=True)
 class Run:
-    """A finished run folder."""
+    """A finished run folder. `side` is its name in a verdict; what wrote it is seen by its files."""
 
     side: str
     path: Path
@@ -30,23 +37,75 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+        """summary.json; empty where a loop of one's own wrote none."""
+        file = self.path / "summary.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
     @cached_property
     def states(self) -> dict[str, np.ndarray]:
-        """Weights and Adam moments of the newest checkpoint: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`."""
-        return {"jaxdist": _jax_states, "torch_ref": _torch_states}[self.side](self.path)
+        """Weights and Adam moments at the end: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`.
+
+        From the newest checkpoint of either backend; without one from the last record.
+        """
+        newest = checkpoint_in(self.path)
+        for marker, read in (("parameters", _jax_states), (".metadata", _torch_states)):
+            if (newest / marker).exists():
+                return read(self.path)
+        last = self.records[max(self.records)] if self.records else {}
+        return {name: a for name, a in last.items() if name.startswith(STATES)}
 
     @cached_property
     def records(self) -> dict[int, dict[str, np.ndarray]]:
         """The tensors kept of single steps, by step and `kind/name` (`jaxdist/config/record.py`)."""
         files = {int(file.stem): file for file in (self.path / "record").glob("*.safetensors")}
         records = {step: read_record(files[step]) for step in sorted(files)}
-        return {step: _under_torch_names(r) for step, r in records.items()} if self.side == "jaxdist" else records
+        return {step: self._renamed(record) for step, record in records.items()}
+
+    def _renamed(self, record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if names.is_jax(record):
+            return names.from_jax(record)
+        if names.is_hf(record):
+            model = self.experiment.model
+            return names.from_hf(record, model.family, model.layers)
+        return record
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The resolved config."""
+        return load(self.path / "config.toml", {})
+
+    def check(self) -> None:
+        """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""
+        if not (self.path / "config.toml").exists():
+            raise ConfigError(f"{self.path} is no run folder, it lacks config.toml; give the --output of a run")
+        steps, told = [record["step"] for record in self.metrics], self.experiment.train.steps
+        if steps != list(range(1, told + 1)):
+            raise ConfigError(
+                f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps where train.steps = {told}: the run was "
+                "cut short or its metrics are; finish it with --resume, or make it again"
+            )
+        for record in self.metrics:
+            for name in METRICS:
+                if not isinstance(record.get(name), int | float) or not math.isfinite(record[name]):
+                    raise ConfigError(
+                        f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
+                        "number is equal to nothing, mend it first"
+                    )
+        lacking = [kind for kind in STATES if not self.kept_states(kind.rstrip("/"))]
+        if lacking:
+            raise ConfigError(
+                f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
+                "README, 'A run of your own loop'"
+            )
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
         """The tensors of one kind in the record of a step; none without a record."""
         return {name: a for name, a in self.records.get(step, {}).items() if name.startswith(f"{kind}/")}
+
+    @property
+    def gradient_steps(self) -> list[int]:
+        """The steps of which gradients were kept."""
+        return [step for step in self.records if self.kept("gradient", step)]
 
     def kept_states(self, kind: str) -> dict[str, np.ndarray]:
         """The final weights or moments."""
@@ -59,10 +118,14 @@ class Run:
         return {name: a for name, a in self.records[step].items() if not name.startswith("scalar/")} | numbers
 
 
-METRICS = ("loss", "grad_norm", "learning_rate")
 JAX = "jaxdist"
-REFERENCES = {"torch": "torch_ref"}  # --against -> the package of its train command
 SIDES = (JAX, "torch_ref")
+REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against -> the side
+TRAIN = {  # side -> the module of its train command
+    JAX: "jaxdist.train",
+    "torch_ref": "torch_ref.train",
+    "transformers": "parity_tests.transformers_train",
+}
 
 
 def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
@@ -83,49 +146,13 @@ def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: s
     return Run(side, path)
 
 
-# JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
-LEAVES = {
-    "kernel": ("weight", True),
-    "embedding": ("weight", False),
-    "scale": ("weight", False),
-    "bias": ("bias", False),
-}
-
-
-def as_torch(parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """JAX's stacked, (in, out) parameters under torch's names, one per layer, (out, in)."""
-    named: dict[str, np.ndarray] = {}
-    for name, array in parameters.items():
-        module, _, leaf = name.rpartition(".")
-        new, transposed = LEAVES[leaf]
-        if module.startswith("layers."):
-            parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
-        else:
-            parts = {f"{module}.{new}": array}
-        named |= {key: w.T if transposed else w for key, w in parts.items()}
-    return named
-
-
-PARAMETERS = ("start", "gradient", "clipped", "exp_avg", "exp_avg_sq", "weights")  # kinds named by parameters
-
-
-def _under_torch_names(record: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A record of jaxdist with its parameters named, turned and taken apart as torch's."""
-    named: dict[str, np.ndarray] = {}
-    for key, array in record.items():
-        kind, _, name = key.partition("/")
-        renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
-        named |= {f"{kind}/{new}": a for new, a in renamed.items()}
-    return named
-
-
 def _jax_states(path: Path) -> dict[str, np.ndarray]:
     from jaxdist import checkpoint
 
     saved = checkpoint.read(path)
     adam = next(part for part in saved.optimizer if part and "mu" in part)
     trees = {"weights": saved.parameters, "exp_avg": adam["mu"], "exp_avg_sq": adam["nu"]}
-    return {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in as_torch(tree).items()}
+    return {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in names.as_torch(tree).items()}
 
 
 def _torch_states(path: Path) -> dict[str, np.ndarray]:

@@ -108,20 +108,21 @@ def loop(
     report: Report,
     meters: Iterable[AbstractContextManager[Any]],
 ) -> list[dict[str, Any]]:
-    """Steps `start + 1` to `train.steps`: a record per step. The second of them is taken within `meters`."""
+    """Steps `start + 1` to `train.steps`: what is logged of each. The second is taken within `meters`."""
     config, every = experiment.train, experiment.checkpoint.every
     tokens = config.batch * experiment.data.sequence
     recorder = Recorder(model, optimizer, experiment, mesh, folder)
-    # FSDP2 and DDP settle their order in the first step; a record takes memory and sends
-    measured = next((s for s in range(start + 2, config.steps) if s not in recorder.steps), config.steps)
+    # Not the first if there are others: FSDP2 and DDP settle their order in it. A record takes memory and sends.
+    candidates = (*range(start + 2, config.steps + 1), start + 1)
+    measured = next((s for s in candidates if s not in recorder.steps), None)
     records: list[dict[str, Any]] = []
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
         batch = fetch(dataset, experiment, mesh, step)
         with ExitStack() as measuring:
+            watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            watch = measuring.enter_context(recorder.watching(step, batch))
             values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
         seconds = time.perf_counter() - began
         check_finite(step, loss=values.loss, grad_norm=values.grad_norm)

@@ -1,6 +1,6 @@
 """What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
 
-from jaxdist.config.arguments import Arguments, parse
+from jaxdist.config.arguments import Arguments, load, parse
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import ConfigError, TrainingError, check_finite, exit_codes
 from jaxdist.config.experiment import (
@@ -17,7 +17,7 @@ from jaxdist.config.experiment import (
     Precision,
     Train,
 )
-from jaxdist.config.folder import RunFolder, check_writable, checkpoint_in, newest, read_metrics
+from jaxdist.config.folder import RunFolder, check_writable, checkpoint_in, differences, newest, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
 from jaxdist.config.record import Record, read_record, write_record
 
@@ -46,7 +46,9 @@ __all__ = [
     "check_shapes",
     "check_writable",
     "checkpoint_in",
+    "differences",
     "exit_codes",
+    "load",
     "newest",
     "parse",
     "read_metrics",

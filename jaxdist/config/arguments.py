@@ -35,6 +35,7 @@ FORGETS = {
 class Arguments:
     """What a training command was asked to do."""
 
+    config: Path | None
     experiment: Experiment
     device: str
     output: Path | None
@@ -180,4 +181,4 @@ def parse(
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
-    return Arguments(load(run.pop("config"), given), **run)
+    return Arguments(experiment=load(run["config"], given), **run)

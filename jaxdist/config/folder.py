@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,19 +52,12 @@ class RunFolder:
         begun = Experiment.parse(read_toml(file, "--output"), source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
-        before, now = (_flat(e.model_dump(exclude_none=True)) for e in (begun, self.experiment))
-        # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
-        for config in (before, now):
-            config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
-            if config["optimizer.decay"] == "constant":
-                del config["optimizer.decay_steps"]
-        for field in sorted(before.keys() | now.keys()):
-            if not field.startswith(FREE) and before.get(field) != now.get(field):
-                ends = "; train.steps is where the decay ends unless that is given" if "decay_steps" in field else ""
-                raise ConfigError(
-                    f"--output {self.path} holds a run with {field} = {before.get(field)!r}, not {now.get(field)!r}"
-                    f"{ends}; resume it with --{field} {before.get(field)}, or give another folder"
-                )
+        for field, before, now in differences(begun, self.experiment):
+            ends = "; train.steps is where the decay ends unless that is given" if "decay_steps" in field else ""
+            raise ConfigError(
+                f"--output {self.path} holds a run with {field} = {before!r}, not {now!r}"
+                f"{ends}; resume it with --{field} {before}, or give another folder"
+            )
 
     @property
     def checkpoints(self) -> Path:
@@ -163,6 +156,19 @@ def checkpoint_in(path: Path) -> Path:
     """A run folder stands for its newest whole checkpoint; any other path for itself."""
     step = newest(path / "checkpoints")
     return path if step is None else path / "checkpoints" / str(step)
+
+
+def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
+    """(field, a's value, b's) of what tells two experiments apart in what they train; FREE fields do not."""
+    before, now = (_flat(e.model_dump(exclude_none=True)) for e in (a, b))
+    # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
+    for config in (before, now):
+        config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
+        if config["optimizer.decay"] == "constant":
+            del config["optimizer.decay_steps"]
+    for field in sorted(before.keys() | now.keys()):
+        if not field.startswith(FREE) and before.get(field) != now.get(field):
+            yield field, before.get(field), now.get(field)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,111 @@
+"""Records under common names, those of torch_ref's modules and parameters: from jaxdist's and from Hugging Face's."""
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxdist.config.record import LOGITS
+from torch_ref.hf import TABLES as MODULES
+
+Arrays = dict[str, np.ndarray]
+PARAMETERS = ("start", "gradient", "clipped", "exp_avg", "exp_avg_sq", "weights")  # kinds named by parameters
+
+# JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
+LEAVES = {
+    "kernel": ("weight", True),
+    "embedding": ("weight", False),
+    "scale": ("weight", False),
+    "bias": ("bias", False),
+}
+
+# Modules that hold others, beside those with parameters, by family: ours -> Hugging Face's.
+CONTAINERS = {
+    "llama": {
+        "layers.#.attention": "model.layers.#.self_attn",
+        "layers.#.mlp": "model.layers.#.mlp",
+        "layers.#": "model.layers.#",
+    },
+    "gpt2": {
+        "layers.#.attention": "transformer.h.#.attn",
+        "layers.#.mlp": "transformer.h.#.mlp",
+        "layers.#": "transformer.h.#",
+    },
+}
+
+
+def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
+    """JAX's stacked, (in, out) parameters under torch's names, one per layer, (out, in)."""
+    named: Arrays = {}
+    for name, array in parameters.items():
+        module, _, leaf = name.rpartition(".")
+        new, transposed = LEAVES[leaf]
+        if module.startswith("layers."):
+            parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
+        else:
+            parts = {f"{module}.{new}": array}
+        named |= {key: w.T if transposed else w for key, w in parts.items()}
+    return named
+
+
+def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
+    """A record of jaxdist with its parameters named, turned and taken apart as torch's."""
+    named: Arrays = {}
+    for key, array in record.items():
+        kind, _, name = key.partition("/")
+        renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
+        named |= {f"{kind}/{new}": a for new, a in renamed.items()}
+    return named
+
+
+def is_jax(record: Mapping[str, np.ndarray]) -> bool:
+    """Whether a record's parameters have jaxdist's names."""
+    return any(key.endswith((".kernel", ".embedding")) for key in record)
+
+
+def is_hf(record: Mapping[str, np.ndarray]) -> bool:
+    """Whether a record's parameters have Hugging Face's names."""
+    return any(key.partition("/")[2].startswith(("model.", "transformer.")) for key in record)
+
+
+def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Arrays:
+    """A record in Hugging Face's names; what has no counterpart of ours is left out."""
+    kinds: dict[str, Arrays] = {}
+    for key, array in record.items():
+        kind, _, name = key.partition("/")
+        kinds.setdefault(kind, {})[name] = array
+    named: Arrays = {}
+    for kind, arrays in kinds.items():
+        if kind in PARAMETERS:
+            renamed = _parameters(arrays, family, layers)
+        else:
+            renamed = _activations(arrays, family) if kind.startswith("activation") else arrays
+        named |= {f"{kind}/{name}": a for name, a in renamed.items()}
+    return named
+
+
+def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
+    from jaxdist.convert.tables import TABLES  # imports jax, which most readers of records do not need
+
+    ours: Arrays = {}
+    for row in TABLES[family].rows:
+        theirs = row.names(layers)
+        if all(name in arrays for name in theirs):
+            tensors = [arrays[name] for name in theirs]
+            width = (tensors[0].T if row.transpose else tensors[0]).shape[-1] // len(row.ours)
+            ours |= row.to_ours(tensors, dict.fromkeys(row.ours, (width,)))
+    return as_torch(ours)
+
+
+def _activations(arrays: Arrays, family: str) -> Arrays:
+    """By module; what one module of theirs computes for several of ours is cut along its last axis."""
+    several: dict[str, list[str]] = {"": [LOGITS]}
+    for ours, theirs in (MODULES[family] | CONTAINERS[family]).items():
+        several.setdefault(theirs, []).append(ours)
+    named: Arrays = {}
+    for name, array in arrays.items():
+        layer = next(iter(re.findall(r"\.(\d+)(?:\.|$)", name)), "")
+        found = several.get(re.sub(r"\.\d+(?=\.|$)", ".#", name, count=1), [])
+        for new, part in zip(found, np.split(array, max(1, len(found)), axis=-1), strict=False):
+            named[new.replace("#", layer)] = part
+    return named

@@ -1,0 +1,316 @@
+"""Hugging Face's own implementation under DDP or FSDP2: the reference of `--against transformers`.
+
+`python -m parity_tests.transformers_train --init HF_FOLDER --output DIR` takes the arguments of `torch_ref.train`.
+Model, schedule, clip and optimizer are transformers' and torch's own, so that none of our mistakes is shared; ours are
+the batches, the start of the ranks and the run folder. Names in the records are transformers'.
+"""
+
+import logging
+import math
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+from jaxdist import __version__
+from jaxdist.config import ConfigError, Experiment, Optimizer, RunFolder, check_finite, exit_codes, parse, same_model
+from jaxdist.config.display import progress, say
+from jaxdist.config.hf import read_model
+from jaxdist.data import IGNORED, Dataset, open_dataset
+from torch_ref import launch
+from torch_ref.traffic import Traffic
+from torch_ref.train import fetch
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
+
+BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h"}
+Arrays = dict[str, np.ndarray]
+
+
+class Double(TorchFunctionMode):
+    """Makes float64 of every float32 that is asked for by name: transformers' norms, rotation and softmax ask for it.
+
+    Without it their float64 run would be off by 1.6e-7, and prove nothing smaller.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        wide = {torch.float32: torch.float64}
+        args = tuple(wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Check what can be checked by one process, then train in every rank."""
+    a = parse(sys.argv[1:] if argv is None else argv, "parity_tests.transformers_train", __doc__ or "")
+    if a.init is None or a.output is None:
+        raise ConfigError("--init HF_FOLDER and --output DIR are needed")
+    same_model(a.experiment.model, read_model(a.init), f"--init {a.init}")
+    experiment = on_batch_axes(a.experiment)
+    plan = launch.plan(experiment.parallel, a.device)
+    experiment.check_mesh(plan.axes)
+    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    folder = RunFolder(a.output, experiment)
+    launch.start(plan, partial(train, experiment.on_data(dataset.fingerprint), plan, dataset, a.init, folder))
+
+
+def on_batch_axes(experiment: Experiment) -> Experiment:
+    """The experiment, its mesh reduced to the axes that split the batch. Raises ConfigError for other strategies."""
+    parallel, precision = experiment.parallel, experiment.precision
+    if parallel.strategy not in ("ddp", "fsdp"):
+        raise ConfigError(
+            f"--strategy {parallel.strategy}: transformers is run under DDP or FSDP2; use --strategy ddp or fsdp"
+        )
+    if parallel.strategy == "ddp" and precision.compute == "bfloat16":
+        raise ConfigError("--precision bf16 under --strategy ddp would be autocast's, not the policy's; use fsdp")
+    axes = parallel.axes()
+    mesh = f"data={axes['data']},fsdp={axes['fsdp']}"
+    return experiment.model_copy(update={"parallel": parallel.model_copy(update={"mesh": mesh})})
+
+
+def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path, folder: RunFolder) -> None:
+    """One rank: model -> DDP or FSDP2 -> loop -> summary."""
+    double = experiment.precision.compute == "float64"
+    weights = {name: w for file in sorted(init.glob("*.safetensors")) for name, w in load_file(file).items()}
+    with launch.process_group(plan) as mesh, Double() if double else nullcontext():
+        plain = build(init, weights, experiment, mesh)
+        model = distribute(plain, experiment, mesh)
+        optimizer, schedule = optimizer_of(plain, experiment)
+        first = dist.get_rank() == 0
+        if first:
+            folder.create(experiment)
+            say(str(plan))
+        traffic = Traffic(mesh)
+        with progress(experiment.train.steps, 0) if first else nullcontext(lambda record: None) as show:
+            for step in range(1, experiment.train.steps + 1):
+                began = time.perf_counter()
+                with ExitStack() as stack:
+                    keep = Keeping(plain, optimizer, step, experiment)
+                    stack.enter_context(keep.activations())
+                    if step == measured(experiment):
+                        stack.enter_context(traffic)
+                    batch = fetch(dataset, experiment, mesh, step)
+                    values = train_step(model, optimizer, batch, experiment, mesh, keep)
+                    rate = schedule.get_last_lr()[0]
+                    schedule.step()
+                record = {"step": step, **values, "learning_rate": rate}
+                check_finite(step, **values)
+                tokens, seconds = experiment.train.batch * experiment.data.sequence, time.perf_counter() - began
+                record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+                kept = keep.after(mesh)
+                if first:
+                    folder.log(record)
+                    show(record)
+                    if kept:
+                        folder.record(step, kept)
+        held = memory(plain, optimizer)
+        if first:
+            folder.summarize(summary(experiment, plain, mesh, held, traffic))
+
+
+def measured(experiment: Experiment) -> int | None:
+    """The step whose traffic is counted: not the first, and none that is recorded."""
+    steps = range(2, experiment.train.steps)
+    return next((step for step in steps if step not in experiment.record.steps), None)
+
+
+def build(init: Path, weights: dict[str, Tensor], experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """transformers' model of a folder's config.json with these weights, in the dtype of the policy's parameters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = getattr(torch, str(experiment.precision.parameters))
+    config = AutoConfig.from_pretrained(init)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]:
+        raise ConfigError(f"--init {init}: missing {missing}, unexpected {unexpected}; give whole weights")
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.to(mesh.device_type).eval()  # no dropout
+
+
+def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """Under DDP, or sharded by FSDP2 block by block."""
+    sizes = [mesh[axis].size() for axis in ("data", "fsdp")]
+    if experiment.parallel.strategy == "ddp":
+        return DistributedDataParallel(model, process_group=mesh.get_group("data")) if sizes[0] > 1 else model
+    over = mesh["data", "fsdp"] if sizes[0] > 1 else mesh["fsdp"]
+    dtypes = [getattr(torch, str(d)) for d in (experiment.precision.compute, experiment.precision.reduce)]
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], cast_forward_inputs=False)
+    for block in model.get_submodule(BLOCKS[experiment.model.family]).children():
+        fully_shard(block, mesh=over, mp_policy=policy)
+    fully_shard(model, mesh=over, mp_policy=policy)
+    return model
+
+
+def optimizer_of(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
+    """torch's AdamW with decay on matrices, and transformers' schedule at its first step."""
+    o = experiment.optimizer
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False)
+    optimizer.step()  # without gradients: a schedule expects a step before its own
+    schedule = SCHEDULES[o.decay](optimizer, o, o.decay_steps or experiment.train.steps)
+    schedule.step()  # step 1 of a run is the schedule's second: its first has a learning rate of 0
+    return optimizer, schedule
+
+
+def _cosine(optimizer: Any, o: Optimizer, steps: int) -> Any:
+    from transformers import get_cosine_with_min_lr_schedule_with_warmup as schedule
+
+    return schedule(optimizer, o.warmup, steps, min_lr_rate=o.final)
+
+
+def _linear(optimizer: Any, o: Optimizer, steps: int) -> Any:
+    from transformers import get_polynomial_decay_schedule_with_warmup as schedule
+
+    return schedule(optimizer, o.warmup, steps, lr_end=o.final * o.learning_rate)
+
+
+def _constant(optimizer: Any, o: Optimizer, _: int) -> Any:
+    from transformers import get_constant_schedule_with_warmup as schedule
+
+    return schedule(optimizer, o.warmup)
+
+
+SCHEDULES: dict[str, Callable[[Any, Optimizer, int], Any]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+}
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, experiment: Experiment, mesh: DeviceMesh, keep: Any
+) -> dict[str, float]:
+    """Loss over the global batch's valid tokens, clip_grad_norm_, AdamW. DDP and FSDP2 average: times the ranks."""
+    optimizer.zero_grad()
+    ranks, parts = mesh.size(), experiment.train.accumulation
+    count = (batch.targets != IGNORED).sum()
+    dist.all_reduce(count)
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+    for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+        waits = isinstance(model, DistributedDataParallel) and i < parts - 1
+        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            logits = model(tokens).logits.float()
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (loss * (ranks / count)).backward()
+        total += loss.detach() / count
+    dist.all_reduce(total)
+    keep.gradients("gradient")
+    norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.optimizer.clip or math.inf, foreach=False)
+    keep.gradients("clipped")
+    optimizer.step()
+    return {"loss": total.item(), "grad_norm": float(whole(norm))}
+
+
+def whole(tensor: Tensor) -> np.ndarray:
+    """A tensor, gathered if it is sharded, on the host."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return (full.float() if full.dtype is torch.bfloat16 else full).detach().cpu().numpy().copy()
+
+
+class Keeping:
+    """What of one step goes into its record: gradients, or all; the last step's states in any case."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, experiment: Experiment):
+        self.model, self.optimizer = model, optimizer
+        self.recorded = step in experiment.record.steps
+        self.every = self.recorded and experiment.record.tensors == "all"
+        self.last = step == experiment.train.steps
+        self.arrays: Arrays = self.parameters("start") if self.every else {}
+        self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def parameters(self, kind: str) -> Arrays:
+        return {f"{kind}/{name}": whole(p) for name, p in self.model.named_parameters()}
+
+    def gradients(self, kind: str) -> None:
+        if self.recorded and (self.every or kind == "gradient"):
+            named = self.model.named_parameters()
+            self.arrays |= {f"{kind}/{name}": whole(p.grad) for name, p in named if p.grad is not None}
+
+    @contextmanager
+    def activations(self) -> Iterator[None]:
+        """Notes what every module returns, and its gradient."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules() if self.every else ():
+                stack.callback(module.register_forward_hook(partial(self._note, name)).remove)
+            yield
+
+    def _note(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        y = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+        if isinstance(y, Tensor) and y.requires_grad and y.ndim >= 3:
+            self.noted[f"activation/{name}"].append(y.detach().clone())
+            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(g.detach().clone()))
+
+    def after(self, mesh: DeviceMesh) -> Arrays:
+        """The record, whole on the first rank; called by all."""
+        for name, parts in self.noted.items():
+            local = torch.cat(parts)
+            rows = [torch.empty_like(local) for _ in range(mesh.size())]
+            dist.all_gather(rows, local.contiguous())
+            self.arrays[name] = whole(torch.cat(rows))
+        if self.every or self.last:
+            self.arrays |= self.parameters("weights")
+            for name, p in self.model.named_parameters():
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    self.arrays[f"{kind}/{name}"] = whole(self.optimizer.state[p][kind])
+        return self.arrays
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
+    """Bytes of this rank's pieces; gradients are as large as the parameters."""
+
+    def size(tensors: Iterator[Tensor]) -> int:
+        pieces = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+        return sum(t.numel() * t.element_size() for t in pieces)
+
+    states = (t for state in optimizer.state.values() for t in state.values())
+    parameters = size(model.parameters())
+    kinds = {"parameters": parameters, "gradients": parameters, "optimizer_state": size(states)}
+    return {**kinds, "temporary": None, "peak": None}
+
+
+def summary(
+    experiment: Experiment, model: nn.Module, mesh: DeviceMesh, held: dict[str, int | None], traffic: Traffic
+) -> dict[str, Any]:
+    """What of summary.json this run knows."""
+    import transformers
+
+    return {
+        "backend": "transformers",
+        "versions": {"jaxdist": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "devices": mesh.size(),
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "strategy": experiment.parallel.strategy,
+        "precision": experiment.precision.policy,
+        "memory": held,
+        "collectives": traffic.collectives(),
+    }
+
+
+if __name__ == "__main__":
+    exit_codes(main, quiet=launch.quiet())
