@@ -166,13 +166,19 @@ class KeyMapping:
             parts[ours].append(to_ours(row.transform, tensors[theirs], shape))
         return {name: np.stack(p) if name in stacked else p[0] for name, p in parts.items()}
 
-    def their_axes(self, shapes: Shapes) -> dict[str, int]:
-        """How many axes theirs has for each parameter of ours: torch's rules, as of decay, go by that."""
-        axes = {}
-        for ours, _, row, layer in self.pairs(shapes):
-            part = shapes[ours] if layer is None else shapes[ours][1:]
-            axes[ours] = len(row.shape if row.transform == RESHAPE else result(row.transform, part) or ())
-        return axes
+    def their_shapes(self, ours: Shapes) -> dict[str, Shape]:
+        """Their tensors' shapes from our parameters'. Raises ConfigError where a transform cannot be applied."""
+        found = {}
+        for pair in self.pairs(ours):
+            shape = ours[pair.ours] if pair.layer is None else ours[pair.ours][1:]
+            there = pair.row.shape if pair.row.transform == RESHAPE else result(pair.row.transform, shape)
+            if there is None:
+                raise ConfigError(
+                    f"{self.source}: {pair.ours} {shape} has {len(shape)} axes, which transform = "
+                    f"{pair.row.transform!r} is not for; give another"
+                )
+            found[pair.theirs] = there
+        return found
 
     def modules(self, shapes: Shapes) -> dict[str, Module]:
         """Modules of ours by path, and their counterpart: the module that holds exactly the same parameters.

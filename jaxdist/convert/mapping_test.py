@@ -258,9 +258,12 @@ class TestArrays:
         back = mapping.to_ours(tensors, {name: array.shape for name, array in parameters.items()})
         assert all(np.array_equal(back[name], parameters[name]) for name in parameters)
 
-    def test_their_axes(self) -> None:
+    def test_their_shapes(self) -> None:
         mapping = KeyMapping((Row("q.bias", "q.bias", "heads_bias"), Row("n.scale", "n.{layer}.weight")))
-        assert mapping.their_axes({"q.bias": (3, 4), "n.scale": (2, 5)}) == {"q.bias": 1, "n.scale": 1}
+        shapes = mapping.their_shapes({"q.bias": (3, 4), "n.scale": (2, 5)})
+        assert shapes == {"q.bias": (12,), "n.0.weight": (5,), "n.1.weight": (5,)}
+        with pytest.raises(ConfigError, match=r"q.bias \(3,\) has 1 axes, which transform = 'heads_bias' is not for"):
+            mapping.their_shapes({"q.bias": (3,), "n.scale": (2, 5)})
 
     def test_modules(self, torch_vit: Shapes) -> None:
         ours = VITS["big_vision"][1]
