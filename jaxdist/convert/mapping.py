@@ -185,7 +185,8 @@ class KeyMapping:
 
         Where several nested ones do, the innermost are paired first, since those own the parameters.
         """
-        paths = {(p.ours, p.row.theirs if p.row.stacked else p.theirs, p.row) for p in self.pairs(shapes)}
+        pairs = self.pairs(shapes)
+        paths = dict.fromkeys((p.ours, p.row.theirs if p.row.stacked else p.theirs, p.row) for p in pairs)
         held: tuple[dict[str, set[Any]], dict[str, set[Any]]] = (defaultdict(set), defaultdict(set))
         kernels: dict[str, str] = {}
         for ours, theirs, row in paths:

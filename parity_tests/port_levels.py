@@ -1,0 +1,165 @@
+"""What the runs of a port show, from their files: the levels of mathematics, precision and traffic; the bisection."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from parity_tests import compare
+from parity_tests.proof import DERIVED, EXACT, K
+from parity_tests.run import Run
+from parity_tests.verdict import Check
+
+FLOOR = {"loss": compare.LOSS, "grad_norm": compare.GRAD_NORM, "learning_rate": compare.LOSS}
+AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
+SENT = "on one device nothing is sent"
+# A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
+# what moves it is rounding. Such tensors are compared absolutely.
+STILL = 1e-6
+
+
+@dataclass(frozen=True)
+class PortRun(Run):
+    """A run folder of a port, whose records are under torch's names from either side."""
+
+    @cached_property
+    def records(self) -> dict[int, dict[str, np.ndarray]]:
+        """step -> `kind/name` -> array, in the order in which they arose."""
+        return {int(file.stem): _read(file) for file in sorted((self.path / "record").glob("*.safetensors"))}
+
+    @cached_property
+    def states(self) -> dict[str, np.ndarray]:
+        return self.kinds(max(self.records), "weights", "exp_avg", "exp_avg_sq")
+
+    def kinds(self, step: int, *kinds: str) -> dict[str, np.ndarray]:
+        return {n: a for n, a in self.records[step].items() if n.partition("/")[0] in kinds}
+
+
+def _read(file: Any) -> dict[str, np.ndarray]:
+    with safe_open(file, framework="numpy") as opened:
+        return {name: opened.get_tensor(name) for name in json.loads(opened.metadata()["order"])}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first tensor that leaves the noise: `tensor` is `kind/name`; `before` is the largest error ahead of it."""
+
+    step: int
+    tensor: str
+    error: float
+    bound: float
+    before: float
+
+    def __str__(self) -> str:
+        return (
+            f"The runs part at step {self.step}, {self.tensor}: it differs by {self.error:.2g}, noise is at most "
+            f"{self.bound:.2g}; what comes before it agrees to {self.before:.2g}."
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: repr(v) if v == float("inf") else v for key, v in asdict(self).items()}
+
+
+@dataclass
+class Findings:
+    """Two float64 runs, and a third that tells how far rounding has grown. `still`: parameters that do not train."""
+
+    a: PortRun
+    b: PortRun
+    perturbed: PortRun
+    still: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.still is None:
+            self.still = _still(self.a) & _still(self.b)
+
+    def errors(self, a: PortRun, b: PortRun, step: int, *kinds: str) -> dict[str, float]:
+        """The difference of every tensor of a record, in order; infinite for one that a side lacks."""
+        x, y = ((run.kinds(step, *kinds) if kinds else run.records[step]) for run in (a, b))
+        found = {}
+        for name in {**x, **y}:
+            measure = compare.absolute if name.partition("/")[2] in (self.still or ()) else compare.relative
+            found[name] = measure(x[name], y[name]) if name in x and name in y else float("inf")
+        return found
+
+    def noise(self, step: int) -> dict[str, float]:
+        """kind -> the bound of its tensors."""
+        largest: dict[str, float] = {}
+        for name, error in self.errors(self.a, self.perturbed, step).items():
+            kind = name.partition("/")[0]
+            largest[kind] = max(largest.get(kind, 0.0), error)
+        return {kind: max(K * error, compare.STATE) for kind, error in largest.items()}
+
+    def mathematics(self) -> Iterator[Check]:
+        """The common start, curves, and at each recorded step gradients, weights and moments."""
+        start = self.errors(self.a, self.b, 1, "start")
+        yield Check("mathematics", "starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
+        for name, floor in FLOOR.items():
+            if self.a.metrics[0][name] is not None:
+                curve = compare.curve(self.a.metrics, self.b.metrics, name)
+                grown = np.maximum.accumulate(compare.curve(self.a.metrics, self.perturbed.metrics, name))
+                bounds = np.maximum(K * grown, floor)
+                worst = int(np.argmax(curve / bounds))
+                why = EXACT if bounds[worst] == floor else AMPLIFIED
+                yield Check(
+                    "mathematics", f"{name} at step {worst + 1}", float(curve[worst]), float(bounds[worst]), why
+                )
+        for step in self.a.records:
+            noise = self.noise(step)
+            for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
+                if errors := self.errors(self.a, self.b, step, kind):
+                    tensor, value = compare.worst(errors)
+                    bound = noise.get(kind, compare.STATE)
+                    why = EXACT if bound == compare.STATE else AMPLIFIED
+                    yield Check(
+                        "mathematics", f"{kind} at step {step}, worst {tensor.partition('/')[2]}", value, bound, why
+                    )
+
+    def first_difference(self, step: int) -> Difference | None:
+        """The first tensor of a recorded step that leaves the noise; None where all agree.
+
+        Modules of equal weights may put out different things, as with or without the residual: what they put out
+        counts only where the loss, or the gradients, which follow from it, differ too.
+        """
+        noise, errors, before = self.noise(step), self.errors(self.a, self.b, step), 0.0
+        left = {n for n, error in errors.items() if not error <= noise.get(n.partition("/")[0], compare.STATE)}
+        for of_modules, result in (("activation/", "scalar/loss"), ("activation_gradient/", "gradient/")):
+            if not any(name.startswith(result) for name in left):
+                left = {name for name in left if not name.startswith(of_modules)}
+        for tensor, error in errors.items():
+            if tensor in left:
+                bound = noise.get(tensor.partition("/")[0], compare.STATE)
+                return Difference(step, tensor, error, bound, before)
+            if error <= noise.get(tensor.partition("/")[0], compare.STATE):
+                before = max(before, error)
+        return None
+
+
+def _still(run: PortRun) -> frozenset[str]:
+    """Parameters that hardly moved from the first recorded step to the last."""
+    first, last = run.records[min(run.records)], run.records[max(run.records)]
+    moved = {
+        name.removeprefix("weights/"): compare.absolute(w, first[f"start/{name.removeprefix('weights/')}"])
+        for name, w in last.items()
+        if name.startswith("weights/")
+    }
+    return frozenset(name for name, distance in moved.items() if distance <= STILL * max(moved.values()))
+
+
+def precision(a64: PortRun, b64: PortRun, a: PortRun, b: PortRun) -> Iterator[Check]:
+    """Both sides in float32: each step's losses against what float32 costs either side."""
+    between = compare.curve(a.metrics, b.metrics, "loss")
+    lost = compare.curve(a.metrics, a64.metrics, "loss") + compare.curve(b.metrics, b64.metrics, "loss")
+    bound = np.maximum(K * np.maximum.accumulate(lost), compare.LOSS)
+    worst = int(np.argmax(between / bound))
+    yield Check("precision", f"loss at step {worst + 1}", float(between[worst]), float(bound[worst]), DERIVED)
+
+
+def traffic(*runs: PortRun) -> Iterator[Check]:
+    """Bytes that a step sends."""
+    for run in runs:
+        yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
