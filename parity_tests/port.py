@@ -36,7 +36,9 @@ from parity_tests.port_levels import Difference, Findings, PortRun
 from parity_tests.sides import Batch, JaxLoss, JaxSide, JaxStep, Side, TorchLoss, TorchSide, TorchStep, Values, base
 from parity_tests.verdict import Verdict
 
-PERTURBATION = 64 * 2.0**-53  # of the starting weights: as much as a sum of some thousand terms may be off
+# Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
+# where a model computes in it whatever it is given.
+PERTURBATION = {False: 64 * 2.0**-53, True: 4 * 2.0**-24}
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
     "jax-float64": ("jax", "float64", False),
@@ -95,11 +97,10 @@ class Port:
         return {n: wide(np.asarray(a)) for n, a in flatten(self.jax_parameters).items()}
 
     def perturbed(self) -> dict[str, np.ndarray]:
-        random = np.random.default_rng(0)
+        random, size = np.random.default_rng(0), PERTURBATION[bool(self.narrow)]
 
         def off(array: np.ndarray) -> np.ndarray:
-            floating = array.dtype == np.float64
-            return array * (1 + PERTURBATION * random.standard_normal(array.shape)) if floating else array
+            return array * (1 + size * random.standard_normal(array.shape)) if array.dtype == np.float64 else array
 
         return {name: off(array) for name, array in self.start.items()}
 
@@ -139,6 +140,15 @@ class Port:
             elif here:
                 found[path] = name
         return found, missed
+
+    @cached_property
+    def narrow(self) -> dict[str, str]:
+        """Sides that compute in less than float64 in the float64 runs, and in which operation they first do."""
+        with jax.enable_x64(True):
+            jax_side = self.compiled["float64"].begin(self.start)
+            found = {"jax_loss": jax_side.narrow(self.batches[0])}
+        found["torch_loss"] = self.torch_side("float64", None).narrow(self.batches[0])
+        return {name: operation for name, operation in found.items() if operation}
 
     def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
         """Train one side on the batches, of which `steps` are recorded, into a run folder."""
@@ -216,6 +226,11 @@ class Port:
             yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
         if self.jax_loss is None or self.torch_loss is None:
             yield "Gradients and activations are not compared: give jax_loss and torch_loss to have them seen."
+        for name, operation in self.narrow.items():
+            yield (
+                f"{name} computes in less than float64 whatever it is given, first by {operation}: the bounds of the "
+                "mathematics are those of float32. Let the model keep the dtype of its input to have more excluded."
+            )
         if self.modules[1]:
             yield (
                 f"Outputs of {len(self.modules[1])} modules are not compared, since one side does not show them, or in "

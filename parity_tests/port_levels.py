@@ -15,7 +15,7 @@ from parity_tests.run import Run
 from parity_tests.verdict import Check
 
 FLOOR = {"loss": compare.LOSS, "grad_norm": compare.GRAD_NORM, "learning_rate": compare.LOSS}
-AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
+AMPLIFIED = f"{K} times what a change of the starting weights by a few roundings has become by then"
 SENT = "on one device nothing is sent"
 # A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
 # what moves it is rounding. Such tensors are compared absolutely.
@@ -86,13 +86,14 @@ class Findings:
             found[name] = measure(x[name], y[name]) if name in x and name in y else float("inf")
         return found
 
-    def noise(self, step: int) -> dict[str, float]:
-        """kind -> the bound of its tensors."""
-        largest: dict[str, float] = {}
-        for name, error in self.errors(self.a, self.perturbed, step).items():
-            kind = name.partition("/")[0]
-            largest[kind] = max(largest.get(kind, 0.0), error)
-        return {kind: max(K * error, compare.STATE) for kind, error in largest.items()}
+    def bounds(self, step: int) -> dict[str, float]:
+        """What each tensor may differ by: K times what rounding has done to it, or to the middle one of its kind."""
+        errors = self.errors(self.a, self.perturbed, step)
+        kinds: dict[str, list[float]] = {}
+        for name, error in errors.items():
+            kinds.setdefault(name.partition("/")[0], []).append(error)
+        middle = {kind: float(np.median(values)) for kind, values in kinds.items()}
+        return {n: max(K * error, K * middle[n.partition("/")[0]], compare.STATE) for n, error in errors.items()}
 
     def mathematics(self) -> Iterator[Check]:
         """The common start, curves, and at each recorded step gradients, weights and moments."""
@@ -109,11 +110,11 @@ class Findings:
                     "mathematics", f"{name} at step {worst + 1}", float(curve[worst]), float(bounds[worst]), why
                 )
         for step in self.a.records:
-            noise = self.noise(step)
+            bounds = self.bounds(step)
             for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
-                    tensor, value = compare.worst(errors)
-                    bound = noise.get(kind, compare.STATE)
+                    tensor, _ = compare.worst({n: e / bounds.get(n, compare.STATE) for n, e in errors.items()})
+                    value, bound = errors[tensor], bounds.get(tensor, compare.STATE)
                     why = EXACT if bound == compare.STATE else AMPLIFIED
                     yield Check(
                         "mathematics", f"{kind} at step {step}, worst {tensor.partition('/')[2]}", value, bound, why
@@ -125,16 +126,16 @@ class Findings:
         Modules of equal weights may put out different things, as with or without the residual: what they put out
         counts only where the loss, or the gradients, which follow from it, differ too.
         """
-        noise, errors, before = self.noise(step), self.errors(self.a, self.b, step), 0.0
-        left = {n for n, error in errors.items() if not error <= noise.get(n.partition("/")[0], compare.STATE)}
+        bounds, errors, before = self.bounds(step), self.errors(self.a, self.b, step), 0.0
+        outside = {n for n, error in errors.items() if not error <= bounds.get(n, compare.STATE)}
+        left = outside
         for of_modules, result in (("activation/", "scalar/loss"), ("activation_gradient/", "gradient/")):
             if not any(name.startswith(result) for name in left):
                 left = {name for name in left if not name.startswith(of_modules)}
         for tensor, error in errors.items():
             if tensor in left:
-                bound = noise.get(tensor.partition("/")[0], compare.STATE)
-                return Difference(step, tensor, error, bound, before)
-            if error <= noise.get(tensor.partition("/")[0], compare.STATE):
+                return Difference(step, tensor, error, bounds.get(tensor, compare.STATE), before)
+            if tensor not in outside:
                 before = max(before, error)
         return None
 

@@ -6,7 +6,7 @@ and by what modules put out. Nothing that computes is shared, as everywhere.
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxdist import optim, traffic
 from jaxdist.config import ConfigError, Optimizer
@@ -59,6 +61,9 @@ class Side(Protocol):
 
     def sent(self, batch: Batch) -> float:
         """Bytes that a step sends to other devices."""
+
+    def narrow(self, batch: Batch) -> str:
+        """The first operation of the loss whose result has fewer bits than the side's dtype, with it; empty if none."""
 
 
 class JaxSide:
@@ -204,6 +209,12 @@ class JaxSide:
         traced = jax.make_jaxpr(self.advance)(self.state, jax.tree.map(self.cast, batch))
         return math.fsum(collective.bytes for collective in traffic.count(traced))
 
+    def narrow(self, batch: Batch) -> str:
+        if self.loss is None:
+            return ""
+        traced = jax.make_jaxpr(self._loss)(self.parameters(), jax.tree.map(self.cast, batch))
+        return next(_narrow(traced.jaxpr, jnp.finfo(self.dtype).bits), "")
+
 
 class TorchSide:
     """torch in one dtype, from a copy of the module with the given tensors loaded."""
@@ -309,6 +320,45 @@ class TorchSide:
 
     def sent(self, batch: Batch) -> float:
         return 0.0  # there is no process group to send to
+
+    def narrow(self, batch: Batch) -> str:
+        if self.loss is None:
+            return ""
+        with _Narrow(torch.finfo(self.dtype).bits) as seen:
+            self.loss(copy.deepcopy(self.module), self.ready(batch))
+        return seen.first
+
+
+class _Narrow(TorchDispatchMode):
+    """Sees the first operation whose result has fewer than `bits`."""
+
+    def __init__(self, bits: int):
+        super().__init__()
+        self.bits, self.first = bits, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        for part in y if isinstance(y, tuple | list) else (y,):
+            floating = isinstance(part, Tensor) and part.is_floating_point()
+            if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
+                self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
+        return y
+
+
+def _narrow(jaxpr: Any, bits: int) -> Iterator[str]:
+    """Operations of a jaxpr, and of those within, whose result has fewer than `bits`."""
+    for equation in jaxpr.eqns:
+        inner = [part for value in equation.params.values() for part in jax.tree.leaves(value, is_leaf=_is_jaxpr)]
+        for part in filter(_is_jaxpr, inner):
+            yield from _narrow(getattr(part, "jaxpr", part), bits)
+        for variable in equation.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < bits:
+                yield f"{equation.primitive.name} in {dtype}"
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
