@@ -28,7 +28,7 @@ from torch import nn
 
 from jaxdist.config import ConfigError, Optimizer, check_finite, check_writable
 from jaxdist.config.display import say
-from jaxdist.convert.mapping import KeyMapping
+from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.trees import flatten, shapes
 from parity_tests import port_levels, report
@@ -139,6 +139,9 @@ class Port:
                 missed.append(path)
             elif here:
                 found[path] = name
+        if candidates:  # layers of a scan, which share one trace, cannot be seen one by one
+            stacked = {path: module.theirs for path, module in jax_side.layouts.items() if module.stacked}
+            missed += [path for path, name in stacked.items() if name.replace(LAYER, "0") in theirs]
         return found, missed
 
     @cached_property

@@ -315,6 +315,46 @@ class TestNarrow:
         assert port.narrow == {"torch_loss": "_to_copy in float32"}
 
 
+class Scanned(linen.Module):
+    """Three layers, stacked."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def layer(dense: linen.Module, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jnp.tanh(dense(x)), None  # type: ignore[operator]
+
+        scan = linen.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return linen.Dense(6, name="head")(scan(linen.Dense(6, name="layers"), x, None)[0])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class TestScan:
+    def test_equivalent(self, tmp_path: Path) -> None:
+        """Stacked parameters find their layers; a bias, a matrix when stacked, decays as little as torch's."""
+        model = Scanned()
+        port = square(
+            jax_parameters=model.init(jax.random.key(0), jnp.ones((1, 6))),
+            jax_loss=lambda v, b: jnp.mean((model.apply(v, b["x"]) - b["y"]) ** 2),
+            torch_module=Layers(),
+            mapping=None,
+        )
+        verdict, written = proved(port, tmp_path)
+        assert verdict.word == "equivalent"
+        assert written["notes"] == [
+            "Outputs of 1 modules are not compared, since one side does not show them, or in another shape: layers."
+        ]
+
+
 class TestOwnSteps:
     def test_equivalent(self, tmp_path: Path) -> None:
         port = square()
