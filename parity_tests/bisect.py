@@ -20,6 +20,7 @@ STAGES = {
     "batch": "{name} of the batch",
     "start": "{name} before the step",
     "activation": "{name}",
+    "scalar": "{name}",
     "loss": "the loss",
     "activation_gradient": "{name}, gradient of its output",
     "gradient": "{name}, gradient",

@@ -56,6 +56,11 @@ def test_comparison_needs_neither() -> None:
     assert tops(ROOT / "parity_tests/compare.py") <= {"collections", "typing", "numpy"}
 
 
+@pytest.mark.parametrize("name", ["mapping", "suggest", "transforms"])
+def test_key_mappings_need_neither(name: str) -> None:
+    assert not tops(ROOT / f"jaxdist/convert/{name}.py") & (JAX | {"torch"})
+
+
 def test_order_within_jaxdist() -> None:
     """config <- mesh <- sharding <- step <- train: nothing imports what comes after it; models never see a mesh."""
     order = ["mesh", "sharding", "step", "program", "train"]

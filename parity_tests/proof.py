@@ -193,7 +193,8 @@ class Proof:
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy, reordered = self.pair("policy"), self.pair("reordered") if "reordered" in self.kinds else None
         a64 = self.done[JAX, "mesh"]
-        yield from levels.precision(policy, (a64, self.done.get((self.sides[1], "mesh"), a64)), reordered)
+        double = a64, self.done.get((self.sides[1], "mesh"), a64)
+        yield from levels.precision(policy, double, self.experiment.precision.compute, reordered)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
         least = policy[0].summary["least_bytes"]

@@ -15,7 +15,10 @@ import numpy as np
 from jaxdist.config import ConfigError, check_writable, exit_codes, same_model
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say
+from jaxdist.convert import mapped
 from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.mapped import holds_tensors
+from jaxdist.convert.mapping import KeyMapping
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 # Files of a Hugging Face folder that say nothing of the weights, and go along to another one.
@@ -32,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> kind of the source -> read -> check -> cast -> write, or list."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
+    if a.mapping:
+        convert_by(KeyMapping.load(a.mapping), a)
+        return
     kind = kind_of(a.source)
     if a.inspect:
         inspect(a.source, kind, a.json)
@@ -42,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         wanted = load(a.model, {})
         same_model(wanted.model, experiment.model, str(a.source))
         experiment = wanted
-    parameters = {name: cast(name, array, a.dtype) for name, array in parameters.items()}
+    dtype = a.dtype or "float32"
+    parameters = {name: cast(name, array, dtype) for name, array in parameters.items()}
     with whole_or_nothing(a.target) as folder:
         KINDS[target].write(folder, experiment, parameters)
         if kind == target == "hf":
@@ -50,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for file in a.source.glob(pattern):
                     shutil.copy(file, folder)
     total = sum(array.nbytes for array in parameters.values())
-    say(f"wrote {len(parameters)} parameters, {megabytes(total)} in {a.dtype}, to {a.target}")
+    say(f"wrote {len(parameters)} parameters, {megabytes(total)} in {dtype}, to {a.target}")
 
 
 def arguments(argv: Sequence[str]) -> Any:
@@ -64,13 +71,25 @@ def arguments(argv: Sequence[str]) -> Any:
         "--to", choices=tuple(KINDS), help="kind of the target (default: the one that the source is not)"
     )
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default="float32", help="of the written weights (default float32)"
+        "--dtype", choices=tuple(DTYPES), help="of the written weights (default float32; with --mapping, as they are)"
     )
     parser.add_argument(
         "--model",
         type=user_path,
         metavar="CONFIG",
         help="a TOML file or shipped config that the weights must fit; Orbax keeps it",
+    )
+    parser.add_argument(
+        "--mapping",
+        type=user_path,
+        metavar="FILE",
+        help="convert a model of your own by this key mapping: an Orbax checkpoint of a pytree <-> safetensors",
+    )
+    parser.add_argument(
+        "--like",
+        type=user_path,
+        metavar="CHECKPOINT",
+        help="with --mapping, from safetensors: an Orbax checkpoint with the tree and shapes to write",
     )
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
     parser.add_argument("--json", action="store_true", help="with --inspect: print one JSON object")
@@ -81,7 +100,33 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
+    for option in ("to", "model", "inspect"):
+        if a.mapping and getattr(a, option):
+            raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
+    if a.like and not a.mapping:
+        raise ConfigError("--like belongs to --mapping; leave it out")
     return a
+
+
+def convert_by(mapping: KeyMapping, a: Any) -> None:
+    """Convert a model that is none of our families, in the direction that SOURCE tells. Raises ConfigError."""
+    theirs = holds_tensors(a.source)
+    if theirs != bool(a.like):
+        raise ConfigError(
+            f"SOURCE {a.source} is torch's: give --like, an Orbax checkpoint with the tree and shapes to write"
+            if theirs
+            else f"--like {a.like}: SOURCE {a.source} is no safetensors file or folder and has a tree; leave it out"
+        )
+
+    def to_dtype(name: str, array: np.ndarray) -> np.ndarray:
+        return cast(name, array, a.dtype) if a.dtype and array.dtype.kind not in "iub" else array
+
+    with whole_or_nothing(a.target) as partial:
+        if theirs:
+            written = mapped.to_ours(a.source, partial, mapping, a.like, to_dtype)
+        else:
+            written = mapped.to_theirs(a.source, partial, mapping, to_dtype, single=a.target.suffix == ".safetensors")
+    say(f"wrote {megabytes(written)} to {a.target}")
 
 
 def cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
@@ -103,12 +148,20 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
         raise ConfigError(f"TARGET {target} exists; give a folder that does not")
     check_writable(target, f"TARGET {target}")
     partial = target.parent / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     try:
         yield partial
         partial.rename(target)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder that may not be there."""
+    if path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def inspect(source: Path, kind: str, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from jaxdist.config import ConfigError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FRAMEWORK = {"format": "pt"}  # transformers refuses files whose metadata does not name one
 SHARD_BYTES = 5_000_000_000
 # The format's names of dtypes; what holds no weights is here to be listed.
 DTYPES = {
@@ -37,7 +38,7 @@ class Tensor(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a folder by name: `described` all at once, `read` one at a time. A context manager."""
+    """The tensors of a folder or a file by name: `described` all at once, `read` one at a time. A context manager."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when a file is missing or damaged, or a dtype unknown."""
@@ -65,6 +66,8 @@ class Tensors:
         return self._files[name].get_tensor(name)
 
     def _paths(self) -> list[Path]:
+        if self.folder.is_file():
+            return [self.folder]
         index = self.folder / INDEX
         if not index.exists():
             return [self.folder / SINGLE]
@@ -88,7 +91,7 @@ class Tensors:
 
 
 def write(folder: Path, described: Mapping[str, Tensor], read: Callable[[str], np.ndarray]) -> None:
-    """Write the described tensors as one file, or as shards of at most SHARD_BYTES and their index.
+    """Write the described tensors into `folder` as one file, or as shards of at most SHARD_BYTES and their index.
 
     A shard at a time is in memory. A tensor larger than a shard has one of its own.
     """
@@ -101,8 +104,7 @@ def write(folder: Path, described: Mapping[str, Tensor], read: Callable[[str], n
     if len(shards) == 1:
         files = [SINGLE]
     for file, shard in zip(files, shards, strict=True):
-        # transformers refuses files whose metadata does not name a framework.
-        save_file({name: read(name) for name in shard}, folder / file, metadata={"format": "pt"})
+        save_file({name: read(name) for name in shard}, folder / file, metadata=FRAMEWORK)
     if len(shards) > 1:
         places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(t.bytes for t in described.values())}, "weight_map": places}

@@ -1,0 +1,162 @@
+"""A user's own model between Orbax and safetensors by a key mapping: to the bit, whole or not at all."""
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxdist.config import ConfigError
+from jaxdist.convert import mapped
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.mapping import KeyMapping, Row
+from jaxdist.convert.trees import flatten, unflatten
+
+MAPPING = KeyMapping(
+    (
+        Row("block_{layer}.q.kernel", "blocks.{layer}.q.weight", "heads_out"),
+        Row("block_{layer}.norms.0", "blocks.{layer}.norm.weight"),
+        Row("scan.kernel", "stack.{layer}.weight", "transpose"),
+    ),
+    ours_only=("steps",),
+    theirs_only=("counter",),
+)
+
+
+def tree(seed: int = 0) -> dict[str, Any]:
+    random = np.random.default_rng(seed)
+
+    def draw(*shape: int) -> np.ndarray:
+        return random.normal(size=shape).astype(np.float32)
+
+    blocks = {f"block_{i}": {"q": {"kernel": draw(4, 2, 3)}, "norms": [draw(4)]} for i in range(2)}
+    return {"params": blocks | {"scan": {"kernel": draw(3, 4, 5)}, "steps": np.array([seed], np.int32)}}
+
+
+def save(path: Path, values: Any) -> Path:
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(path, values)
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A checkpoint, another of the same tree, and the mapping."""
+    MAPPING.save(tmp_path / "mapping.toml")
+    return save(tmp_path / "ours", tree()), save(tmp_path / "like", tree(1)), tmp_path / "mapping.toml"
+
+
+def same(a: Any, b: Any) -> bool:
+    x, y = flatten(a), flatten(b)
+    return list(x) == list(y) and all(x[n].dtype == y[n].dtype and x[n].tobytes() == y[n].tobytes() for n in x)
+
+
+@pytest.mark.parametrize("target", ["theirs.safetensors", "theirs"])
+def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    ours, like, mapping = files
+    main([str(ours), str(tmp_path / target), "--mapping", str(mapping)])
+    file = tmp_path / target / "model.safetensors" if target == "theirs" else tmp_path / target
+    tensors, saved = load_file(file), tree()["params"]
+    assert sorted(tensors) == sorted(
+        [f"blocks.{i}.{part}.weight" for i in range(2) for part in ("q", "norm")]
+        + [f"stack.{i}.weight" for i in range(3)]
+    )
+    assert np.array_equal(tensors["stack.2.weight"], saved["scan"]["kernel"][2].T)
+    assert np.array_equal(tensors["blocks.1.q.weight"], saved["block_1"]["q"]["kernel"].reshape(4, 6).T)
+    save_file(tensors | {"counter": np.ones(1, np.int64)}, file, metadata={"format": "pt"})
+    main([str(tmp_path / target), str(tmp_path / "back"), "--mapping", str(mapping), "--like", str(like)])
+    wanted = tree()
+    wanted["params"]["steps"] = tree(1)["params"]["steps"]  # ours alone: as `like` has it
+    assert same(mapped.read_tree(tmp_path / "back"), wanted)
+
+
+def test_dtype(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    ours, like, mapping = files
+    main([str(ours), str(tmp_path / "half.safetensors"), "--mapping", str(mapping), "--dtype", "bfloat16"])
+    half = load_file(tmp_path / "half.safetensors")
+    assert {tensor.dtype for tensor in half.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    save_file(half | {"counter": np.ones(1, np.int64)}, tmp_path / "half.safetensors")
+    arguments = ["--mapping", str(mapping), "--like", str(like), "--dtype", "float64"]
+    main([str(tmp_path / "half.safetensors"), str(tmp_path / "back"), *arguments])
+    back = flatten(mapped.read_tree(tmp_path / "back"))
+    assert back["steps"].dtype == np.int32 and back["scan.kernel"].dtype == np.float64
+
+
+@pytest.mark.parametrize("kind", ["manager", "items", "pytree", "nnx"])
+def test_whatever_orbax_wrote(kind: str, tmp_path: Path) -> None:
+    values: Any = tree()
+    if kind == "nnx":
+        values = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        save(tmp_path / "x", values)
+    elif kind == "pytree":
+        with ocp.PyTreeCheckpointer() as writer:
+            writer.save(tmp_path / "x", values)
+    else:
+        args = ocp.args.StandardSave(values)
+        items = {"params": args, "ema": ocp.args.StandardSave(tree(1))}
+        with ocp.CheckpointManager(tmp_path / "all") as manager:
+            manager.save(7, args=args if kind == "manager" else ocp.args.Composite(**items))
+            manager.wait_until_finished()
+        (tmp_path / "all" / "7").rename(tmp_path / "x")
+    read = flatten(mapped.read_tree(tmp_path / "x"))
+    assert list(read) == list(flatten(values)) and all(np.array_equal(read[n], x) for n, x in flatten(values).items())
+
+
+def test_names_of_trees() -> None:
+    """What all names have around them is left out, and what only some have is kept; the leaves find their way back."""
+    both = {"params": {"a": [1, 2]}, "batch_stats": {"m": 3}}
+    assert flatten(both) == {"batch_stats.m": 3, "params.a.0": 1, "params.a.1": 2}
+    assert list(flatten(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))))) == ["bias", "kernel"]
+    assert unflatten({"params": {"b": 0, "a": [0, 0]}}, {"a.0": 1, "b": 2, "a.1": 3}) == {
+        "params": {"b": 2, "a": [1, 3]}
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["ours", "new", "--mapping", "nowhere.toml"], r"mapping nowhere.toml: .*give a readable TOML file"),
+        (["nowhere", "new", "--mapping", "mapping.toml"], r"nowhere: neither; give a folder that ocp"),
+        (["ours", "like", "--mapping", "mapping.toml"], r"TARGET like exists"),
+        (["ours", "new", "--mapping", "short.toml"], r"short.toml: ours: scan.kernel, steps \(2 in all\) in no row"),
+        (["ours", "new", "--mapping", "bent.toml"], r"bent.toml: steps \(1,\) has 1 axes, .* 'transpose' is not for"),
+        (["ours", "new", "--mapping", "mapping.toml", "--like", "like"], r"--like like: SOURCE ours is no safetensors"),
+        (["theirs.safetensors", "new", "--mapping", "mapping.toml"], r"is torch's: give --like"),
+        (["theirs.safetensors", "new", "--mapping", "mapping.toml", "--like", "like"], r"row 1: theirs = .*: no such"),
+        (["cut.safetensors", "new", "--mapping", "mapping.toml", "--like", "like"], r"whole safetensors files"),
+        (["ours", "new", "--like", "like"], r"--like belongs to --mapping"),
+        (["ours", "new", "--mapping", "mapping.toml", "--to", "hf"], r"--to with --mapping"),
+    ],
+)  # fmt: skip
+def test_bad_input(
+    argv: list[str], says: str, files: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"blocks.0.q.weight": np.ones((6, 4), np.float32)}, tmp_path / "theirs.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "theirs.safetensors").read_bytes()[:-3])
+    KeyMapping(MAPPING.rows[:2]).save(tmp_path / "short.toml")
+    KeyMapping((*MAPPING.rows, Row("steps", "steps", "transpose"))).save(tmp_path / "bent.toml")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=says):
+        main(argv)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("target", ["new", "new.safetensors"])
+def test_nothing_half_written(
+    target: str, files: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any, path: Path, **__: Any) -> None:
+        path.write_text("half")
+        raise OSError("No space left on device")
+
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(mapped, "save_file", full)
+    monkeypatch.setattr("jaxdist.convert.safetensors_files.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        main([str(files[0]), str(tmp_path / target), "--mapping", str(files[2])])
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,81 @@
+"""How one parameter is laid out in JAX ("ours") and in torch ("theirs"): a table of invertible array transforms.
+
+Shape letters: I inputs, O outputs, D model, H heads, C head_dim, and the window W×H of a convolution.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Transform(NamedTuple):
+    """`axes[i]` are the axes of ours that, merged in this order, are axis i of theirs; None: all as they are.
+
+    `output` says how the output of a module with such a kernel differs: not at all, by `heads` that are an axis of
+    their own in ours, or by `channels` that come last in ours and after the batch in theirs.
+    """
+
+    axes: tuple[tuple[int, ...], ...] | None
+    output: str = "same"
+
+
+RESHAPE = "reshape"  # the one whose result does not follow from our shape: its row says it
+TRANSFORMS = {
+    "same": Transform(None),
+    "transpose": Transform(((1,), (0,))),  # Dense (I,O) <-> Linear (O,I)
+    "conv1d": Transform(((2,), (1,), (0,)), "channels"),  # (W,I,O) <-> (O,I,W)
+    "conv2d": Transform(((3,), (2,), (0,), (1,)), "channels"),  # (H,W,I,O) <-> (O,I,H,W)
+    "heads_out": Transform(((1, 2), (0,)), "heads"),  # DenseGeneral (D,H,C) <-> Linear (H·C,D)
+    "heads_bias": Transform(((0, 1),)),  # its bias (H,C) <-> (H·C,)
+    "heads_in": Transform(((2,), (0, 1))),  # DenseGeneral (H,C,D) <-> Linear (D,H·C)
+    "heads_first": Transform(((0, 2), (1,)), "heads"),  # an einsum's (H,D,C) <-> Linear (H·C,D)
+    RESHAPE: Transform(None),
+}
+
+
+def result(name: str, shape: Shape) -> Shape | None:
+    """The shape of theirs for one of ours; None where ours has another number of axes than the transform."""
+    axes = TRANSFORMS[name].axes
+    if axes is None:
+        return shape
+    if sorted(axis for group in axes for axis in group) != list(range(len(shape))):
+        return None
+    return tuple(math.prod(shape[axis] for axis in group) for group in axes)
+
+
+def fitting(ours: Shape, theirs: Shape) -> list[str]:
+    """Names of the transforms that turn one shape into the other; `reshape` only where axes of size 1 differ."""
+    fits = [name for name in TRANSFORMS if name != RESHAPE and result(name, ours) == theirs]
+    units = [tuple(size for size in shape if size != 1) for shape in (ours, theirs)]
+    return fits or ([RESHAPE] if units[0] == units[1] else [])
+
+
+def to_theirs(name: str, array: np.ndarray, shape: Shape = ()) -> np.ndarray:
+    """Ours -> theirs, contiguous, the same bits. `shape` is theirs, for `reshape`."""
+    if name == RESHAPE:
+        return np.ascontiguousarray(array).reshape(shape)
+    axes = TRANSFORMS[name].axes
+    if axes is not None:
+        merged = result(name, array.shape)
+        assert merged is not None, f"{name} of {array.shape}"
+        array = array.transpose([axis for group in axes for axis in group]).reshape(merged)
+    return array.copy(order="C")
+
+
+def to_ours(name: str, array: np.ndarray, shape: Shape) -> np.ndarray:
+    """Theirs -> ours of this shape, contiguous, the same bits."""
+    axes = TRANSFORMS[name].axes
+    if axes is None:
+        return np.ascontiguousarray(array).reshape(shape)
+    order = [axis for group in axes for axis in group]
+    return np.ascontiguousarray(array.reshape([shape[axis] for axis in order]).transpose(np.argsort(order)))
+
+
+def output_to_theirs(kind: str, array: np.ndarray) -> np.ndarray:
+    """The output of a module of ours, batch first, as theirs lays it out. `kind` is a `Transform.output`."""
+    if kind == "heads":
+        return array.reshape(*array.shape[:-2], -1)
+    return np.moveaxis(array, -1, 1) if kind == "channels" else array

@@ -1,0 +1,282 @@
+"""The proof for a user's own model: a JAX function, a torch module, a key mapping and batches; no config, no family.
+
+    Port(
+        jax_loss=lambda parameters, batch: ..., jax_parameters=parameters,
+        torch_loss=lambda module, batch: ..., torch_module=module,
+        mapping=KeyMapping.load(Path("mapping.toml")), batches=[{"images": ..., "labels": ...}, ...],
+    ).prove(Path("runs/port"))
+
+Both sides start from JAX's weights, carried over by the mapping, and train on the batches: in float64, where they must
+agree to rounding, and in float32, where they may differ by what float32 costs them. Each leaves a run folder; only the
+files are compared. The steps are AdamW by `optimizer`, or the user's own.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tomli_w
+import torch
+from torch import nn
+
+from jaxdist.config import ConfigError, Optimizer, check_finite, check_writable, write_record
+from jaxdist.config.display import say
+from jaxdist.convert.mapping import LAYER, KeyMapping
+from jaxdist.convert.suggest import Suggestion, suggest
+from jaxdist.convert.trees import flatten, shapes
+from parity_tests import levels, port_levels, report
+from parity_tests.bisect import Parting
+from parity_tests.port_levels import Findings, PortRun
+from parity_tests.sides import Batch, JaxLoss, JaxSide, JaxStep, Side, TorchLoss, TorchSide, TorchStep, Values, base
+from parity_tests.verdict import Verdict
+
+# Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
+# where a model computes in it whatever it is given.
+PERTURBATION = {False: 64 * 2.0**-53, True: 4 * 2.0**-24}
+# (side, dtype, whether the start is perturbed) of every run
+RUNS = {
+    "jax-float64": ("jax", "float64", False),
+    "torch-float64": ("torch", "float64", False),
+    "perturbed": ("jax", "float64", True),
+    "jax-float32": ("jax", "float32", False),
+    "torch-float32": ("torch", "float32", False),
+}
+
+
+@dataclass
+class Port:
+    """What a user has. `jax_parameters` is any pytree; each batch maps names to arrays; a step takes one batch.
+
+    Without a `mapping` it is suggested from names and shapes. Where that leaves names over, or rows unsure,
+    `suggest(shapes(parameters), torch_shapes(module)).save(path)` writes the file to edit.
+
+    With `jax_step` and `torch_step`, the user's own, `optimizer` is not used, and the losses, if given, serve to see
+    gradients and activations. Raises ConfigError where the parts do not fit together.
+    """
+
+    jax_parameters: Any
+    torch_module: nn.Module
+    mapping: KeyMapping | Suggestion | None
+    batches: Sequence[Batch]
+    jax_loss: JaxLoss | None = None
+    torch_loss: TorchLoss | None = None
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    jax_step: JaxStep | None = None
+    torch_step: TorchStep | None = None
+
+    def __post_init__(self) -> None:
+        if self.mapping is None:
+            self.mapping = suggest(shapes(self.jax_parameters), torch_shapes(self.torch_module))
+        if (self.jax_step is None) != (self.torch_step is None):
+            raise ConfigError("jax_step and torch_step belong together; give both, or neither for AdamW on both sides")
+        if self.jax_step is None and (self.jax_loss is None or self.torch_loss is None):
+            raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
+        if torch.distributed.is_initialized():
+            raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
+        if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
+            raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
+        self.keys.check(shapes(self.jax_parameters), torch_shapes(self.torch_module))
+
+    @property
+    def keys(self) -> KeyMapping:
+        mapping = self.mapping.mapping if isinstance(self.mapping, Suggestion) else self.mapping
+        assert mapping is not None
+        return mapping
+
+    # ---- runs
+
+    @cached_property
+    def start(self) -> dict[str, np.ndarray]:
+        """Our parameters as float64, by name."""
+        return {n: wide(np.asarray(a)) for n, a in flatten(self.jax_parameters).items()}
+
+    def perturbed(self) -> dict[str, np.ndarray]:
+        random, size = np.random.default_rng(0), PERTURBATION[bool(self.narrow)]
+
+        def off(array: np.ndarray) -> np.ndarray:
+            return array * (1 + size * random.standard_normal(array.shape)) if array.dtype == np.float64 else array
+
+        return {name: off(array) for name, array in self.start.items()}
+
+    def jax_side(self, dtype: str, modules: Mapping[str, str] | None) -> JaxSide:
+        rest = (self.jax_loss, self.optimizer, len(self.batches), self.jax_step, modules)
+        return JaxSide(self.jax_parameters, dtype, self.keys, *rest)
+
+    def torch_side(self, dtype: str, modules: Mapping[str, str] | None) -> TorchSide:
+        rest = (self.torch_loss, self.optimizer, len(self.batches), self.torch_step, modules)
+        return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest)
+
+    @cached_property
+    def compiled(self) -> dict[str, JaxSide]:
+        """JAX by dtype, compiled once for all runs."""
+        return {dtype: self.jax_side(dtype, self.modules[0]) for dtype in ("float64", "float32")}
+
+    def side(self, kind: str) -> Side:
+        """One side, ready for its first step; for float64 in JAX, with 64-bit numbers enabled."""
+        name, dtype, perturbed = RUNS[kind]
+        if name == "jax":
+            return self.compiled[dtype].begin(self.perturbed() if perturbed else self.start)
+        return self.torch_side(dtype, self.modules[0])
+
+    @cached_property
+    def modules(self) -> tuple[dict[str, str], list[str]]:
+        """Modules whose outputs both sides show, ours -> theirs, and those of ours of which they do not."""
+        with jax.enable_x64(False):
+            jax_side = self.jax_side("float32", None).begin(self.start)
+            ours = jax_side.seen(self.batches[0])
+        theirs = self.torch_side("float32", None).seen(self.batches[0])
+        candidates = jax_side.modules if self.jax_loss and self.torch_loss else {}
+        found, missed = {}, []
+        for path, name in candidates.items():
+            here, there = ({n: s for n, s in seen.items() if base(n) == name} for seen in (ours, theirs))
+            if here != there:
+                missed.append(path)
+            elif here:
+                found[path] = name
+        if candidates:  # layers of a scan, which share one trace, cannot be seen one by one
+            stacked = {path: module.theirs for path, module in jax_side.layouts.items() if module.stacked}
+            missed += [path for path, name in stacked.items() if name.replace(LAYER, "0") in theirs]
+        return found, missed
+
+    @cached_property
+    def narrow(self) -> dict[str, str]:
+        """Sides that compute in less than float64 in the float64 runs, and in which operation they first do."""
+        with jax.enable_x64(True):
+            jax_side = self.compiled["float64"].begin(self.start)
+            found = {"jax_loss": jax_side.narrow(self.batches[0])}
+        found["torch_loss"] = self.torch_side("float64", None).narrow(self.batches[0])
+        return {name: operation for name, operation in found.items() if operation}
+
+    def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
+        """Train one side on the batches, of which `steps` are recorded, into a run folder."""
+        name, dtype, _ = RUNS[kind]
+        until = until or len(self.batches)
+        folder.mkdir(parents=True)
+        settings = {"optimizer": self.optimizer.model_dump()} if self.jax_step is None else {}
+        config = {"train": {"steps": len(self.batches)}, "precision": {"parameters": dtype}, **settings}
+        (folder / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+        with jax.enable_x64(dtype == "float64"), (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
+            side = self.side(kind)
+            for step, batch in enumerate(self.batches[:until], 1):
+                before = self.before(side, batch) if step in steps else {}
+                began = time.perf_counter()
+                values = side.step(batch)
+                seconds = time.perf_counter() - began
+                check_finite(step, **values)
+                metrics.write(json.dumps({"step": step, **values, "step_seconds": seconds}) + "\n")
+                if step in steps:
+                    write_record(folder, step, before | self.after(side, values))
+            summary = {
+                "backend": name,
+                "precision": dtype,
+                "versions": {"jax": jax.__version__, "torch": torch.__version__, "numpy": np.__version__},
+                "parameters": sum(w.size for w in side.weights().values()),
+                "devices": 1,
+                "sent_bytes": side.sent(self.batches[0]),
+            }
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        return PortRun(name, folder)
+
+    def before(self, side: Side, batch: Batch) -> dict[str, np.ndarray]:
+        """What is seen of a step before it is taken."""
+        fields = {f"batch/{n}": wide(np.asarray(a)) for n, a in batch.items()}
+        return fields | {f"start/{n}": w for n, w in side.weights().items()} | side.observe(batch)
+
+    def after(self, side: Side, values: Values) -> dict[str, np.ndarray]:
+        """What a step has come to, in the order in which it does."""
+        told = {f"scalar/{name}": np.asarray(value) for name, value in values.items() if value is not None}
+        rate = {"scalar/learning_rate": told.pop("scalar/learning_rate")} if "scalar/learning_rate" in told else {}
+        return told | side.moments() | rate | {f"weights/{name}": w for name, w in side.weights().items()}
+
+    # ---- the proof
+
+    def prove(self, folder: Path) -> Verdict:
+        """Make the runs in `folder`, which must be new or empty, and judge. Writes verdict.json and report.html there.
+
+        Where the mathematics differ, the first step and tensor that do are found. Raises ConfigError, TrainingError.
+        """
+        check_writable(folder, f"folder {folder}")
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"folder {folder} is not empty; give another")
+        recorded = sorted({1, len(self.batches)})
+        runs = {kind: self.run(kind, folder / "runs" / kind, recorded) for kind in RUNS}
+        findings = Findings(runs["jax-float64"], runs["torch-float64"], runs["perturbed"])
+        double = runs["jax-float64"], runs["torch-float64"]
+        single = runs["jax-float32"], runs["torch-float32"]
+        checks = [
+            *findings.mathematics(),
+            *levels.precision(single, double, "float32"),
+            *port_levels.traffic(runs["jax-float32"], runs["torch-float32"]),
+        ]
+        failed = any(check.level == "mathematics" and not check.holds for check in checks)
+        parting = self.parting(folder / "bisection", findings) if failed else None
+        verdict = Verdict(checks, notes=list(self.notes()), parting=parting)
+        (folder / "verdict.json").write_text(json.dumps(verdict.as_json(), indent=2) + "\n", encoding="utf-8")
+        facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": "1"}
+        report.write(folder / "report.html", verdict, {"one": double, "mesh": double, "policy": single}, facts)
+        for line in (verdict.sentence, *verdict.notes):
+            say(line)
+        return verdict
+
+    def notes(self) -> Iterator[str]:
+        """What the checks could not look at."""
+        if self.jax_step is not None:
+            yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
+        if self.jax_loss is None or self.torch_loss is None:
+            yield "Gradients and activations are not compared: give jax_loss and torch_loss to have them seen."
+        for name, operation in self.narrow.items():
+            yield (
+                f"{name} computes in less than float64 whatever it is given, first by {operation}: the bounds of the "
+                "mathematics are those of float32. Let the model keep the dtype of its input to have more excluded."
+            )
+        if self.modules[1]:
+            yield (
+                f"Outputs of {len(self.modules[1])} modules are not compared, since one side does not show them, or in "
+                f"another shape: {', '.join(self.modules[1])}."
+            )
+        for name, side in (("JAX", self.keys.ours_only), ("torch", self.keys.theirs_only)):
+            if side:
+                yield f"In {name} alone, and not compared: {', '.join(side)}."
+        if isinstance(self.mapping, Suggestion) and self.mapping.unsure:
+            rows = ", ".join(f"{row.ours} -> {row.theirs}" for row in self.mapping.unsure)
+            yield f"The mapping was suggested, and these rows are unsure: {rows}."
+
+    def parting(self, folder: Path, findings: Findings) -> Parting | None:
+        """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.
+
+        A step that begins with equal weights and differs is the first. Each look makes the float64 runs anew up to a
+        step, with that step recorded.
+        """
+        agrees, differs = 0, len(self.batches)
+        found = findings.first_difference(differs)
+        known = {1: findings.first_difference(1), differs: found}
+        while differs - agrees > 1:
+            middle = 1 if agrees == 0 and differs == len(self.batches) else (agrees + differs) // 2
+            if middle not in known:
+                known[middle] = self.look(folder / str(middle), middle, findings)
+            if known[middle] is None:
+                agrees = middle
+            else:
+                differs, found = middle, known[middle]
+        return found
+
+    def look(self, folder: Path, step: int, findings: Findings) -> Parting | None:
+        kinds = ("jax-float64", "torch-float64", "perturbed")
+        a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in kinds)
+        return Findings(a, b, perturbed, findings.still).first_difference(step)
+
+
+def torch_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """name -> shape of a module's state dict: what `suggest` asks for."""
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def wide(array: np.ndarray) -> np.ndarray:
+    """Floating-point numbers as float64; others as they are."""
+    return array.astype(np.float64) if array.dtype.kind not in "iub" else array

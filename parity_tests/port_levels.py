@@ -1,0 +1,126 @@
+"""What the runs of a port show, from their files: the levels of mathematics, precision and traffic; the bisection."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from jaxdist.config import read_record
+from parity_tests import compare
+from parity_tests.bisect import Parting
+from parity_tests.compare import FLOOR, K
+from parity_tests.levels import AMPLIFIED, EXACT
+from parity_tests.run import Run
+from parity_tests.verdict import Check
+
+SENT = "on one device nothing is sent"
+# A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
+# what moves it is rounding. Such tensors are compared absolutely.
+STILL = 1e-6
+
+
+@dataclass(frozen=True)
+class PortRun(Run):
+    """A run folder of a port, whose records are under torch's names from either side."""
+
+    @cached_property
+    def records(self) -> dict[int, dict[str, np.ndarray]]:
+        """step -> `kind/name` -> array, in the order in which they arose."""
+        return {int(file.stem): read_record(file) for file in sorted((self.path / "record").glob("*.safetensors"))}
+
+    @cached_property
+    def states(self) -> dict[str, np.ndarray]:
+        return self.kinds(max(self.records), "weights", "exp_avg", "exp_avg_sq")
+
+    def kinds(self, step: int, *kinds: str) -> dict[str, np.ndarray]:
+        return {n: a for n, a in self.records[step].items() if n.partition("/")[0] in kinds}
+
+
+@dataclass
+class Findings:
+    """Two float64 runs, and a third that tells how far rounding has grown. `still`: parameters that do not train."""
+
+    a: PortRun
+    b: PortRun
+    perturbed: PortRun
+    still: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.still is None:
+            self.still = _still(self.a) & _still(self.b)
+
+    def errors(self, a: PortRun, b: PortRun, step: int, *kinds: str) -> dict[str, float]:
+        """The difference of every tensor of a record, in order; infinite for one that a side lacks."""
+        x, y = ((run.kinds(step, *kinds) if kinds else run.records[step]) for run in (a, b))
+        found = {}
+        for name in {**x, **y}:
+            measure = compare.absolute if name.partition("/")[2] in (self.still or ()) else compare.relative
+            found[name] = measure(x[name], y[name]) if name in x and name in y else float("inf")
+        return found
+
+    def bounds(self, step: int) -> dict[str, float]:
+        """What each tensor may differ by: K times what rounding has done to it, or to the middle one of its kind."""
+        errors = self.errors(self.a, self.perturbed, step)
+        kinds: dict[str, list[float]] = {}
+        for name, error in errors.items():
+            kinds.setdefault(name.partition("/")[0], []).append(error)
+        middle = {kind: float(np.median(values)) for kind, values in kinds.items()}
+        return {n: max(K * error, K * middle[n.partition("/")[0]], compare.STATE) for n, error in errors.items()}
+
+    def mathematics(self) -> Iterator[Check]:
+        """The common start, curves, and at each recorded step gradients, weights and moments."""
+        start = self.errors(self.a, self.b, 1, "start")
+        yield Check("mathematics", "starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
+        for name, floor in FLOOR.items():
+            if self.a.metrics[0][name] is not None:
+                curve = compare.curve(self.a.metrics, self.b.metrics, name)
+                grown = np.maximum.accumulate(compare.curve(self.a.metrics, self.perturbed.metrics, name))
+                value, bound = compare.furthest(curve, np.maximum(K * grown, floor))
+                yield Check("mathematics", name, value, bound, EXACT if bound == floor else AMPLIFIED)
+        for step in self.a.records:
+            bounds = self.bounds(step)
+            for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
+                if errors := self.errors(self.a, self.b, step, kind):
+                    tensor, _ = compare.worst({n: e / bounds.get(n, compare.STATE) for n, e in errors.items()})
+                    value, bound = errors[tensor], bounds.get(tensor, compare.STATE)
+                    why = EXACT if bound == compare.STATE else AMPLIFIED
+                    yield Check(
+                        "mathematics", f"{kind} at step {step}, worst {tensor.partition('/')[2]}", value, bound, why
+                    )
+
+    def first_difference(self, step: int) -> Parting | None:
+        """The first tensor of a recorded step that leaves the noise; None where all agree.
+
+        Modules of equal weights may put out different things, as with or without the residual: what they put out
+        counts only where the loss, or the gradients, which follow from it, differ too.
+        """
+        bounds, errors, before = self.bounds(step), self.errors(self.a, self.b, step), 0.0
+        outside = {n for n, error in errors.items() if not error <= bounds.get(n, compare.STATE)}
+        left = outside
+        for of_modules, result in (("activation/", "scalar/loss"), ("activation_gradient/", "gradient/")):
+            if not any(name.startswith(result) for name in left):
+                left = {name for name in left if not name.startswith(of_modules)}
+        for tensor, error in errors.items():
+            if tensor in left:
+                return Parting(step, tensor, error, bounds.get(tensor, compare.STATE), before)
+            if tensor not in outside:
+                before = max(before, error)
+        return None
+
+
+def _still(run: PortRun) -> frozenset[str]:
+    """Parameters that hardly moved from the first recorded step to the last."""
+    first, last = run.records[min(run.records)], run.records[max(run.records)]
+    moved = {
+        name.removeprefix("weights/"): compare.absolute(w, first[f"start/{name.removeprefix('weights/')}"])
+        for name, w in last.items()
+        if name.startswith("weights/")
+    }
+    return frozenset(name for name, distance in moved.items() if distance <= STILL * max(moved.values()))
+
+
+def traffic(*runs: PortRun) -> Iterator[Check]:
+    """Bytes that a step sends."""
+    for run in runs:
+        yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)

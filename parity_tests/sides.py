@@ -1,0 +1,380 @@
+"""A user's model on either side: its steps, and what is seen of one of them, under torch's names.
+
+Both sides have the same four methods. `observe` looks at a step without taking it: gradients of the loss by parameters
+and by what modules put out. Nothing that computes is shared, as everywhere.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jaxdist import optim, traffic
+from jaxdist.config import ConfigError, Optimizer
+from jaxdist.convert.mapping import KeyMapping
+from jaxdist.convert.transforms import output_to_theirs
+from jaxdist.convert.trees import flatten, shapes, unflatten
+from parity_tests.taps import jax_taps, torch_taps
+from torch_ref import optim as torch_optim
+
+Arrays = dict[str, np.ndarray]
+Batch = Mapping[str, np.ndarray]
+Values = dict[str, float | None]  # loss, grad_norm, learning_rate; None for what the user's own step does not tell
+JaxLoss = Callable[[Any, Any], jax.Array]
+TorchLoss = Callable[[nn.Module, Any], Tensor]
+
+
+class JaxStep(Protocol):
+    """A user's own step in JAX: `start(parameters)` makes its state, `parameters(state)` takes them out again."""
+
+    def start(self, parameters: Any) -> Any: ...
+    def step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]: ...
+    def parameters(self, state: Any) -> Any: ...
+
+
+TorchStep = Callable[[nn.Module], Callable[[Any], Tensor]]
+"""A user's own step in torch: made for a module, it takes a batch, updates the module and returns the loss."""
+
+
+class Side(Protocol):
+    """A model in training. Everything is numpy, under torch's names."""
+
+    def step(self, batch: Batch) -> Values: ...
+    def weights(self) -> Arrays: ...
+    def moments(self) -> Arrays:
+        """`exp_avg/<parameter>` and `exp_avg_sq/<parameter>`; nothing of a user's own optimizer."""
+
+    def observe(self, batch: Batch) -> Arrays:
+        """`activation/<module>`, `scalar/loss`, `activation_gradient/<module>` backward, `gradient/<parameter>`."""
+
+    def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
+        """The shapes of the activations that `observe` would find, by module."""
+
+    def sent(self, batch: Batch) -> float:
+        """Bytes that a step sends to other devices."""
+
+    def narrow(self, batch: Batch) -> str:
+        """The first operation of the loss whose result has fewer bits than the side's dtype, with it; empty if none."""
+
+
+class JaxSide:
+    """JAX in one dtype. Use it with 64-bit numbers enabled where that is float64."""
+
+    def __init__(
+        self,
+        tree: Any,
+        dtype: str,
+        mapping: KeyMapping,
+        loss: JaxLoss | None,
+        optimizer: Optimizer,
+        steps: int,
+        own: JaxStep | None = None,
+        modules: Mapping[str, str] | None = None,
+    ):
+        """`tree` has the structure and shapes of the parameters, whose values come with `begin`.
+
+        `modules`: of which outputs are noted, ours -> theirs; all that have a counterpart where it is not given.
+        """
+        self.tree, self.dtype, self.mapping, self.loss = tree, dtype, mapping, loss
+        self.shapes = shapes(tree)
+        self.layouts = mapping.modules(self.shapes)
+        found = {path: module.theirs for path, module in self.layouts.items() if not module.stacked}
+        self.modules = found if modules is None else modules
+        self.own, self.optimizer, self.steps = own, optimizer, steps
+        self.chain = self.adamw()
+        self.initial = jax.jit(self.chain.init)
+        self.advance: Any = jax.jit(self._advance) if own is None else own.step
+        self.look: Any = jax.jit(jax.value_and_grad(self._noted, argnums=(0, 1), has_aux=True))
+
+    def begin(self, parameters: Mapping[str, np.ndarray]) -> "JaxSide":
+        """Start from these parameters, ours by name; a second start compiles nothing anew."""
+        self.count = 0
+        named = {name: self.cast(array) for name, array in parameters.items()}
+        whole = unflatten(self.tree, named)
+        self.state: Any = (named, self.initial(named)) if self.own is None else self.own.start(whole)
+        return self
+
+    def cast(self, array: Any) -> jax.Array:
+        array = np.asarray(array)
+        return jnp.asarray(array if array.dtype.kind in "iub" else array.astype(self.dtype))
+
+    def adamw(self) -> optax.GradientTransformationExtraArgs:
+        """jaxdist's, with the decay of what is a matrix in torch: a bias [H, C] of ours is none."""
+        o, theirs = self.optimizer, self.mapping.their_shapes(self.shapes)
+        axes = {pair.ours: len(theirs[pair.theirs]) for pair in self.mapping.pairs(self.shapes)}
+        decays = {name: axes.get(name, len(shape)) >= 2 for name, shape in self.shapes.items()}
+        return optax.chain(
+            optim.clip_by_norm(o.clip),
+            optim.scale_by_adam(o.beta1, o.beta2, o.eps),
+            optax.add_decayed_weights(o.weight_decay, mask=decays),
+            optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, self.steps, count + 1)),
+        )
+
+    def _advance(self, state: Any, batch: Any) -> Any:
+        parameters, moments = state
+        loss, gradients = jax.value_and_grad(self._loss)(parameters, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients.values()))
+        updates, moments = self.chain.update(gradients, moments, parameters, norm=norm)
+        return (optax.apply_updates(parameters, updates), moments), (loss, norm)
+
+    def _loss(self, parameters: Mapping[str, jax.Array], batch: Any) -> jax.Array:
+        assert self.loss is not None
+        return self.loss(unflatten(self.tree, parameters), batch)
+
+    def step(self, batch: Batch) -> Values:
+        self.count += 1
+        self.state, told = self.advance(self.state, jax.tree.map(self.cast, batch))
+        if self.own is not None:
+            return {"loss": float(told), "grad_norm": None, "learning_rate": None}
+        loss, norm = map(float, told)
+        rate = optim.learning_rate(self.optimizer, self.steps, jnp.asarray(self.count))
+        return {"loss": loss, "grad_norm": norm, "learning_rate": float(rate)}
+
+    def parameters(self) -> dict[str, jax.Array]:
+        """Ours, by name."""
+        return self.state[0] if self.own is None else flatten(self.own.parameters(self.state))
+
+    def theirs(self, named: Mapping[str, Any], kind: str = "") -> Arrays:
+        tensors = self.mapping.to_theirs({name: np.asarray(array) for name, array in named.items()})
+        return {kind + name: tensor for name, tensor in tensors.items()}
+
+    def weights(self) -> Arrays:
+        return self.theirs(self.parameters())
+
+    def moments(self) -> Arrays:
+        if self.own is not None:
+            return {}
+        adam = next(part for part in self.state[1] if isinstance(part, optax.ScaleByAdamState))
+        return self.theirs(adam.mu, "exp_avg/") | self.theirs(adam.nu, "exp_avg_sq/")
+
+    def observe(self, batch: Batch) -> Arrays:
+        if self.loss is None:
+            return {}
+        ready = jax.tree.map(self.cast, batch)
+        outputs = self.outputs(ready)
+        zeros = {path: jnp.zeros(y.shape, y.dtype) for path, y in outputs.items()}
+        (loss, noted), (gradients, backward) = self.look(self.parameters(), zeros, ready)
+        found = {f"activation/{self.common(p)}": self.laid_out(p, noted[p]) for p in outputs}
+        found["scalar/loss"] = np.asarray(loss)
+        for path in reversed(outputs):
+            found[f"activation_gradient/{self.common(path)}"] = self.laid_out(path, backward[path])
+        return found | self.theirs(gradients, "gradient/")
+
+    def outputs(self, batch: Any) -> dict[str, Any]:
+        """Shapes of what the modules put out, in forward order, by our paths."""
+        seen: dict[str, Any] = {}
+
+        def look(parameters: Any, batch: Any) -> jax.Array:
+            with jax_taps(lambda path, y: seen.setdefault(path, y)):
+                return self._loss(parameters, batch)
+
+        jax.eval_shape(look, self.parameters(), batch)
+        return {p: jax.ShapeDtypeStruct(y.shape, y.dtype) for p, y in seen.items() if base(p) in self.modules}
+
+    def _noted(self, parameters: Any, probes: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss, and outputs with a probe of zeros added, whose gradient is the output's."""
+        noted: dict[str, jax.Array] = {}
+
+        def note(path: str, y: jax.Array) -> jax.Array:
+            if path in probes:
+                y = noted[path] = y + probes[path]
+            return y
+
+        with jax_taps(note):
+            return self._loss(parameters, batch), noted
+
+    def common(self, path: str) -> str:
+        """The name of theirs of an output of ours."""
+        return path.replace(base(path), self.modules[base(path)], 1)
+
+    def laid_out(self, path: str, array: Any) -> np.ndarray:
+        return output_to_theirs(self.layouts[base(path)].output, np.asarray(array))
+
+    def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
+        if self.loss is None:
+            return {}
+        found = self.outputs(jax.tree.map(self.cast, batch)).items()
+        return {self.common(path): self.laid_out(path, np.empty(y.shape, np.bool_)).shape for path, y in found}
+
+    def sent(self, batch: Batch) -> float:
+        traced = jax.make_jaxpr(self.advance)(self.state, jax.tree.map(self.cast, batch))
+        return math.fsum(collective.bytes for collective in traffic.count(traced))
+
+    def narrow(self, batch: Batch) -> str:
+        if self.loss is None:
+            return ""
+        traced = jax.make_jaxpr(self._loss)(self.parameters(), jax.tree.map(self.cast, batch))
+        return next(_narrow(traced.jaxpr, jnp.finfo(self.dtype).bits), "")
+
+
+class TorchSide:
+    """torch in one dtype, from a copy of the module with the given tensors loaded."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        start: Mapping[str, np.ndarray],
+        dtype: str,
+        loss: TorchLoss | None,
+        optimizer: Optimizer,
+        steps: int,
+        own: TorchStep | None = None,
+        modules: Mapping[str, str] | None = None,
+    ):
+        self.module = copy.deepcopy(module).to(getattr(torch, dtype))
+        self.dtype, self.names, self.loss = getattr(torch, dtype), list(start), loss
+        load(self.module, start)
+        self.modules = None if modules is None else set(modules.values())
+        self.optimizer, self.steps, self.count = optimizer, steps, 0
+        self.own = None if own is None else own(self.module)
+        o, trained = optimizer, [p for p in self.module.parameters() if p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": o.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False, fused=False
+        )
+
+    def ready(self, batch: Batch) -> dict[str, Tensor]:
+        """Floating-point fields in the dtype of the side, whole numbers as int64, which torch's losses ask for."""
+
+        def tensor(array: np.ndarray) -> Tensor:
+            t = torch.from_numpy(np.array(array))
+            return t.to(self.dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.long()
+
+        return {name: tensor(array) for name, array in batch.items()}
+
+    def step(self, batch: Batch) -> Values:
+        self.count += 1
+        if self.own is not None:
+            loss = torch.as_tensor(self.own(self.ready(batch))).detach()
+            return {"loss": float(loss), "grad_norm": None, "learning_rate": None}
+        assert self.loss is not None
+        self.adamw.zero_grad(set_to_none=True)
+        loss = self.loss(self.module, self.ready(batch))
+        loss.backward()
+        norm = torch_optim.clip(self.module.parameters(), self.optimizer.clip)
+        rate = torch_optim.learning_rate(self.optimizer, self.steps, self.count)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        return {"loss": float(loss.detach()), "grad_norm": float(norm), "learning_rate": rate}
+
+    def weights(self) -> Arrays:
+        tensors = self.module.state_dict()
+        return {name: tensors[name].numpy(force=True).copy() for name in self.names}
+
+    def moments(self) -> Arrays:
+        if self.own is not None:
+            return {}
+        found: Arrays = {}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for name in self.names:
+                if name in parameters and kind in self.adamw.state[parameters[name]]:
+                    found[f"{kind}/{name}"] = self.adamw.state[parameters[name]][kind].numpy(force=True).copy()
+        return found
+
+    def observe(self, batch: Batch) -> Arrays:
+        if self.loss is None:
+            return {}
+        module = copy.deepcopy(self.module)  # a look changes no buffer and no gradient
+        loss, noted, values = self.forward(module, batch)
+        trained = {n: p for n, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        targets = {f"activation_gradient/{n}": y for n, y in reversed(noted.items()) if y.requires_grad}
+        targets |= {f"gradient/{name}": trained[name] for name in self.names if name in trained}
+        gradients = torch.autograd.grad(loss, list(targets.values()), allow_unused=True, materialize_grads=True)
+        found = {f"activation/{name}": y for name, y in values.items()} | {"scalar/loss": loss}
+        found |= dict(zip(targets, gradients, strict=True))
+        return {name: tensor.detach().numpy(force=True).copy() for name, tensor in found.items()}
+
+    def forward(self, module: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The loss, what modules put out, and its values then: a later operation may change an output in place."""
+        assert self.loss is not None
+        noted: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
+
+        def note(path: str, y: Tensor) -> None:
+            if self.modules is None or base(path) in self.modules:
+                noted[path], values[path] = y, y.detach().clone()
+
+        with torch_taps(module, note):
+            return self.loss(module, self.ready(batch)), noted, values
+
+    def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
+        if self.loss is None:
+            return {}
+        with torch.no_grad():
+            _, _, values = self.forward(copy.deepcopy(self.module), batch)
+        return {path: tuple(y.shape) for path, y in values.items()}
+
+    def sent(self, batch: Batch) -> float:
+        return 0.0  # there is no process group to send to
+
+    def narrow(self, batch: Batch) -> str:
+        if self.loss is None:
+            return ""
+        with _Narrow(torch.finfo(self.dtype).bits) as seen:
+            self.loss(copy.deepcopy(self.module), self.ready(batch))
+        return seen.first
+
+
+class _Narrow(TorchDispatchMode):
+    """Sees the first operation whose result has fewer than `bits`."""
+
+    def __init__(self, bits: int):
+        super().__init__()
+        self.bits, self.first = bits, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = func(*args, **(kwargs or {}))
+        for part in y if isinstance(y, tuple | list) else (y,):
+            floating = isinstance(part, Tensor) and part.is_floating_point()
+            if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
+                self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
+        return y
+
+
+def _narrow(jaxpr: Any, bits: int) -> Iterator[str]:
+    """Operations of a jaxpr, and of those within, whose result has fewer than `bits`."""
+    for equation in jaxpr.eqns:
+        inner = [part for value in equation.params.values() for part in jax.tree.leaves(value, is_leaf=_is_jaxpr)]
+        for part in filter(_is_jaxpr, inner):
+            yield from _narrow(getattr(part, "jaxpr", part), bits)
+        for variable in equation.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < bits:
+                yield f"{equation.primitive.name} in {dtype}"
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
+    """Give the module these tensors. Raises ConfigError where two of them are one tensor of the module."""
+    held = module.state_dict()
+    with torch.no_grad():
+        for name, array in tensors.items():
+            held[name].copy_(torch.from_numpy(np.array(array)))
+        for name, array in tensors.items():
+            if not torch.equal(held[name], torch.from_numpy(np.array(array)).to(held[name].dtype)):
+                raise ConfigError(
+                    f"torch's {name} shares its memory with another tensor, but ours are two that differ; tie them in "
+                    "JAX, or untie them in torch"
+                )
+
+
+def base(path: str) -> str:
+    """A path without the number of its call."""
+    return path.partition("#")[0]
