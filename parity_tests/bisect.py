@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from parity_tests import compare
-from parity_tests.compare import K
 from parity_tests.run import Run
 
 Record = Mapping[str, np.ndarray]
@@ -119,14 +118,16 @@ def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parti
     return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
 
 
-def cost(a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, zero_gradient: bool) -> Parting | None:
-    """Where one side of a policy loses more than K times what the other does, each against its own float64 run.
+def cost(
+    a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, limit: float, zero_gradient: bool
+) -> Parting | None:
+    """Where one side of a policy loses more than `limit` times what the other does, each against its float64 run.
 
     `rounding` is that of the dtype that is computed in: a side that is exact by chance does not count as better.
     """
     x, y = (errors(run, run64, step, zero_gradient) for run, run64 in (a, b))
     worse = {tensor: max(x[tensor], y.get(tensor, np.inf)) for tensor in x}
-    return first(step, worse, {t: K * max(min(x[t], y.get(t, np.inf)), rounding) for t in x})
+    return first(step, worse, {t: limit * max(min(x[t], y.get(t, np.inf)), rounding) for t in x})
 
 
 def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:

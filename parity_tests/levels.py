@@ -19,8 +19,8 @@ AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings ha
 NUMBERS = 256  # bytes of the few scalars that cross devices
 DERIVED = f"{K} times what both runs differ from their own float64 runs until then"
 ALONE = f"a run without a float64 one of its own may lose {K} times what ours loses"
-# How much more one side may lose to a policy than the other, as sums are ordered and formulas written in many ways: half
-# of the bits to the next narrower arithmetic, 24 to TF32's 11 and 8 to float8's 4. Beyond lies something else's precision.
+# How much more one side may lose to a policy than the other, as sums are ordered and formulas written in many ways:
+# half of the bits to the next narrower arithmetic, 24 to TF32's 11 and 8 to float8's 4.
 HALFWAY = {"float32": 2.0 ** ((24 - 11) / 2), "bfloat16": 2.0 ** ((8 - 4) / 2)}
 LOSES = "the other side's loss against its own float64 run, and half of the bits to the next narrower arithmetic"
 REORDERED = f"{K} times what either side differs from itself when its sums are taken in another order"

@@ -273,8 +273,9 @@ class Proof:
             return self.recorded((side, "policy"), steps, start), self.recorded(double, steps, start)
 
         a, b = map(runs, self.sides)
-        rounding = ROUNDING[self.experiment.precision.compute]
-        return [bisect.cost(a, b, step, rounding, self.zero_gradient) for step in steps if step in b[0].records]
+        dtype = self.experiment.precision.compute
+        limit = levels.HALFWAY.get(dtype, 1), self.zero_gradient
+        return [bisect.cost(a, b, step, ROUNDING[dtype], *limit) for step in steps if step in b[0].records]
 
 
 def finish(module: str, *arguments: str) -> None:
