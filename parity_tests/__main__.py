@@ -34,22 +34,12 @@ NOT_EQUIVALENT = 3  # the exit code of any other verdict
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
-    reference = a.more["against"]
-    if reference in REFERENCES:
-        proof, init = Proof.of(a.experiment, check(a), a.device, reference), a.init
-    else:
-        theirs = Run(Path(reference).name, Path(reference))
-        theirs.check()
-        if a.config is None:  # that of the run, with what else was given
-            a = parse(["--config", str(theirs.path / "config.toml"), *argv], "parity_tests", __doc__ or "", OPTIONS)
-        proof, init = Proof.against(theirs, a.experiment, check(a), a.device), starting_weights(a, theirs)
+    proof, bisect, init = asked(list(sys.argv[1:] if argv is None else argv))
     start = proof.start(init)
     for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
         proof.run(side, kind, start)
     verdict = proof.verdict()
-    if a.more["bisect"] and verdict.failed:
+    if bisect and verdict.failed:
         say("looking for where the runs part ...")
         verdict = replace(verdict, parting=proof.parting(verdict, start))
     write(proof, verdict)
@@ -59,12 +49,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(NOT_EQUIVALENT)
 
 
-def starting_weights(a: Arguments, theirs: Run) -> Path:
-    """What another loop started from: `--init`, or the Hugging Face folder `start` in its run. Raises ConfigError."""
-    found = a.init or theirs.path / "start"
-    if not found.exists():
-        raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {found}")
-    return found
+def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
+    """The proof that the arguments ask for, whether where the runs part is, and the starting weights if given."""
+    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
+    reference = a.more["against"]
+    if reference in REFERENCES:
+        return Proof.of(a.experiment, check(a), a.device, reference), a.more["bisect"], a.init
+    theirs = Run(Path(reference).name, Path(reference))
+    theirs.check()
+    if a.config is None:  # that of the run, with what else was given
+        a = parse(["--config", str(theirs.path / "config.toml"), *argv], "parity_tests", __doc__ or "", OPTIONS)
+    init = a.init or theirs.path / "start"
+    if not init.exists():
+        raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")
+    return Proof.against(theirs, a.experiment, check(a), a.device), a.more["bisect"], init
 
 
 def check(a: Arguments) -> Path:
@@ -76,6 +74,10 @@ def check(a: Arguments) -> Path:
         raise ConfigError(f"--output {a.output} is not empty; give another folder")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
+    if a.more["against"] == "transformers":
+        from parity_tests.transformers_train import on_batch_axes
+
+        on_batch_axes(a.experiment)
     if missing := [name for name in ("torch", "matplotlib", "jinja2") if find_spec(name) is None]:
         raise ConfigError(f"{', '.join(missing)} missing: pip install 'jaxdist[torch,report]'")
     return a.output

@@ -90,13 +90,13 @@ def in_order(record: Record) -> Iterator[str]:
 def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
     """The relative difference of every tensor of a recorded step, in order; infinite for what one side lacks.
 
-    Activations and batches are those that both have: not every implementation has all modules.
+    Activations are those that both have, since not every implementation has all modules, and kinds those of which
+    both have some, since not every loop keeps them all.
     """
     x, y = (run.tensors(step) for run in (a, b))
-    x, y = (
-        {key: w for key, w in one.items() if key in other or not key.startswith(PARTLY)}
-        for one, other in ((x, y), (y, x))
-    )
+    kinds = {key.partition("/")[0] for key in x} & {key.partition("/")[0] for key in y}
+    lone = {key for key in x.keys() ^ y.keys() if key.startswith(PARTLY) or key.partition("/")[0] not in kinds}
+    x, y = ({key: w for key, w in tensors.items() if key not in lone} for tensors in (x, y))
     found = compare.states(x, y, zero_gradient)
     order = [key for key in in_order(y) if key in found]
     return {key: found[key] for key in [*order, *(found.keys() - set(order))]}

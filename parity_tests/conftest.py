@@ -69,6 +69,7 @@ def start(experiments: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         seed = run("jaxdist", folder / "jaxdist", config, single)
         convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
         folders["jaxdist", name] = seed.path
+        folders["transformers", name] = folder / "hf"
         folders["torch_ref", name] = run(
             "torch_ref", folder / "torch_ref", config, single, "--init", str(folder / "hf")
         ).path

@@ -141,7 +141,7 @@ def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: s
     """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
     flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
     line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
-    done = command(f"{side}.train", *line, xla_flags=xla_flags)
+    done = command(TRAIN[side], *line, xla_flags=xla_flags)
     assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return Run(side, path)
 

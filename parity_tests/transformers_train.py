@@ -216,7 +216,7 @@ def train_step(
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-            (loss * (ranks / count)).backward()
+            (loss * ranks / count).backward()
         total += loss.detach() / count
     dist.all_reduce(total)
     keep.gradients("gradient")
@@ -263,7 +263,9 @@ class Keeping:
         y = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
         if isinstance(y, Tensor) and y.requires_grad and y.ndim >= 3:
             self.noted[f"activation/{name}"].append(y.detach().clone())
-            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(g.detach().clone()))
+            # the loss was multiplied by the ranks, for DDP and FSDP2 to divide gradients by them
+            ranks = dist.get_world_size()
+            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(g.detach() / ranks))
 
     def after(self, mesh: DeviceMesh) -> Arrays:
         """The record, whole on the first rank; called by all."""

@@ -1,0 +1,249 @@
+"""References that are not ours: transformers' models, and the run folder of another loop."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+
+from jaxdist.config import ConfigError, Experiment, RunFolder, read_record, write_record
+from parity_tests import bisect, levels
+from parity_tests.__main__ import main
+from parity_tests.conftest import Runs
+from parity_tests.proof import Proof
+from parity_tests.run import JAX, Run
+from parity_tests.transformers_train import Double
+
+pytest.importorskip("transformers")
+
+EXAMPLE = Path(__file__).parent / "examples" / "own_loop.py"
+STEPS = 6
+RECORD = {"steps": STEPS, "optimizer.decay_steps": 20, "record.steps": f"1,{STEPS}", "record.tensors": "all"}
+ONE = {"mesh": "1x1"}
+MESHES = {
+    "fsdp": {"mesh": "2x1"},
+    "ddp": {"mesh": "2x1", "strategy": "ddp"},
+    "hybrid": {"mesh": "data=2,fsdp=2"},
+}
+
+
+def failed(a: Run, b: Run, model: str) -> list[str]:
+    noise = levels.Noise(a, a, zero_gradient=model == "gpt2")
+    return [check.name for check in levels.agreement("mathematics", "", a, b, noise) if not check.holds]
+
+
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "fsdp"), ("gpt2", "ddp")])
+def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None:
+    """Their Qwen3 (with a window and Llama 3's rotation) and GPT-2, in float64: as close as our own twin."""
+    ours = runs(JAX, model, ONE | RECORD)
+    theirs = runs("transformers", model, MESHES[mesh] | RECORD)
+    assert failed(ours, theirs, model) == []
+    for step in (1, STEPS):
+        errors = bisect.errors(ours, theirs, step, zero_gradient=model == "gpt2")
+        assert sum(name.startswith("activation/") for name in errors) >= 20
+        assert bisect.exact(ours, theirs, step, 1e-10, model == "gpt2") is None
+
+
+def test_a_mistake_is_seen_against_transformers(runs: Runs) -> None:
+    wrong = runs(JAX, "llama", ONE | RECORD | {"optimizer.eps": 1e-7})
+    theirs = runs("transformers", "llama", MESHES["fsdp"] | RECORD)
+    assert "loss" in failed(wrong, theirs, "llama")
+    found = bisect.exact(wrong, theirs, 1, 1e-10, zero_gradient=False)
+    assert found and found.tensor == "weights/embed.weight"
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "dim": 48, "head_dim": 4},
+    "llama tied": {"tied": True, "dim": 48, "head_dim": 4},
+    "llama 3": {"rope_scaling": "llama3", "rope_original_positions": 16, "dim": 48, "head_dim": 4},
+    "mistral": {"window": 7},
+    "qwen2": {"qkv_bias": True, "window": 7},
+    "qwen3": {"qk_norm": True},
+    "gpt2": {"family": "gpt2", "heads": 4},
+    "gpt2 untied": {"family": "gpt2", "heads": 4, "tied": False},
+}
+SIZES = {"layers": 2, "dim": 40, "hidden": 56, "vocab": 256, "positions": 64, "init_std": 0.1}
+LLAMA = {"family": "llama", "heads": 12, "kv_heads": 4, "head_dim": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_transformers(tmp_path: Path, family: str, mesh: str) -> None:
+    model = SIZES | ({} if "gpt2" in family else LLAMA) | FAMILIES[family]
+    values = {
+        "model": model,
+        "data": {"sequence": 32},
+        "train": {"steps": STEPS, "batch": 8},
+        "optimizer": {"warmup": 2, "clip": 0.5, "learning_rate": 0.01},
+        "precision": {"policy": "fp64"},
+        "parallel": MESHES[mesh],
+    }
+    proof = Proof.of(Experiment.parse(values, source="test"), tmp_path, "cpu", "transformers")
+    start = proof.start()
+    for side, kind in proof.needed():
+        proof.run(side, kind, start)
+    verdict = proof.verdict()
+    assert verdict.word == "equivalent", verdict.failed
+
+
+def test_float32_by_name_is_float64_within() -> None:
+    x = torch.ones(3, dtype=torch.float64) / 3
+    with Double():
+        found = [x.float(), x.to(torch.float32), x.type(torch.float32), torch.zeros(3, dtype=torch.float32) + x]
+        found.append(torch.softmax(x, 0, dtype=torch.float32))
+    assert all(y.dtype == torch.float64 for y in found) and x.float().dtype == torch.float32
+
+
+# ---- the run folder of another loop
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(config, run folder) of the example, a PyTorch loop with transformers' Llama in float32."""
+    folder = tmp_path_factory.mktemp("loop")
+    values = {
+        "model": SIZES | LLAMA | FAMILIES["llama"],
+        "data": {"sequence": 32},
+        "train": {"steps": STEPS, "batch": 8},
+        "optimizer": {"warmup": 2, "clip": 0.5, "learning_rate": 0.01},
+    }
+    config = folder / "config.toml"
+    config.write_text(tomli_w.dumps(values), encoding="utf-8")
+    made = Proof.of(Experiment.parse(values, source="test"), folder)
+    start, run = made.start(), folder / "run"
+    command = [sys.executable, str(EXAMPLE), str(config), str(start), str(run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(start, run / "start")
+    return config, run
+
+
+def test_the_example_is_short() -> None:
+    lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
+    assert sum(line.endswith("# <-") for line in lines) <= 10
+    assert sum(bool(line) for line in lines) - lines.index('"""', 1) <= 35
+
+
+def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
+    _, run = loop
+    main(["--against", str(run), "--output", str(tmp_path / "proof"), "--device", "cpu"])
+    verdict = json.loads((tmp_path / "proof" / "verdict.json").read_text(encoding="utf-8"))
+    assert verdict["verdict"] == "equivalent"
+    assert (tmp_path / "proof" / "report.html").stat().st_size > 10_000
+
+    # The same with weights that are a little off at the end, and with a loss that is.
+    def judged(change: Callable[[Path], None]) -> set[str]:
+        wrong = tmp_path / change.__name__
+        shutil.copytree(run, wrong)
+        change(wrong)
+        reference = Run("wrong", wrong)
+        proof = Proof.against(reference, reference.experiment, tmp_path / "unused")
+        for kind in proof.kinds:
+            proof.done[JAX, kind] = Run(JAX, tmp_path / "proof" / "runs" / f"{JAX}-{kind}")
+            if not proof.done[JAX, kind].path.exists():  # on one device the mesh is no run of its own
+                proof.done[JAX, kind] = proof.done[JAX, "one"]
+        return {check.name.partition(":")[0] for check in proof.verdict().failed}
+
+    def weights(folder: Path) -> None:
+        record = read_record(folder / "record" / f"{STEPS}.safetensors")
+        random = np.random.default_rng(0)
+        off = {n: a * (1 + 1e-4 * random.standard_normal(a.shape)).astype(a.dtype) for n, a in record.items()}
+        write_record(folder, STEPS, off)
+
+    def loss(folder: Path) -> None:
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.dumps(record | {"loss": record["loss"] * (1 + 1e-4)}) for record in records]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    assert judged(weights) == {"weights at the end"}
+    assert judged(loss) == {"loss"}
+
+
+def cut(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("\n".join(metrics.read_text(encoding="utf-8").splitlines()[:-1]) + "\n", encoding="utf-8")
+
+
+def half_a_line(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+
+
+def not_a_number(run: Path) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records[3]["loss"] = math.nan
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n", encoding="utf-8")
+
+
+def no_states(run: Path) -> None:
+    shutil.rmtree(run / "record")
+
+
+def no_numbers(run: Path) -> None:
+    (run / "record" / f"{STEPS}.safetensors").write_bytes(b"no safetensors")
+
+
+def no_start(run: Path) -> None:
+    shutil.rmtree(run / "start")
+
+
+def no_config(run: Path) -> None:
+    (run / "config.toml").unlink()
+
+
+BAD: dict[Callable[[Path], None], str] = {
+    cut: "has 5 whole steps where train.steps = 6",
+    half_a_line: "has 5 whole steps where train.steps = 6",
+    not_a_number: "loss = nan at step 4",
+    no_states: "neither a checkpoint nor a record of weights/",
+    no_numbers: "is damaged",
+    no_start: "give the weights that it started from by --init",
+    no_config: "is no run folder, it lacks config.toml",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_a_folder_that_cannot_be_judged(
+    loop: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Exit 2 with a sentence, and nothing is written."""
+    run, output = tmp_path / "run", tmp_path / "proof"
+    shutil.copytree(loop[1], run)
+    damage(run)
+    with pytest.raises(ConfigError, match=BAD[damage]):
+        main(["--against", str(run), "--output", str(output)])
+    assert not output.exists()
+
+
+def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path) -> None:
+    config, run = loop
+    line = ["--against", str(run), "--output", str(tmp_path / "proof"), "--config", str(config)]
+    with pytest.raises(ConfigError, match=r"is a run with optimizer.learning_rate = 0.01, not 0.02"):
+        main([*line, "--optimizer.learning_rate", "0.02"])
+    with pytest.raises(ConfigError, match="is no run folder"):
+        main(["--against", str(tmp_path / "nowhere"), "--output", str(tmp_path / "proof")])
+
+
+def test_transformers_under_other_strategies(tmp_path: Path) -> None:
+    for more in (["--strategy", "zero1"], ["--strategy", "ddp", "--precision", "bf16"]):
+        with pytest.raises(ConfigError, match="--strategy"):
+            main(["--against", "transformers", "--mesh", "2x1", "--output", str(tmp_path / "proof"), *more])
+
+
+def test_a_run_folder_by_hand(tmp_path: Path) -> None:
+    """What a loop writes through RunFolder is what the proof reads."""
+    experiment = Experiment.parse({"train": {"steps": 1}}, source="test")
+    folder = RunFolder(tmp_path / "run", experiment)
+    folder.create(experiment)
+    folder.log({"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1})
+    folder.record(1, {f"{kind}/w": np.ones(2) for kind in ("weights", "exp_avg", "exp_avg_sq")})
+    Run("mine", folder.path).check()
