@@ -14,6 +14,7 @@ from parity_tests.run import Run
 
 Record = Mapping[str, np.ndarray]
 
+CARRIED = ("start/", "exp_avg/", "exp_avg_sq/")  # what a step has from the one before
 PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
     "batch": "{name} of the batch",
@@ -148,7 +149,7 @@ def search(look: Callable[[list[int]], list[Parting | None]], suspect: int) -> P
     """
     found = next(filter(None, look(sorted({max(1, suspect - 1), suspect}))), None)
     low = 1
-    while found and found.tensor.startswith("start/") and low < found.step:
+    while found and found.tensor.startswith(CARRIED) and low < found.step:
         middle = (low + found.step) // 2
         earlier = next(iter(look([middle])), None)
         low, found = (middle + 1, found) if earlier is None else (low, earlier)

@@ -1,17 +1,19 @@
 """Both sides record the same tensors under the same names; a mistake is named where it was made."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxdist.config import load
+from jaxdist.config import ConfigError, load
 from parity_tests import bisect, transformers_train
 from parity_tests.cases import MESHES, VARIANTS
 from parity_tests.conftest import Runs
-from parity_tests.run import SIDES
+from parity_tests.proof import Proof
+from parity_tests.run import JAX, SIDES, Run
 
-RECORD = {"steps": 4, "optimizer.decay_steps": 20, "record.steps": "1,3", "record.tensors": "all"}
+RECORD = {"steps": 4, "optimizer.decay_steps": 20, "record.steps": "1,2,3,4", "record.tensors": "all"}
 NOISE = 1e-10
 
 # one side's config -> the first tensor that it changes
@@ -54,6 +56,46 @@ def test_the_first_tensor_is_named(runs: Runs, field: str) -> None:
     assert later and later.tensor.startswith(("start/", "batch/"))
 
 
-def test_a_record_cannot_be_without_a_step(experiments: dict[str, Path]) -> None:
+class Made(Proof):
+    """A proof whose runs have been made, with all tensors of all steps."""
+
+    def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
+        run = self.done[key]
+        assert set(steps) <= run.records.keys()
+        return run
+
+
+def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
+    def proof(wrong: dict[str, Any]) -> Made:
+        made = Made(
+            Proof.of(load(experiments["llama"], {"train.steps": RECORD["steps"]}), tmp_path).experiment, tmp_path
+        )
+        for kind in made.kinds:
+            made.done[JAX, kind] = runs(JAX, "llama", MESHES["1x1"] | RECORD)
+            made.done["torch_ref", kind] = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | wrong)
+        return made
+
+    alike = proof({})
+    assert alike.verdict().word == "equivalent" and alike.parting(alike.verdict(), tmp_path) is None
+    for field, step in (("optimizer.eps", 2), ("optimizer.clip", 2), ("model.window", 1)):
+        value, culprit, _ = CULPRITS[field]
+        made = proof({field: value})
+        verdict = made.verdict()
+        bounds = {name: made.noise.curve(name) for name in ("loss", "grad_norm")}
+        assert bisect.first_step(*made.pair("one"), bounds) == step  # the loss tells it later than the tensor
+        parting = made.parting(verdict, tmp_path)
+        assert parting and (parting.step, parting.tensor) == (1, culprit)
+        told = replace(verdict, parting=parting)
+        assert parting.where in told.sentence and told.as_json()["parting"]["tensor"] == culprit
+    # On a mesh alone: what is compared is the same side on one device.
+    made = proof({})
+    made.done["torch_ref", "mesh"] = runs("torch_ref", "llama", MESHES["1x1"] | RECORD | {"optimizer.beta1": 0.9001})
+    parting = made.parting(made.verdict(), tmp_path)
+    assert parting and (parting.step, parting.tensor) == (1, CULPRITS["optimizer.beta1"][1])
+
+
+def test_steps_are_numbers(experiments: dict[str, Path]) -> None:
     assert load(experiments["llama"], {"record.steps": " 1, 20 "}).record.steps == (1, 20)
+    with pytest.raises(ConfigError, match=r"record\.steps"):
+        load(experiments["llama"], {"record.steps": "0"})
     assert transformers_train.measured(load(experiments["llama"], {"record.steps": "1,2,3"})) == 4
