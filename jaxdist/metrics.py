@@ -72,6 +72,12 @@ def memory(program: Program, compiled: Any) -> dict[str, int]:
     }
 
 
+def allocated(program: Program) -> dict[str, int]:
+    """The most bytes that the allocator of the fullest device has given out; nothing where it keeps no count (CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in program.mesh.local_devices]
+    return {"allocator_peak": max(peaks)} if any(peaks) else {}
+
+
 def summary(
     program: Program, traced: Any, compiled: Any, compile_seconds: float, records: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def summary(
         "mesh": axes_of(program.mesh),
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,
-        "memory": memory(program, compiled),
+        "memory": memory(program, compiled) | allocated(program),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
         "compile_seconds": compile_seconds,

@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
     proof, bisect, init = asked(list(sys.argv[1:] if argv is None else argv))
     start = proof.start(init)
-    for side, kind in track(proof.needed(), description="runs", console=console, disable=not console.is_terminal):
+    needed = proof.needed()
+    for i, (side, kind) in enumerate(track(needed, "runs", console=console, disable=not console.is_terminal), 1):
+        if not console.is_terminal:
+            say(f"run {i} of {len(needed)}: {side}, {kind}")
         proof.run(side, kind, start)
     verdict = proof.verdict()
     if bisect and verdict.failed:
