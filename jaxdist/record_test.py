@@ -29,7 +29,6 @@ ALL = {"steps": [1], "tensors": "all"}
 MESHES = {
     "1x1": {"mesh": "1x1"},
     "2x4": {"mesh": "2x4"},
-    "ddp": {"mesh": "8x1", "strategy": "ddp"},
     "zero1": {"mesh": "2x2", "strategy": "zero1"},
 }
 
@@ -51,7 +50,7 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, fl
     return {n: float(np.linalg.norm(a[n] - b[n]) / (1 if KEY in n else np.linalg.norm(b[n]) or 1)) for n in a}
 
 
-@pytest.mark.parametrize(("mesh", "model"), [("2x4", {}), ("ddp", {}), ("2x4", GPT2), ("zero1", GPT2)])
+@pytest.mark.parametrize(("mesh", "model"), [("2x4", {}), ("zero1", GPT2)])
 def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, model: dict[str, Any]) -> None:
     sections = {"model": model} if model else {}
     found = distance(recorded(program(mesh, **sections), batches), recorded(program("1x1", **sections), batches))
@@ -61,10 +60,9 @@ def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, model: dict
     assert {"activation/layers.1.attention.attended", "activation/logits", "activation_gradient/embed"} <= found.keys()
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
-def test_a_record_is_of_the_step_that_trains(batches: Any, mesh: str) -> None:
+def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
     """Loss, norm, weights and moments are those of the compiled step; another clip would be seen."""
-    made = program(mesh, memory={"remat": "selective"}, train={"accumulation": 2})
+    made = program("2x4", memory={"remat": "selective"}, train={"accumulation": 2})
     record = recorded(made, batches)
     with jax.enable_x64(True):
         state, metrics = made.step(made.initialize(), batches(made.experiment, 1)[0])
@@ -72,7 +70,7 @@ def test_a_record_is_of_the_step_that_trains(batches: Any, mesh: str) -> None:
     np.testing.assert_allclose(record["scalar/grad_norm"], float(metrics["grad_norm"]), rtol=1e-12)
     for name, w in state.parameters.items():
         np.testing.assert_allclose(record[f"weights/{name}"], w, rtol=1e-11, atol=1e-13)
-    other = tiny(optimizer={"clip": 0.01}, parallel=MESHES[mesh], record=ALL)
+    other = tiny(optimizer={"clip": 0.01}, parallel=MESHES["2x4"], record=ALL)
     clipped = recorded(Program(other, made.mesh), batches)
     assert not np.allclose(clipped["clipped/norm.scale"], record["clipped/norm.scale"])
 
