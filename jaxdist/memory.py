@@ -11,9 +11,9 @@ from jaxdist.config import Memory
 Block = Callable[..., jax.Array]
 
 # Never kept between forward and backward, in any mode: a block's slice of the stacked weights; whole weights, which
-# come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts, which are cheaper to
-# repeat than to store.
-TRANSIENT = {"slice", "squeeze", "custom_vjp_call", "pvary", "convert_element_type"}
+# come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts and reshapes, which are
+# cheaper to repeat than to store: the products that read one norm would each keep a copy of it.
+TRANSIENT = {"slice", "squeeze", "reshape", "custom_vjp_call", "pvary", "convert_element_type"}
 
 
 def _all_but_transient(primitive: Any, *_: Any, **__: Any) -> bool:
