@@ -36,13 +36,13 @@ MISSED = 3  # the exit code where that is not so
 WORDS = ("the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory")
 QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
 
-# Four steps: two of warm-up, one on the way and the end of the decay. The last one is not recorded: torch counts its
-# memory and traffic there.
+# Four steps: two of warm-up, two of decay, neither half-way, where a line and a cosine meet. The last one is not
+# recorded: there torch counts its memory and traffic.
 BASE: dict[str, dict[str, Any]] = {
     "model": MODELS["llama"],
     "data": {"documents": "padded", "sequence": 32},
     "train": {"steps": 4, "batch": 8, "validation_batches": 0},
-    "optimizer": {"learning_rate": 0.01, "warmup": 2, "clip": 0.5},
+    "optimizer": {"learning_rate": 0.01, "warmup": 2, "decay_steps": 5, "clip": 0.5},
     "precision": {"policy": "fp64"},
     "record": {"steps": [1, 2, 3], "tensors": "all"},
 }

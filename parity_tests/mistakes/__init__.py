@@ -37,6 +37,13 @@ class Mistake:
     plant: Callable[[], None]
 
 
+# No mistake, planted like one: what it is detected by is a false alarm.
+NOTHING = {
+    side: Mistake(f"{side}.nothing", side, "llama", "", (), "The code is left as it is.", lambda: None)
+    for side in TABLES
+}
+
+
 def mistake(side: str, configuration: str, level: str, *culprits: str) -> Callable[[Callable[[], None]], Any]:
     """Enter the decorated function into the table, under its side and own name."""
 

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.errors import nearest
-from parity_tests.mistakes import TABLES, table
+from parity_tests.mistakes import NOTHING, TABLES, table
 
 
 def main(name: str, *arguments: str) -> None:
@@ -15,7 +15,7 @@ def main(name: str, *arguments: str) -> None:
     if side not in TABLES:
         raise ConfigError(f"{name}: a mistake is named by its side first; {nearest(side, TABLES)}")
     train = import_module(f"{side}.train")
-    known = table(side)
+    known = table(side) | {row.name: row for row in NOTHING.values()}
     if name not in known:
         raise ConfigError(f"{name}: no such mistake; {nearest(name, known)}")
     known[name].plant()

@@ -256,8 +256,8 @@ def clip_of_each_piece() -> None:
         clip = right(largest)
 
         def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
-            own = jnp.sqrt(sum(jnp.sum(g**2) for g in updates.values()))
-            return clip.update(updates, state, norm=own)
+            squares = sum(jnp.sum(g**2) for g in updates.values())
+            return clip.update(updates, state, norm=jnp.sqrt(lax.psum(squares, "tensor")))
 
         return clip._replace(update=update)
 

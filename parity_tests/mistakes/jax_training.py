@@ -1,5 +1,6 @@
 """Mistakes in what jaxdist does around its models: data, starting weights, loss, clip, Adam, schedule."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax import lax
 from jaxdist import optim, step, train, weights
 from jaxdist.collectives import Parallel
 from jaxdist.config import Optimizer
-from jaxdist.data import Batch, Dataset
+from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.sharding import Layout
 from jaxdist.step import Step
 from parity_tests.mistakes import altered, everywhere, mistake, plant
@@ -33,8 +34,6 @@ def batch_of_the_step_before() -> None:
 @planted("llama", "mathematics", "batch/tokens")
 def data_not_shuffled() -> None:
     """Sequences come in the order of the file."""
-    from jaxdist.data import dataset
-
     plant(dataset, "permute", lambda place, *_: place)
 
 
@@ -105,18 +104,10 @@ def mean_of_microbatch_means() -> None:
 
     def accumulate(self: Any, parameters: Any, batch: Batch) -> Any:
         parts = [Batch(*part) for part in zip(*(jnp.split(x, self.accumulation) for x in batch), strict=True)]
-        alone = altered_step(self, accumulation=1)
-        found = [right(alone, parameters, part) for part in parts]
+        found = [right(replace(self, accumulation=1), parameters, part) for part in parts]
         return jax.tree.map(lambda *values: sum(values) / len(values), *found)
 
     plant(Step, "accumulate", accumulate)
-
-
-def altered_step(step: Step, **changes: Any) -> Step:
-    """A step with some fields changed."""
-    from dataclasses import replace
-
-    return replace(step, **changes)
 
 
 @planted("accumulation", "mathematics", "loss")

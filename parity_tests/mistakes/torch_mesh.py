@@ -1,7 +1,7 @@
 """Mistakes in how torch_ref spreads a step over ranks, and in the precision of what it sends and keeps."""
 
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ def mean_by_ddp() -> None:
     """DDP averages, as it does by default, the gradients of a loss that is divided by the global count."""
     right = parallelize.sum_bucket
 
+    @wraps(right)
     def mean_bucket(state: None, bucket: dist.GradBucket) -> Any:
         return right(state, bucket).then(lambda future: future.value() / dist.get_world_size())
 
@@ -141,11 +142,11 @@ def clip_of_each_shard() -> None:
 
 @planted("2x2", "distribution", "gradient/layers.*.attention.q_norm.weight")
 def one_scale_not_summed_over_tensor() -> None:
-    """The norm of queries is no part of the tensor-parallel plan: each rank has its own heads' gradient."""
+    """The norm of queries is told that it sees all heads: its scale has the gradient of each rank's own."""
     right = parallelize.parallelize_module
 
-    def parallelize_module(model: Any, mesh: Any, plan: Any) -> Any:
-        return right(model, mesh, {name: style for name, style in plan.items() if not name.endswith("q_norm")})
+    def parallelize_module(model: Any, mesh: Any, styles: Any) -> Any:
+        return right(model, mesh, styles | {"layers.*.attention.q_norm": parallelize.Replicated()})
 
     plant(parallelize, "parallelize_module", parallelize_module)
 
@@ -208,7 +209,8 @@ def replicated_not_sharded() -> None:
 def logits_gathered() -> None:
     """The head gathers the logits of the whole vocabulary on every rank."""
 
-    def style(**more: Any) -> ColwiseParallel:
-        return ColwiseParallel(**(more | ({"output_layouts": Replicate()} if more else {})))
+    def style(use_local_output: bool = True) -> ColwiseParallel:
+        """The head is the one that keeps its output split."""
+        return ColwiseParallel() if use_local_output else ColwiseParallel(output_layouts=Replicate())
 
     plant(parallelize, "ColwiseParallel", style)

@@ -206,9 +206,13 @@ def last_norm_left_out() -> None:
 @planted("gpt2", "mathematics", "gradient/embed.weight")
 def lookup_without_gradient() -> None:
     """The tied embedding learns from the head alone."""
-    right = layers.Rows.apply
-    cut = altered(layers, apply=lambda weight, tokens: right(weight.detach() if len(weight) == 256 else weight, tokens))
-    plant(layers, "Rows", cut)
+    right = layers.Rows.backward
+
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        inner, _ = right(ctx, *outer)
+        return inner * (ctx.vocab != 256), None
+
+    plant(layers.Rows, "backward", staticmethod(backward))
 
 
 @planted("gpt2", "mathematics", "activation/logits")

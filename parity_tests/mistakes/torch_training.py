@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from jaxdist.data import Batch, Dataset
 from parity_tests.mistakes import altered, everywhere, mistake, plant
 from torch_ref import checkpoint, optim, step
-from torch_ref.weights import named
+from torch_ref.weights import local, named
 
 planted = partial(mistake, "torch_ref")
 
@@ -64,8 +64,8 @@ def square_matrix_transposed() -> None:
     """A matrix that is square, so that no shape gives it away, is loaded transposed."""
 
     def change(w: Any) -> None:
-        square = w["layers.0.attention.o_proj.weight"]
-        square.copy_(square.full_tensor().T.clone() if hasattr(square, "full_tensor") else square.T.clone())
+        square = local(w["layers.0.attention.o_proj.weight"])
+        square.copy_(square.T.clone())
 
     loaded(change)
 
@@ -219,12 +219,7 @@ def beta2_of_torch() -> None:
 @planted("llama", "memory", "memory/optimizer_state*")
 def master_weights_twice() -> None:
     """The optimizer keeps a copy of the weights that are master weights already."""
-    optimizer(lambda self: [state.update(master=p.clone()) for state, p in zip(*halves(self), strict=True)])
-
-
-def halves(self: Any) -> tuple[list[Any], list[Tensor]]:
-    """An AdamW's states and the pieces of parameters that they belong to."""
-    return list(self.state.values()), [self.locals[name] for name in self.state]
+    optimizer(lambda self: [state.update(master=self.locals[name].clone()) for name, state in self.state.items()])
 
 
 # ---- schedule
