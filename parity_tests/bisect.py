@@ -110,14 +110,26 @@ def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parti
     return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
 
 
-def cost(a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, zero_gradient: bool) -> Parting | None:
+def cost(
+    a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, stored: float, zero_gradient: bool
+) -> Parting | None:
     """Where one side of a policy loses more than K times what the other does, each against its own float64 run.
 
     `rounding` is that of the dtype that is computed in: a side that is exact by chance does not count as better.
+    Weights are kept in a wider one, whose rounding is `stored`; a single number that Adam sends the other way is chance
+    too, so each is held to the most that both sides lose in any of them.
     """
     x, y = (errors(run, run64, step, zero_gradient) for run, run64 in (a, b))
     worse = {tensor: max(x[tensor], y.get(tensor, np.inf)) for tensor in x}
-    return first(step, worse, {t: K * max(min(x[t], y.get(t, np.inf)), rounding) for t in x})
+    both = {tensor: min(x[tensor], y.get(tensor, np.inf)) for tensor in x}
+
+    def least(tensor: str) -> float:
+        kind = tensor.partition("/")[0]
+        if kind not in ("start", "weights"):
+            return max(both[tensor], rounding)
+        return max(stored, *(error for name, error in both.items() if name.startswith(f"{kind}/")))
+
+    return first(step, worse, {tensor: K * least(tensor) for tensor in x})
 
 
 def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:

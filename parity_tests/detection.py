@@ -157,14 +157,16 @@ class Benchmark:
         return self.trials[configuration]
 
     def find(self, mistake: Mistake) -> "Finding":
-        """Plant it and judge. Its runs are removed."""
+        """Plant it and judge. The wrong run is removed."""
         trial = self.right(mistake.configuration)
         folder = self.folder / "wrong" / mistake.name
         try:
-            verdict = trial.planted(mistake, folder).judge(self.start(trial))
+            return Finding.of(mistake, trial.planted(mistake, folder).judge(self.start(trial)))
+        except TrainingError as error:  # a run that fails detects nothing: the row is to be mended
+            failed = Finding.of(mistake, Verdict([]))
+            return replace(failed, named=f"the run failed: {str(error).strip().splitlines()[-1]}")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        return Finding.of(mistake, verdict)
 
 
 def read(file: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -252,7 +254,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     detected = sum(f.detected for f in findings) / len(findings)
     named = sum(f.right for f in findings) / len(findings)
     seconds = time.perf_counter() - began
-    result = {"mistakes": len(findings), "detected": detected, "named_right": named, "seconds": round(seconds)}
+    result = {
+        "mistakes": len(findings),
+        "detected": detected,
+        "named_right": named,
+        "configurations_without_a_mistake": len(benchmark.trials),  # each found equivalent
+        "seconds": round(seconds),
+    }
     text = json.dumps(result | {"findings": [f.as_json() for f in findings]}, indent=2) + "\n"
     (output / "detection.json").write_text(text, encoding="utf-8")
     console.print(show(findings))

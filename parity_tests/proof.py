@@ -214,8 +214,9 @@ class Proof:
             return self.recorded((side, "policy"), steps, start), self.recorded((side, "mesh"), steps, start)
 
         a, b = map(runs, self.sides)
-        rounding = ROUNDING[self.experiment.precision.compute]
-        return [bisect.cost(a, b, step, rounding, self.zero_gradient) for step in steps]
+        precision = self.experiment.precision
+        rounding, stored = ROUNDING[precision.compute], ROUNDING[precision.parameters]
+        return [bisect.cost(a, b, step, rounding, stored, self.zero_gradient) for step in steps]
 
 
 def finish(module: str, *arguments: str) -> None:
