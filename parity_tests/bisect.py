@@ -120,15 +120,26 @@ def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parti
 
 
 def cost(
-    a: tuple[Run, Run], b: tuple[Run, Run], step: int, rounding: float, limit: float, zero_gradient: bool
+    a: tuple[Run, Run], b: tuple[Run, Run], step: int, limit: float, roundings: tuple[float, float], zero_gradient: bool
 ) -> Parting | None:
     """Where one side of a policy loses more than `limit` times what the other does, each against its float64 run.
 
-    `rounding` is that of the dtype that is computed in: a side that is exact by chance does not count as better.
+    `roundings` are those of the dtypes that are computed and stored in: a side that is exact by chance does not count
+    as better. Weights are stored; a single number that Adam sends the other way is chance too, so each is held to the
+    most that both sides lose in any of them.
     """
     x, y = (errors(run, run64, step, zero_gradient) for run, run64 in (a, b))
     worse = {tensor: max(x[tensor], y.get(tensor, np.inf)) for tensor in x}
-    return first(step, worse, {t: limit * max(min(x[t], y.get(t, np.inf)), rounding) for t in x})
+    both = {tensor: min(x[tensor], y.get(tensor, np.inf)) for tensor in x}
+    computed, stored = roundings
+
+    def least(tensor: str) -> float:
+        kind = tensor.partition("/")[0]
+        if kind not in ("start", "weights"):
+            return max(both[tensor], computed)
+        return max(stored, *(error for name, error in both.items() if name.startswith(f"{kind}/")))
+
+    return first(step, worse, {tensor: limit * least(tensor) for tensor in x})
 
 
 def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:

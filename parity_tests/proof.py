@@ -291,9 +291,11 @@ class Proof:
             return self.recorded((side, "policy"), steps, start), self.recorded(double, steps, start)
 
         a, b = map(runs, self.sides)
-        dtype = self.experiment.precision.compute
-        limit = levels.HALFWAY.get(dtype, 1), self.zero_gradient
-        return [bisect.cost(a, b, step, ROUNDING[dtype], *limit) for step in steps if step in b[0].records]
+        precision = self.experiment.precision
+        limit = levels.HALFWAY.get(precision.compute, 1)
+        roundings = ROUNDING[precision.compute], ROUNDING[precision.parameters]
+        common = [step for step in steps if step in b[0].records]
+        return [bisect.cost(a, b, step, limit, roundings, self.zero_gradient) for step in common]
 
 
 def finish(module: str, *arguments: str) -> None:

@@ -1,0 +1,273 @@
+"""How good the proof is: whether it detects planted mistakes, and names them: `python -m parity_tests.detection`.
+
+Each mistake of `parity_tests.mistakes` is planted in one run of one side. The proof of `python -m parity_tests` then
+judges it together with right runs, made once per configuration, by the same checks and the same search for where runs
+part. A mistake is detected when the level that must catch it fails; its culprit is right when what is named is where
+the planted code first acts.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.numpy import load_file, save_file
+
+from jaxdist.config import ConfigError, Experiment, TrainingError, exit_codes
+from jaxdist.config.display import console, say
+from jaxdist.config.errors import nearest
+from parity_tests import levels
+from parity_tests.cases import MODELS
+from parity_tests.mistakes import Mistake, table
+from parity_tests.proof import Proof
+from parity_tests.run import Run, command
+from parity_tests.verdict import LEVELS, Verdict
+
+NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
+MISSED = 3  # the exit code where that is not so
+WORDS = ("the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory")
+QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
+
+# Four steps: two of warm-up, two of decay, neither half-way, where a line and a cosine meet. The last one is not
+# recorded: there torch counts its memory and traffic.
+BASE: dict[str, dict[str, Any]] = {
+    "model": MODELS["llama"],
+    "data": {"documents": "padded", "sequence": 32},
+    "train": {"steps": 4, "batch": 8, "validation_batches": 0},
+    "optimizer": {"learning_rate": 0.01, "warmup": 2, "decay_steps": 5, "clip": 0.5},
+    "precision": {"policy": "fp64"},
+    "record": {"steps": [1, 2, 3], "tensors": "all"},
+}
+CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {},
+    "gpt2": {"model": MODELS["gpt2"]},
+    "accumulation": {"train": {"accumulation": 2}},
+    "ddp": {"train": {"accumulation": 2}, "parallel": {"mesh": "4x1", "strategy": "ddp"}},
+    "zero1": {"parallel": {"mesh": "4x1", "strategy": "zero1"}},
+    "hybrid": {"parallel": {"mesh": "data=2,fsdp=2"}},
+    "2x2": {"parallel": {"mesh": "2x2"}},
+    "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
+    # Steps as small as those of a real run: less than bfloat16 resolves.
+    "bf16": {"precision": {"policy": "bf16"}, "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}},
+}
+
+
+@dataclass
+class Trial(Proof):
+    """A proof of few steps, of which its runs keep all tensors; `mistake`, if any, is planted in runs of its side."""
+
+    mistake: Mistake | None = None
+    right: "Trial | None" = None  # the proof without the mistake
+    made: dict[Any, Run] = field(default_factory=dict)  # right runs, shared between configurations
+
+    def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
+        wrong = self.mistake if self.mistake and self.mistake.side == side else None
+        key = (side, config, arguments)
+        if wrong or key not in self.made:
+            file = path.parent / f"{path.name}.toml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(config, encoding="utf-8")
+            module = ("parity_tests.mistakes", wrong.name) if wrong else (f"{side}.train",)
+            line = ("--config", str(file), "--device", "cpu", "--output", str(path), *arguments)
+            done = command(*module, *line, xla_flags=QUICK)
+            if done.returncode:
+                raise TrainingError(f"{wrong.name if wrong else side}, {path}: {done.stderr.strip()}")
+            if wrong:
+                return Run(side, path)
+            self.made[key] = Run(side, path)
+        return self.made[key]
+
+    def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
+        run = self.done[key]
+        return run if run.records.keys() >= set(steps) else super().recorded(key, steps, start)
+
+    @property
+    def noise(self) -> levels.Noise:
+        """That of the right code, so that a mistake in JAX does not need a second run."""
+        return self.right.noise if self.right else super().noise
+
+    def planted(self, mistake: Mistake, folder: Path) -> "Trial":
+        """This proof, of right runs, with `mistake` to be planted in its side."""
+        return replace(self, mistake=mistake, folder=folder, right=self, done=dict(self.done))
+
+    def judge(self, start: Path) -> Verdict:
+        """Make the wrong run, which stands for every run of its config, and judge."""
+        if self.mistake:
+            side = self.mistake.side
+            same = [k for k in self.kinds if k != "perturbed" and self.config(k) == self.config("policy")]
+            run = self.train(side, self.config("policy"), self.folder / "run", "--init", str(start))
+            self.done |= {(side, kind): run for kind in same}
+        verdict = self.verdict()
+        return replace(verdict, parting=self.parting(verdict, start)) if verdict.failed else verdict
+
+
+@dataclass
+class Benchmark:
+    """Right runs by configuration, made when they are asked for, and the trials over them."""
+
+    folder: Path
+    trials: dict[str, Trial] = field(default_factory=dict)
+    starts: dict[str, Path] = field(default_factory=dict)
+    made: dict[Any, Run] = field(default_factory=dict)
+
+    def documents(self) -> Path:
+        """Documents of uneven length, so that a mean of means differs."""
+        file = self.folder / "documents.jsonl"
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            texts = (" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1 + (7 * i) % 23)) for i in range(400))
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        return file
+
+    def start(self, trial: Trial) -> Path:
+        """Starting weights of a model, none of which is at its neutral value: norms are not 1, biases not 0."""
+        family = trial.experiment.model.family
+        if family not in self.starts:
+            folder = Trial(trial.experiment, self.folder / "starts" / family, "cpu").start()
+            random = np.random.default_rng(0)
+            for file in folder.glob("*.safetensors"):
+                arrays = {n: w + (w.ndim == 1) * 0.1 * random.standard_normal(w.shape) for n, w in read(file)}
+                save_file({n: w.astype(np.float32) for n, w in arrays.items()}, file)
+            self.starts[family] = folder
+        return self.starts[family]
+
+    def right(self, configuration: str) -> Trial:
+        """The proof of a configuration with all of its runs made. Raises TrainingError where it does not hold."""
+        if configuration not in self.trials:
+            changes = CONFIGURATIONS[configuration]
+            values = {s: BASE.get(s, {}) | changes.get(s, {}) for s in BASE.keys() | changes.keys()}
+            values |= {s: changes[s] for s in ("model", "precision") if s in changes}
+            values["data"] |= {"path": str(self.documents())}
+            experiment = Experiment.parse(values, source=configuration)
+            trial = Trial(experiment, self.folder / "right" / configuration, "cpu", made=self.made)
+            start = self.start(trial)
+            for side, kind in trial.needed():
+                trial.run(side, kind, start)
+            if (verdict := trial.judge(start)).word != "equivalent":
+                raise TrainingError(f"{configuration}: the right code is found wrong. {verdict.sentence}")
+            self.trials[configuration] = trial
+        return self.trials[configuration]
+
+    def find(self, mistake: Mistake) -> "Finding":
+        """Plant it and judge. The wrong run is removed."""
+        trial = self.right(mistake.configuration)
+        folder = self.folder / "wrong" / mistake.name
+        try:
+            return Finding.of(mistake, trial.planted(mistake, folder).judge(self.start(trial)))
+        except TrainingError as error:  # a run that fails detects nothing: the row is to be mended
+            failed = Finding.of(mistake, Verdict([]))
+            return replace(failed, named=f"the run failed: {str(error).strip().splitlines()[-1]}")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a file in the order of their names."""
+    yield from sorted(load_file(file).items())
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the proof found of a mistake: the checks that fail, by level, and the culprit that it names."""
+
+    mistake: str
+    side: str
+    what: str
+    level: str
+    culprits: tuple[str, ...]
+    checks: tuple[str, ...]
+    named: str
+    step: int
+
+    @classmethod
+    def of(cls, m: Mistake, verdict: Verdict) -> "Finding":
+        failed = sorted(verdict.failed, key=lambda check: LEVELS.index(check.level))
+        checks = tuple(f"{check.level}/{check.title}" for check in failed)
+        parting = verdict.parting
+        named = parting.tensor if parting else next(iter(checks), "")
+        step = parting.step if parting else 0
+        return cls(m.name, m.side, m.what, m.level, m.culprits, checks, named, step)
+
+    @property
+    def detected(self) -> bool:
+        """By the level that must catch it."""
+        return any(check.startswith(f"{self.level}/") for check in self.checks)
+
+    @property
+    def right(self) -> bool:
+        return any(fnmatch(self.named, culprit) for culprit in self.culprits)
+
+    @property
+    def levels(self) -> list[str]:
+        return [level for level in LEVELS if any(check.startswith(f"{level}/") for check in self.checks)]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"detected": self.detected, "right": self.right}
+
+
+def show(findings: Sequence[Finding]) -> Table:
+    """The findings as a table."""
+    shown = Table("mistake", "detected by", "culprit named", "right", title="Planted mistakes")
+    for f in findings:
+        named = f"{f.named}, step {f.step}" if f.step else f.named
+        detected = ", ".join(f.levels) if f.detected else f"[red]not by {f.level}[/red]"
+        shown.add_row(f.mistake, detected, named, "yes" if f.right else f"[red]no: {' or '.join(f.culprits)}[/red]")
+    return shown
+
+
+def chosen(arguments: Sequence[str]) -> tuple[Path, list[Mistake]]:
+    """--output DIR, and the rows that --only NAME asks for, all by default. Raises ConfigError."""
+    given = dict(zip(arguments[::2], arguments[1::2], strict=False))
+    if len(arguments) % 2 or not given.keys() <= {"--output", "--only"} or "--output" not in given:
+        raise ConfigError("usage: python -m parity_tests.detection --output DIR [--only NAME]")
+    output, rows = Path(given["--output"]), table()
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"--output {output} is not empty; give another folder")
+    if (name := given.get("--only")) is not None:
+        if name not in rows:
+            raise ConfigError(f"--only {name}: no such mistake; {nearest(name, rows)}")
+        rows = {name: rows[name]}
+    order = list(CONFIGURATIONS)
+    return output, sorted(rows.values(), key=lambda row: order.index(row.configuration))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Every mistake in its turn -> a table, detection.json and the two shares."""
+    output, rows = chosen(sys.argv[1:] if argv is None else argv)
+    began, benchmark, findings = time.perf_counter(), Benchmark(output), []
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("mistakes", total=len(rows))
+        for row in rows:
+            progress.update(task, description=row.name)
+            findings.append(benchmark.find(row))
+            progress.advance(task)
+            f = findings[-1]
+            say(f"{f.mistake}: {', '.join(f.levels) or 'not detected'}; {f.named or 'nothing'} named")
+    detected = sum(f.detected for f in findings) / len(findings)
+    named = sum(f.right for f in findings) / len(findings)
+    seconds = time.perf_counter() - began
+    result = {
+        "mistakes": len(findings),
+        "detected": detected,
+        "named_right": named,
+        "configurations_without_a_mistake": len(benchmark.trials),  # each found equivalent
+        "seconds": round(seconds),
+    }
+    text = json.dumps(result | {"findings": [f.as_json() for f in findings]}, indent=2) + "\n"
+    (output / "detection.json").write_text(text, encoding="utf-8")
+    console.print(show(findings))
+    say(f"{len(findings)} mistakes: {detected:.1%} detected, {named:.1%} of the culprits right, {seconds / 60:.0f} min")
+    if detected < 1 or named < NAMED_RIGHT:
+        sys.exit(MISSED)
+
+
+if __name__ == "__main__":
+    exit_codes(main)

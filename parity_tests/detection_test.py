@@ -1,0 +1,66 @@
+"""The benchmark's table is whole, and a few mistakes of different kinds are found by what finds them all."""
+
+from collections import Counter
+
+import pytest
+
+from parity_tests.detection import CONFIGURATIONS, Benchmark
+from parity_tests.mistakes import NOTHING, TABLES, mistake, table
+from parity_tests.verdict import LEVELS
+
+QUICK = [
+    "jaxdist.rope_of_neighbours",
+    "jaxdist.second_moment_of_the_unclipped",
+    "torch_ref.another_norm_eps",
+    "torch_ref.clip_a_thousandth_wider",
+    "torch_ref.norm_not_loaded",
+    "torch_ref.master_weights_twice",
+    "torch_ref.clip_of_each_shard",
+    "torch_ref.blocks_not_wrapped",
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Benchmark:
+    return Benchmark(tmp_path_factory.mktemp("detection"))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_mistake_is_detected_and_named(benchmark: Benchmark, name: str) -> None:
+    found = benchmark.find(table()[name])
+    assert found.detected and found.right, found
+
+
+def test_no_mistake_is_detected_where_none_is_planted(benchmark: Benchmark) -> None:
+    """By the same way: the same entry, a run of its own, the same judgement."""
+    found = benchmark.find(NOTHING["torch_ref"])
+    assert found.checks == () and found.named == ""
+
+
+def test_the_table_has_all_kinds() -> None:
+    rows = list(table().values())
+    assert len(rows) >= 64
+    assert min(Counter(row.side for row in rows).values()) >= 30
+    assert {row.level for row in rows} == set(LEVELS)
+    assert {row.configuration for row in rows} == set(CONFIGURATIONS)
+    assert all(row.what and row.culprits for row in rows)
+
+
+def test_names_are_unique_and_tell_the_side() -> None:
+    rows = table()
+    assert all(name == row.name and name.startswith(f"{row.side}.") for name, row in rows.items())
+    assert {row.side for row in rows.values()} == set(TABLES)
+
+    def betas_swapped() -> None:
+        """A second one of this name."""
+
+    with pytest.raises(ValueError, match="two mistakes"):
+        mistake("jaxdist", "llama", "mathematics", "exp_avg/*")(betas_swapped)
+
+
+def test_another_culprit_is_not_right(benchmark: Benchmark) -> None:
+    """What is named is compared, not merely that something is."""
+    from dataclasses import replace
+
+    row = replace(table()["torch_ref.another_norm_eps"], culprits=("activation/layers.1.attention_norm",))
+    assert not benchmark.find(row).right

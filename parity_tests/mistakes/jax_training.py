@@ -1,0 +1,310 @@
+"""Mistakes in what jaxdist does around its models: data, starting weights, loss, clip, Adam, schedule."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxdist import optim, step, train, weights
+from jaxdist.collectives import Parallel
+from jaxdist.config import Optimizer
+from jaxdist.data import Batch, Dataset, dataset
+from jaxdist.sharding import Layout
+from jaxdist.step import Step
+from parity_tests.mistakes import altered, everywhere, mistake, plant
+
+planted = partial(mistake, "jaxdist")
+
+
+# ---- data and starting weights
+
+
+@planted("llama", "mathematics", "batch/tokens")
+def batch_of_the_step_before() -> None:
+    """Steps are counted from 0 in one place and from 1 in another: the first batch is met twice."""
+    right = Dataset.batch
+    plant(Dataset, "batch", lambda self, step, *rest, **more: right(self, max(1, step - 1), *rest, **more))
+
+
+@planted("llama", "mathematics", "batch/tokens")
+def data_not_shuffled() -> None:
+    """Sequences come in the order of the file."""
+    plant(dataset, "permute", lambda place, *_: place)
+
+
+@planted("llama", "mathematics", "batch/targets")
+def padding_is_a_target() -> None:
+    """The padding token is to be predicted like any other."""
+    right = Dataset.batch
+
+    def batch(*inputs: Any, **more: Any) -> Batch:
+        tokens, targets = right(*inputs, **more)
+        return Batch(tokens, np.maximum(targets, 0))
+
+    plant(Dataset, "batch", batch)
+
+
+def loaded(change: Any) -> None:
+    """Plant `change` of the weights that a run starts from."""
+    right = weights.load_weights
+    everywhere(right, lambda program, path: change(right(program, path)))
+
+
+@planted("llama", "mathematics", "start/layers.0.mlp.gate_proj.weight")
+def gate_and_up_swapped_in_the_file() -> None:
+    """The conversion table exchanges gate and up."""
+    a, b = "layers.mlp.gate_proj.kernel", "layers.mlp.up_proj.kernel"
+    loaded(lambda w: w | {a: w[b], b: w[a]})
+
+
+@planted("llama", "mathematics", "start/layers.0.attention_norm.weight")
+def layers_swapped_in_the_file() -> None:
+    """The layers' weights are stacked from the last to the first."""
+    loaded(lambda w: {n: jnp.flip(a, 0) if n.startswith("layers.") else a for n, a in w.items()})
+
+
+@planted("gpt2", "mathematics", "start/positions.weight")
+def positions_not_loaded() -> None:
+    """The table of positions keeps what it was allocated with."""
+    loaded(lambda w: w | {"positions.embedding": jnp.zeros_like(w["positions.embedding"])})
+
+
+# ---- loss and accumulation
+
+
+@planted("llama", "mathematics", "loss")
+def padding_counted() -> None:
+    """The loss is divided by all tokens, not by those that have a target."""
+    plant(step, "IGNORED", -1)
+
+
+@planted("llama", "mathematics", "loss")
+def targets_shifted_twice() -> None:
+    """Both the data and the loss shift the targets."""
+    right = Parallel.cross_entropy
+    plant(Parallel, "cross_entropy", lambda self, logits, y: right(self, logits, jnp.roll(y, -1, 1)))
+
+
+@planted("llama", "mathematics", "loss")
+def loss_in_float32() -> None:
+    """A float64 run takes the cross-entropy in float32."""
+    right = Parallel.cross_entropy
+    plant(Parallel, "cross_entropy", lambda self, logits, y: right(self, logits.astype(jnp.float32), y))
+
+
+@planted("accumulation", "mathematics", "loss")
+def mean_of_microbatch_means() -> None:
+    """Each microbatch is divided by its own number of tokens, and their mean is taken."""
+    right = Step.accumulate
+
+    def accumulate(self: Any, parameters: Any, batch: Batch) -> Any:
+        parts = [Batch(*part) for part in zip(*(jnp.split(x, self.accumulation) for x in batch), strict=True)]
+        found = [right(replace(self, accumulation=1), parameters, part) for part in parts]
+        return jax.tree.map(lambda *values: sum(values) / len(values), *found)
+
+    plant(Step, "accumulate", accumulate)
+
+
+@planted("accumulation", "mathematics", "loss")
+def last_microbatch_dropped() -> None:
+    """The loop over microbatches ends one early."""
+    right = lax.scan
+
+    def scan(body: Any, start: Any, parts: Any) -> Any:
+        return right(body, start, jax.tree.map(lambda x: x[:-1], parts))
+
+    plant(step, "lax", altered(lax, scan=scan))
+
+
+@planted("accumulation", "mathematics", "gradient/*")
+def gradients_divided_twice() -> None:
+    """Gradients, of a loss that is a mean already, are divided by the number of microbatches."""
+    right = Step.accumulate
+
+    def accumulate(self: Any, parameters: Any, batch: Batch) -> Any:
+        loss, gradients = right(self, parameters, batch)
+        return loss, jax.tree.map(lambda g: g / self.accumulation, gradients)
+
+    plant(Step, "accumulate", accumulate)
+
+
+# ---- clip
+
+
+@planted("llama", "mathematics", "clipped/*")
+def clip_without_its_epsilon() -> None:
+    """The clip divides by the norm, where torch divides by the norm + 1e-6."""
+
+    def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
+        def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
+            return jax.tree.map(lambda g: g * jnp.minimum(1, largest / norm), updates), state
+
+        return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+    everywhere(optim.clip_by_norm, clip_by_norm)
+
+
+@planted("llama", "mathematics", "exp_avg/*")
+def clip_after_adam() -> None:
+    """What is clipped is Adam's update, not the gradient."""
+    right = optax.chain
+    plant(optim, "optax", altered(optax, chain=lambda clip, adam, *rest: right(adam, clip, *rest)))
+
+
+@planted("llama", "mathematics", "grad_norm")
+def norm_without_the_embedding() -> None:
+    """The global norm leaves the embedding out."""
+    right = Step.norm
+    plant(Step, "norm", lambda self, g: right(self, {n: a for n, a in g.items() if n != "embed.embedding"}))
+
+
+# ---- Adam
+
+
+def adam(change: Any) -> None:
+    """Plant an Adam whose (b1, b2, eps) `change` has changed."""
+    right = optim.scale_by_adam
+    everywhere(right, lambda *settings: right(*change(*settings)))
+
+
+@planted("llama", "mathematics", "exp_avg/*")
+def betas_swapped() -> None:
+    """beta2 decays the first moment, beta1 the second."""
+    adam(lambda b1, b2, eps: (b2, b1, eps))
+
+
+@planted("llama", "mathematics", "weights/*")
+def eps_ten_times() -> None:
+    """Adam's eps is 1e-7."""
+    adam(lambda b1, b2, eps: (b1, b2, 10 * eps))
+
+
+def scaling(formula: Any) -> None:
+    """Plant an Adam that updates by `formula(m, v, left1, left2, eps)`; `left` is 1 - βᵗ."""
+
+    def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            count = state.count + 1
+            left1, left2 = (1 - b ** count.astype(float) for b in (b1, b2))
+            mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.mu)
+            nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, updates, state.nu)
+            scaled = jax.tree.map(lambda m, v: formula(m, v, left1, left2, eps), mu, nu)
+            return scaled, optax.ScaleByAdamState(count, mu, nu)
+
+        return optax.GradientTransformation(optax.scale_by_adam().init, update)
+
+    everywhere(optim.scale_by_adam, scale_by_adam)
+
+
+@planted("llama", "mathematics", "weights/*")
+def eps_inside_the_root_of_adam() -> None:
+    """m / sqrt(v + eps)."""
+    scaling(lambda m, v, left1, left2, eps: m / left1 / jnp.sqrt(v / left2 + eps))
+
+
+@planted("llama", "mathematics", "weights/*")
+def no_bias_correction() -> None:
+    """m / (sqrt(v) + eps)."""
+    scaling(lambda m, v, left1, left2, eps: m / (jnp.sqrt(v) + eps))
+
+
+@planted("llama", "mathematics", "weights/*")
+def eps_before_the_correction() -> None:
+    """eps is added to the root of v before its bias is corrected, as TensorFlow's Adam does."""
+    scaling(lambda m, v, left1, left2, eps: m / left1 * jnp.sqrt(left2) / (jnp.sqrt(v) + eps))
+
+
+@planted("llama", "mathematics", "exp_avg/*")
+def moments_in_float32() -> None:
+    """A float64 run keeps Adam's moments in float32."""
+    right = optim.scale_by_adam
+
+    def scale_by_adam(*settings: float) -> optax.GradientTransformation:
+        adam = right(*settings)
+
+        def narrow(tree: Any) -> Any:
+            return jax.tree.map(lambda a: a.astype(jnp.float32).astype(a.dtype), tree)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            scaled, state = adam.update(updates, state)
+            return scaled, optax.ScaleByAdamState(state.count, narrow(state.mu), narrow(state.nu))
+
+        return optax.GradientTransformation(adam.init, update)
+
+    everywhere(right, scale_by_adam)
+
+
+@planted("llama", "mathematics", "exp_avg_sq/*")
+def second_moment_of_the_unclipped() -> None:
+    """Adam's second moment takes the gradient as it was before the clip."""
+    right, largest = optim.scale_by_adam, 0.5
+
+    def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+        adam = right(b1, b2, eps)
+
+        def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
+            unclipped = jax.tree.map(lambda g: g / jnp.minimum(1, largest / (norm + 1e-6)), updates)
+            scaled, after = adam.update(updates, state)
+            _, other = adam.update(unclipped, state)
+            return scaled, after._replace(nu=other.nu)
+
+        return optax.GradientTransformationExtraArgs(adam.init, update)
+
+    everywhere(right, scale_by_adam)
+
+
+# ---- decay and schedule
+
+
+@planted("llama", "mathematics", "weights/*norm.weight")
+def decay_on_norms() -> None:
+    """Weight decay applies to norms and biases as well."""
+    plant(Layout, "decays", property(lambda self: True))
+
+
+@planted("llama", "mathematics", "weights/*")
+def decay_not_scaled_by_the_rate() -> None:
+    """Weight decay is taken off whole at each step, not times the learning rate."""
+
+    def adamw(o: Optimizer, steps: int, layouts: Any) -> optax.GradientTransformationExtraArgs:
+        mask = {name: layout.decays for name, layout in layouts.items()}
+        return optax.chain(
+            optim.clip_by_norm(o.clip),
+            optim.scale_by_adam(o.beta1, o.beta2, o.eps),
+            optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, steps, count + 1)),
+            optax.add_decayed_weights(-o.weight_decay * o.learning_rate, mask=mask),
+        )
+
+    everywhere(optim.adamw, adamw)
+
+
+@planted("llama", "mathematics", "weights/*")
+def rate_of_the_step_before() -> None:
+    """The optimizer counts steps from 0; the learning rate that is logged is right."""
+    right = optim.learning_rate
+    plant(optim, "learning_rate", lambda o, steps, step: right(o, steps, step - 1))
+
+
+@planted("llama", "mathematics", "learning_rate")
+def cosine_to_zero() -> None:
+    """The cosine ends at zero, not at the share that the config says."""
+    right = optim.learning_rate
+    everywhere(right, lambda o, *rest: right(o.model_copy(update={"final": 0.0}), *rest))
+    assert train.learning_rate is not right
+
+
+@planted("llama", "mathematics", "learning_rate")
+def decay_from_the_first_step() -> None:
+    """The cosine's way is counted from step 0, not from the end of the warm-up."""
+    right = optim.learning_rate
+
+    def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
+        whole = right(o.model_copy(update={"warmup": 0}), steps, step)
+        return jnp.where(step <= o.warmup, right(o, steps, step), whole)
+
+    everywhere(right, learning_rate)
