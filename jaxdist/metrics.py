@@ -84,6 +84,7 @@ def summary(
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
         "parameters": parameter_count(program.layouts),
         "devices": program.mesh.devices.size,
+        "platform": program.mesh.devices.flat[0].platform,
         "mesh": axes_of(program.mesh),
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,

@@ -9,6 +9,7 @@ from jaxdist.config import Experiment
 from parity_tests import compare
 from parity_tests.compare import K
 from parity_tests.run import JAX, Run
+from parity_tests.scratch import Scratch
 from parity_tests.verdict import Check
 
 Pair = tuple[Run, Run]
@@ -140,6 +141,15 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind] / parts, b.summary["memory"][kind]
         yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
+
+
+def peak(run: Run, scratch: Scratch) -> Iterator[Check]:
+    """The most bytes that a device holds within a step, against the closed form of what a step takes."""
+    held = run.summary["memory"]
+    if held.get("peak"):
+        state = held["parameters"] + held["optimizer_state"]
+        why = "its parameters and moments and what a step takes by the closed form, what is at work twice, and 5 %"
+        yield Check("memory", f"{run.side}, peak, bytes", held["peak"], state + scratch.most(run.side), why)
 
 
 def sent(run: Run) -> dict[str, float]:

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, TrainingError, differences
-from parity_tests import bisect, compare, levels
+from parity_tests import bisect, compare, levels, scratch
 from parity_tests.bisect import Parting
 from parity_tests.run import JAX, REFERENCES, TRAIN, Run, command
-from parity_tests.verdict import Check, Verdict
+from parity_tests.scratch import Scratch
+from parity_tests.verdict import Cause, Check, Verdict
 
 STEPS = 20
 RECORDED = (1, 2, 5, 10, 20)  # steps of which gradients are kept, and the last one
@@ -197,6 +199,9 @@ class Proof:
         yield from levels.precision(policy, double, self.experiment.precision.compute, reordered)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
+        for run in policy if self.measured("memory") else policy[:1]:
+            if run.side in scratch.SIDES:
+                yield from levels.peak(run, self.scratch)
         least = policy[0].summary["least_bytes"]
         for run in policy if self.measured("collectives") else policy[:1]:
             yield from levels.traffic(run, least, self.experiment.parallel.strategy)
@@ -208,7 +213,20 @@ class Proof:
 
     def verdict(self) -> Verdict:
         """What the runs show."""
-        return Verdict(list(self.checks()), dict(self.open()), list(self.notes()))
+        return Verdict(list(self.checks()), dict(self.open()), list(self.notes()), memory=self.causes())
+
+    @property
+    def scratch(self) -> Scratch:
+        """The closed form of what a step of either side takes beside its state."""
+        ours, _ = (run.summary for run in self.pair("policy"))
+        layouts = models.layouts(models.build(self.experiment.model))
+        return Scratch(self.experiment, layouts, ours["mesh"], ours.get("platform") == "gpu")
+
+    def causes(self) -> list[Cause]:
+        """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
+        memory = {run.side: run.summary.get("memory") or {} for run in self.pair("policy")}
+        known = self.sides == scratch.SIDES and self.measured("memory") and all(m.get("peak") for m in memory.values())
+        return self.scratch.causes(memory) if known else []
 
     def open(self) -> Iterator[tuple[str, str]]:
         """Levels that the runs cannot decide, with the reason."""

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from parity_tests import compare, figures
 from parity_tests.figures import Curve, digits, short
-from parity_tests.verdict import LEVELS, Check, Verdict
+from parity_tests.verdict import LEVELS, UNEXPLAINED, Cause, Check, Verdict
 
 # The kinds of runs; curves, memory and traffic are those of the first that there is.
 KINDS = {
@@ -73,6 +73,7 @@ def write(file: Path, verdict: Verdict, pairs: Mapping[str, Pair], facts: Mappin
         curves=[curves(field, kind, pairs) for field in FIELDS] if kind else [],
         heat=[heat(k, pairs[k]) for k in mapped],
         memory=memory(pairs[kind]) if kind else None,
+        causes=causes(verdict.memory),
         traffic=traffic(shown),
         facts=facts,
         sides=[run.side for run in shown],
@@ -271,6 +272,25 @@ def memory(runs: Pair) -> Plot:
     ]
     notes += [f"{side}: memory not reported." for side, values in zip(sides, found, strict=True) if not values]
     return Plot("Memory", figures.bars("memory", label, sides, scaled, unit), notes)
+
+
+def causes(found: Sequence[Cause]) -> dict[str, Any]:
+    """The table of what a step takes beside its state: rows by cause, their sum, what was measured, and the rest."""
+    rest = [cause for cause in found if cause.name == UNEXPLAINED]
+    named = [cause for cause in found if cause.name != UNEXPLAINED]
+    unit = unit_of(value for cause in found for value in (cause.jax, cause.torch))
+
+    def row(name: str, of: Sequence[Cause]) -> tuple[str, list[str]]:
+        return name, [_bytes(sum(column) / UNITS[unit]) for column in zip(*((c.jax, c.torch) for c in of), strict=True)]
+
+    named.sort(key=lambda cause: -max(cause.jax, cause.torch))
+    ends = [row("closed form", named), row("measured", found), row(UNEXPLAINED, rest)] if rest else []
+    return {"rows": [row(cause.name, [cause]) for cause in named], "ends": ends, "unit": unit}
+
+
+def _bytes(value: float) -> str:
+    """A dash for nothing, and a minus for what a closed form has too much."""
+    return "–" if not value else f"−{digits(-value)}" if value < 0 else digits(value)
 
 
 def unit_of(values: Iterable[float | None]) -> str:

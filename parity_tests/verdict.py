@@ -30,17 +30,31 @@ class Check:
         return f"{self.name}, {self.about}" if self.about else self.name
 
 
+UNEXPLAINED = "unexplained"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Bytes that a named cause takes of the fullest device at the peak of a step, on JAX's side and on torch's."""
+
+    name: str
+    jax: float
+    torch: float
+
+
 @dataclass(frozen=True)
 class Verdict:
     """All checks, and what kept some from being made: `open` names each with its reason.
 
     `notes` say how far the checks reach; `parting` is where the runs part, when that was looked for and found.
+    `memory` are the causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured.
     """
 
     checks: Sequence[Check]
     open: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     parting: Parting | None = None
+    memory: Sequence[Cause] = ()
 
     @property
     def failed(self) -> list[Check]:
@@ -76,6 +90,7 @@ class Verdict:
             "open": dict(self.open),
             "notes": list(self.notes),
             "parting": parting and finite(parting),
+            "memory": [asdict(cause) for cause in self.memory],
             "checks": [finite(asdict(check) | {"holds": check.holds}) for check in self.checks],
         }
 

@@ -1,0 +1,132 @@
+"""The closed form of a step's memory against compiled programs and recorded runs, and what its bound catches."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxdist.conftest  # noqa: F401  # for its 8 devices
+from jaxdist import memory, metrics, models
+from jaxdist.config import Experiment
+from jaxdist.config.experiment import read_toml
+from jaxdist.mesh import make_mesh
+from jaxdist.program import Program
+from parity_tests import levels
+from parity_tests.run import Run
+from parity_tests.scratch import JAX, TORCH, Scratch, beside
+from parity_tests.verdict import UNEXPLAINED
+
+jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
+
+DEFAULT = read_toml(Path(__file__).resolve().parents[1] / "configs/default.toml")
+GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
+# Whose weights dwarf the activations of so few tokens.
+WEIGHTS = {"model.layers": 16, "model.dim": 256, "model.head_dim": 32, "model.hidden": 1024, "data.sequence": 8}
+
+
+def experiment(**overrides: Any) -> Experiment:
+    """The default config with fields by `section.field`, on the mesh of `parallel.mesh`."""
+    values = {section: dict(fields) for section, fields in DEFAULT.items()}
+    for name, value in overrides.items():
+        section, _, field = name.partition(".")
+        values[section] = {"policy": value} if section == "precision" else values[section] | {field: value}
+        if value == "gpt2":
+            values["model"] = GPT2
+    return Experiment.parse(values, source="test")
+
+
+def scratch(e: Experiment) -> Scratch:
+    return Scratch(e, models.layouts(models.build(e.model)), e.parallel.axes())
+
+
+def compiled(e: Experiment) -> dict[str, int]:
+    """`memory` of the summary of a JAX run that need not be made."""
+    p = Program(e, make_mesh(e, "cpu")[0])
+    return metrics.memory(p, p.step.lower(p.abstract, p.abstract_batch).compile())
+
+
+def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
+    run = Run(side, Path())
+    run.__dict__["summary"] = {"memory": held}
+    (check,) = levels.peak(run, scratch(e))
+    return check.holds
+
+
+CASES: list[dict[str, Any]] = [
+    {"parallel.mesh": "1x1"},
+    {"parallel.mesh": "2x4"},
+    {"parallel.mesh": "8x1"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.accumulation": 2},
+    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
+    {"parallel.mesh": "8x1", "model.vocab": 4096},
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
+    {"parallel.mesh": "2x4", "model.family": "gpt2"},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
+    e = experiment(**case)
+    held = compiled(e)
+    assert sum(scratch(e).peak(JAX).values()) == pytest.approx(beside(held), rel=0.15)
+    assert holds(e, held)
+
+
+# What `python -m torch_ref.train --steps 2` with these fields measured beside parameters and moments, bytes.
+MEASURED: list[tuple[dict[str, Any], int]] = [
+    ({"parallel.mesh": "1x1"}, 165_069_336),
+    ({"parallel.mesh": "2x4"}, 31_881_240),
+    ({"parallel.mesh": "8x1"}, 22_567_960),
+    ({"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 24_077_848),
+    ({"parallel.mesh": "8x1", "parallel.strategy": "zero1"}, 24_077_848),
+    ({"parallel.mesh": "8x1", "parallel.strategy": "zero2"}, 24_341_008),
+    ({"parallel.mesh": "1x1", "memory.remat": "full"}, 51_261_464),
+    ({"parallel.mesh": "1x1", "memory.remat": "selective"}, 83_240_984),
+    ({"parallel.mesh": "2x4", "precision.policy": "bf16"}, 24_004_376),
+    ({"parallel.mesh": "data=2,fsdp=2,tensor=2", "train.accumulation": 2, "model.tied": True}, 13_793_048),
+    ({"parallel.mesh": "8x1", "model.vocab": 8192}, 53_433_880),
+    ({"parallel.mesh": "1x1", "model.dim": 512, "model.head_dim": 64, "data.sequence": 16}, 40_532_760),
+]
+
+
+@pytest.mark.parametrize(("case", "measured"), MEASURED, ids=lambda x: str(x))
+def test_what_a_run_of_torch_took(case: dict[str, Any], measured: int) -> None:
+    assert sum(scratch(experiment(**case)).peak(TORCH).values()) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From forward to backward: of all blocks, gathered or sliced."""
+    e = experiment(**{"parallel.mesh": mesh}, **WEIGHTS)
+    assert holds(e, compiled(e))
+    monkeypatch.setitem(memory.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
+    assert not holds(e, compiled(e))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_kept_activations_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the mode of rematerialization is there to drop."""
+    e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
+    monkeypatch.setitem(memory.POLICIES, mode, memory.POLICIES["none"])
+    assert not holds(e, compiled(e))
+
+
+@pytest.mark.parametrize("side", [JAX, TORCH])
+def test_a_leak_is_caught_on_either_side(side: str) -> None:
+    e = experiment(**{"parallel.mesh": "8x1"}, **WEIGHTS)
+    held = {"parameters": 10, "gradients": 10, "optimizer_state": 20, "temporary": 0}
+    fits = round(sum(scratch(e).peak(side).values())) + 30
+    assert holds(e, held | {"peak": fits}, side)
+    assert not holds(e, held | {"peak": fits + 16 * 4 * 256 * 1024 * 3}, side)  # the MLPs' weights of all blocks
+
+
+def test_causes_sum_to_what_was_measured() -> None:
+    e = experiment(**{"parallel.mesh": "2x4"})
+    held = {side: {"parameters": 1, "optimizer_state": 2, "peak": size} for side, size in ((JAX, 4e7), (TORCH, 3e7))}
+    causes = scratch(e).causes(held)
+    assert causes[-1].name == UNEXPLAINED and len({cause.name for cause in causes}) == len(causes)
+    assert sum(cause.jax for cause in causes) == pytest.approx(4e7 - 3)
+    assert sum(cause.torch for cause in causes) == pytest.approx(3e7 - 3)
