@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from parity_tests import report
-from parity_tests.verdict import Check, Verdict
+from parity_tests.verdict import UNEXPLAINED, Cause, Check, Verdict
 
 WHY = "float64: both sides round alike to 1e-15"
 LONG = "exp_avg_sq/layers.11.attention.k_proj.weight, torch_ref on the mesh and on one device"
@@ -220,3 +220,11 @@ def test_the_browser_sees_what_is_broken(tmp_path: Path) -> None:
                  "attribute d: Expected number", "missing is not defined"):  # fmt: skip
         assert what in found, found
     assert "sideways at 1200" not in found
+
+
+def test_the_causes_of_memory_sum_up(tmp_path: Path) -> None:
+    """Beside the named ones their sum, what was measured and the rest, also where the closed form has too much."""
+    causes = [Cause("kept & small", 2**20, 0.0), Cause("kept", 2**21, 2**22), Cause(UNEXPLAINED, -(2**20), 2**20)]
+    page = text_of(written(tmp_path, Verdict(HOLDS, memory=causes), {"policy": pair()}))
+    assert "kept 2.00 4.00 kept & small 1.00 – closed form 3.00 4.00 measured 2.00 5.00 unexplained −1.00 1.00" in page
+    assert "closed form 3.00" not in text_of(written(tmp_path, Verdict(HOLDS), {"policy": pair()}))
