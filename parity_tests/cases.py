@@ -1,5 +1,7 @@
 """What is compared: two models, the meshes and strategies, accumulation and rematerialization."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 # Sizes all differ, so that a swapped pair cannot pass; the initial weights are large enough to matter.
@@ -47,3 +49,21 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "another seed": {"train.seed": 1},
     "schedule off by one": {"optimizer.warmup": 4},
 }
+
+
+def experiment(model: str, documents: Path, steps: int) -> dict[str, Any]:
+    """The fields of a short run of one of MODELS in float64, on `documents`."""
+    return {
+        "model": MODELS[model],
+        "data": {"path": str(documents), "documents": "padded", "sequence": 32},
+        "train": {"steps": steps, "batch": 16, "validation_batches": 0},
+        "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},
+        "precision": {"policy": "fp64"},
+    }
+
+
+def write_documents(file: Path) -> None:
+    """Documents of uneven length, so that padded to one length a mean of means differs from the mean."""
+    words = ["the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory"]
+    lines = (" ".join(words[(i * j) % len(words)] for j in range(1 + (7 * i) % 23)) for i in range(400))
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")

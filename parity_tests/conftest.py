@@ -13,7 +13,7 @@ from rich.table import Table
 
 pytest.importorskip("torch", reason="the parity suite needs torch: pip install 'jaxdist[test]'")
 
-from parity_tests.cases import MODELS
+from parity_tests.cases import MODELS, experiment, write_documents
 from parity_tests.run import Run, run
 
 STEPS = 20
@@ -37,22 +37,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def experiments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A config file per model. The data are padded documents of uneven length, so that a mean of means differs."""
+    """A config file per model, all on the same documents."""
     folder = tmp_path_factory.mktemp("experiments")
     documents = folder / "documents.jsonl"
-    words = ["the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory"]
-    lines = (" ".join(words[(i * j) % len(words)] for j in range(1 + (7 * i) % 23)) for i in range(400))
-    documents.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines), encoding="utf-8")
+    write_documents(documents)
     paths = {}
-    for name, model in MODELS.items():
+    for name in MODELS:
         paths[name] = folder / f"{name}.toml"
-        values = {
-            "model": model,
-            "data": {"path": str(documents), "documents": "padded", "sequence": 32},
-            "train": {"steps": STEPS, "batch": 16, "validation_batches": 0},
-            "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},
-            "precision": {"policy": "fp64"},
-        }
+        values = experiment(name, documents, STEPS)
         paths[name].write_text(tomli_w.dumps(values), encoding="utf-8")
     return paths
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -54,7 +54,7 @@ class Proof:
     done: dict[tuple[str, str], Run] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> "Proof":
+    def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> Self:
         """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
         steps = min(experiment.train.steps, STEPS)
         recorded = {step for step in RECORDED if step < steps} | {steps}
@@ -128,7 +128,7 @@ class Proof:
             init = self.folder / "seed"
             self.train(JAX, self.config("policy"), init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
         start = self.folder / "start"
-        finish("jaxdist.convert", str(init), str(start), "--to", "hf")
+        self.finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 
     def perturbed(self, start: Path) -> Path:
@@ -149,8 +149,15 @@ class Proof:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(config, encoding="utf-8")
         line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
-        finish(TRAIN[side], *line)
+        self.finish(TRAIN[side], *line)
         return Run(side, path)
+
+    def finish(self, module: str, *arguments: str) -> None:
+        """A command to its end. Raises ConfigError where its input is bad, TrainingError where it fails otherwise."""
+        done = command(module, *arguments)
+        if done.returncode:
+            message = done.stderr.strip().removeprefix("error: ")
+            raise (ConfigError if done.returncode == 2 else TrainingError)(f"python -m {module}: {message}")
 
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError with its own message when it fails."""
@@ -296,11 +303,3 @@ class Proof:
         roundings = ROUNDING[precision.compute], ROUNDING[precision.parameters]
         common = [step for step in steps if step in b[0].records]
         return [bisect.cost(a, b, step, limit, roundings, self.zero_gradient) for step in common]
-
-
-def finish(module: str, *arguments: str) -> None:
-    """A command to its end. Raises ConfigError where its input is bad, TrainingError where it fails otherwise."""
-    done = command(module, *arguments)
-    if done.returncode:
-        message = done.stderr.strip().removeprefix("error: ")
-        raise (ConfigError if done.returncode == 2 else TrainingError)(f"python -m {module}: {message}")

@@ -1,0 +1,343 @@
+"""How often the proof calls equal runs different: `python -m parity_tests.false_alarms --output DIR`, a slow job.
+
+Both sides train each seed's weights and data order on every combination of family, mesh and precision, and the proof
+itself judges. It is made of the same commands as a proof by hand, but they are run within one process per side, which
+imports and compiles once, and a run that several proofs need is made once. Started again, it goes on.
+"""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from jaxdist.config import GPT2, ConfigError, Experiment, Llama, TrainingError, check_writable, exit_codes
+from jaxdist.config.arguments import Parser, user_path
+from jaxdist.config.display import console, say
+from jaxdist.config.errors import nearest
+from jaxdist.config.folder import replace as write_whole
+from parity_tests import cases
+from parity_tests.proof import STEPS, Proof
+from parity_tests.run import SIDES, Run
+from parity_tests.verdict import LEVELS, Check, Verdict
+
+SEEDS = 100
+MESHES: dict[str, dict[str, Any]] = {
+    "ddp": {"mesh": "4x1", "strategy": "ddp"},
+    "fsdp": {"mesh": "4x1"},
+    "2x2": {"mesh": "2x2"},
+    "hybrid": {"mesh": "data=2,fsdp=2"},
+}
+DEVICES = 4  # of the largest of them
+AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
+RESULTS = "proofs.jsonl"
+ALARM = 3  # the exit code when a proof was anything but equivalent
+RUNS_OF_A_WORKER = 40  # then it is started anew: JAX keeps what it traced and loaded
+
+
+class Case(NamedTuple):
+    """One proof to be made."""
+
+    seed: int
+    family: str
+    mesh: str
+    precision: str
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.mesh} {self.precision}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one: the verdict, and of every check how much of its bound it took, 1 being all of it."""
+
+    case: Case
+    verdict: str
+    sentence: str
+    shares: Sequence[tuple[str, str, float]]  # level, check, value / bound
+
+    @classmethod
+    def of(cls, case: Case, verdict: Verdict) -> "Result":
+        return cls(case, verdict.word, verdict.sentence, [(c.level, c.title, share(c)) for c in verdict.checks])
+
+    @property
+    def alarm(self) -> bool:
+        return self.verdict != "equivalent"
+
+    def line(self) -> str:
+        """As a line of JSON; what is no number is text."""
+        shares = [[level, name, x if x < float("inf") else repr(x)] for level, name, x in self.shares]
+        return json.dumps(self.case._asdict() | {"verdict": self.verdict, "sentence": self.sentence, "shares": shares})
+
+    @classmethod
+    def read(cls, line: str) -> "Result":
+        values = json.loads(line)
+        shares = [(level, name, float(x)) for level, name, x in values["shares"]]
+        return cls(Case(*(values[f] for f in Case._fields)), values["verdict"], values["sentence"], shares)
+
+
+def share(check: Check) -> float:
+    """value / bound, and infinite for what does not hold and is no number; 1 where a bound of infinity is reached."""
+    if not check.holds:
+        return check.value / check.bound if check.bound > 0 and check.value < float("inf") else float("inf")
+    return 0.0 if check.value == 0 else 1.0 if check.value == check.bound else check.value / check.bound
+
+
+# ---- running
+
+
+def prepare(environment: Mapping[str, str], log: Path) -> None:
+    """Settings of a new process, before it imports JAX; it and its own processes complain into `log`."""
+    os.environ.update(environment)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+
+
+def work(module: str, arguments: Sequence[str]) -> int:
+    """`python -m MODULE ...` within this process: its exit code."""
+    sys.argv = [module, *arguments]
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+    return 0
+
+
+class Workers:
+    """A process for each side, which runs its commands one after the other: imports and compiled programs stay."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: for compiled programs, which a second start finds, and what the processes complain of."""
+        self.folder = folder
+        self.environment = {
+            "OMP_NUM_THREADS": "1",
+            "JAX_NUM_CPU_DEVICES": str(DEVICES),
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        self.pools: dict[str, ProcessPoolExecutor] = {}
+        self.pending: list[tuple[str, Future[int]]] = []
+
+    def __enter__(self) -> "Workers":
+        for side in SIDES:
+            settings = self.environment, self.folder / side
+            self.pools[side] = ProcessPoolExecutor(
+                1, get_context("spawn"), prepare, settings, max_tasks_per_child=RUNS_OF_A_WORKER
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self.pools.values():
+            pool.shutdown(cancel_futures=True)
+
+    def submit(self, module: str, arguments: Sequence[str]) -> None:
+        """Run a command when those before it on its side have ended."""
+        self.pending.append((module, self.pools[module.partition(".")[0]].submit(work, module, arguments)))
+
+    def wait(self) -> None:
+        """Until all commands have ended. Raises ConfigError or TrainingError where one failed."""
+        pending, self.pending = self.pending, []
+        for module, future in pending:
+            if code := future.result():
+                self.__exit__()
+                said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
+                raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
+
+
+@dataclass
+class SharedProof(Proof):
+    """A proof whose commands are queued, and which takes a run of the same config from another proof."""
+
+    workers: Workers | None = None
+    known: dict[tuple[str, ...], Run] = field(default_factory=dict)
+
+    def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
+        key = (side, config, *arguments)
+        if key not in self.known:
+            taken = path in {run.path for run in self.known.values()}
+            own = path.with_name(f"{path.name}-{len(self.known)}") if taken else path
+            self.known[key] = super().train(side, config, own, *arguments)
+        return self.known[key]
+
+    def finish(self, module: str, *arguments: str) -> None:
+        assert self.workers is not None
+        self.workers.submit(module, arguments)
+
+
+def draw(model: Llama | GPT2, seed: int, folder: Path) -> Path:
+    """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
+    from jaxdist import models  # not in the workers, which import this file before they know their devices
+    from jaxdist.convert.hf import write_hf
+
+    random = np.random.default_rng(seed)
+    weights = {
+        name: (layout.mean + (layout.std or model.init_std) * random.standard_normal(layout.shape)).astype(np.float32)
+        for name, layout in models.layouts(models.build(model)).items()
+    }
+    folder.mkdir()
+    write_hf(folder, model, weights)
+    return folder
+
+
+def judge(group: Sequence[Case], folder: Path, workers: Workers) -> Iterator[Result]:
+    """The proofs of one family and seed, from the same starting weights, in `folder`."""
+    documents, start = folder / "documents.jsonl", folder / "start"
+    cases.write_documents(documents)
+    known: dict[tuple[str, ...], Run] = {}
+    proofs = []
+    for case in group:
+        values = cases.experiment(case.family, documents, STEPS)
+        values["train"] |= {"seed": case.seed}
+        values |= {"parallel": MESHES[case.mesh], "precision": {"policy": case.precision}}
+        proof = SharedProof.of(Experiment.parse(values, source=str(case)), folder, "cpu")
+        proofs.append(replace(proof, workers=workers, known=known))
+    draw(proofs[0].experiment.model, group[0].seed, start)
+    for proof in proofs:
+        for side, kind in proof.needed():
+            proof.run(side, kind, start)
+    workers.wait()
+    for case, proof in zip(group, proofs, strict=True):
+        yield Result.of(case, proof.verdict())
+
+
+# ---- the job
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Arguments -> what is left to do -> proofs, a line of proofs.jsonl for each -> the table."""
+    output, wanted = arguments(sys.argv[1:] if argv is None else argv)
+    output.mkdir(parents=True, exist_ok=True)
+    results = [result for result in resumed(output / RESULTS) if result.case in wanted]
+    missing = sorted(wanted - {result.case for result in results})
+    groups: dict[tuple[int, str], list[Case]] = {}
+    for case in missing:
+        groups.setdefault((case.seed, case.family), []).append(case)
+    say(f"{len(wanted)} proofs, {len(missing)} left to make")
+    work_folder = output.absolute() / "work"
+    work_folder.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
+    with ExitStack() as stack:
+        workers = stack.enter_context(Workers(work_folder))
+        advance = stack.enter_context(shown(len(wanted), len(results)))
+        for (seed, family), group in groups.items():
+            folder = work_folder / f"{family}-{seed}"
+            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start left
+            folder.mkdir()
+            found = list(judge(group, folder, workers))
+            if any(result.alarm for result in found):  # its runs are worth more than the room that they take
+                shutil.copytree(folder, output / "alarms" / folder.name, dirs_exist_ok=True)
+            shutil.rmtree(folder)
+            with (output / RESULTS).open("a", encoding="utf-8") as file:
+                file.writelines(result.line() + "\n" for result in found)
+            results += found
+            advance(results)
+    shutil.rmtree(work_folder)
+    console.print(table(results))
+    alarms = [result for result in results if result.alarm]
+    for result in alarms:
+        say(f"{result.case}: {result.sentence}")
+    if alarms:
+        sys.exit(ALARM)
+
+
+def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:
+    """The output folder and the proofs that are asked for. Raises ConfigError."""
+    parser = Parser(prog="python -m parity_tests.false_alarms", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", help=f"folder for {RESULTS}; what is in it is not made again"
+    )
+    parser.add_argument("--seeds", default=str(SEEDS), metavar="N", help=f"seeds 0 to N - 1 (default {SEEDS})")
+    names = "; ".join(f"{axis}: {', '.join(values)}" for axis, values in AXES.items())
+    parser.add_argument("--only", default="", metavar="NAME,...", help=f"some of the combinations ({names})")
+    a = parser.parse_args(argv)
+    if a.output is None:
+        raise ConfigError(f"--output DIR is missing: the folder for {RESULTS}")
+    check_writable(a.output, f"--output {a.output}")
+    if not a.seeds.isdecimal() or int(a.seeds) < 1:
+        raise ConfigError(f"--seeds {a.seeds}: must be a whole number from 1")
+    chosen = selected([name.strip() for name in a.only.split(",")] if a.only else [])
+    families, meshes, precisions = chosen.values()
+    seeds = range(int(a.seeds))
+    return a.output, {Case(s, f, m, p) for s in seeds for f in families for m in meshes for p in precisions}
+
+
+def selected(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of each of AXES that are among `names`, or all where none is. Raises ConfigError."""
+    known = [value for values in AXES.values() for value in values]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--only {name}: no family, mesh or precision; {nearest(name, known)}")
+    return {axis: tuple(v for v in values if v in names) or values for axis, values in AXES.items()}
+
+
+def resumed(file: Path) -> list[Result]:
+    """The results of an earlier start; a last line cut short is dropped from the file. Raises ConfigError."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    try:
+        results = [Result.read(line) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: {error!r}; mend or remove it") from None
+    write_whole(file, "".join(line + "\n" for line in lines))
+    return results
+
+
+@contextmanager
+def shown(total: int, before: int) -> Iterator[Callable[[Sequence[Result]], None]]:
+    """A bar over `total` proofs, of which `before` are there; off a terminal a line per call of what it yields."""
+    began = time.monotonic()
+    columns = TextColumn("proofs"), BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=total, completed=before)
+
+        def advance(results: Sequence[Result]) -> None:
+            done = len(results)
+            each = (time.monotonic() - began) / (done - before)
+            left = timedelta(seconds=round(each * (total - done)))
+            alarms = sum(result.alarm for result in results)
+            text = f"{done}/{total}, {alarms} alarms, {each:.1f} s each, {left} left"
+            bar.update(task, completed=done, description=text)
+            if not console.is_terminal:
+                say(text)
+
+        yield advance
+
+
+def closest(results: Iterable[Result]) -> dict[str, tuple[float, str, Case]]:
+    """By level: the largest share of a bound that a check took, the check and the proof."""
+    found: dict[str, tuple[float, str, Case]] = {}
+    for result in results:
+        for level, name, x in result.shares:
+            if level not in found or x > found[level][0]:
+                found[level] = x, name, result.case
+    return {level: found[level] for level in LEVELS if level in found}
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Proofs, alarms, and how close the closest check of each level came to its bound."""
+    alarms, seeds = sum(result.alarm for result in results), len({result.case.seed for result in results})
+    title = f"{len(results)} proofs of {seeds} seeds, {alarms} false alarms"
+    made = Table("level", "value / bound", "check", "proof", title=title)
+    for level, (x, name, case) in closest(results).items():
+        made.add_row(level, f"{x:.2g}", name, str(case))
+    return made
+
+
+if __name__ == "__main__":
+    exit_codes(main)

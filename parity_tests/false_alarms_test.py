@@ -1,0 +1,166 @@
+"""The job that counts false alarms: what it makes, shares, takes up again and reports; only one test trains, slowly."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Experiment
+from parity_tests import cases, false_alarms
+from parity_tests.false_alarms import ALARM, MESHES, RESULTS, Case, Result, SharedProof, closest, main, share
+from parity_tests.proof import STEPS
+from parity_tests.run import Run
+from parity_tests.verdict import Check, Verdict
+
+CASE = Case(0, "llama", "fsdp", "bf16")
+HALF, ALL, NOTHING = (
+    Check("mathematics", "loss", 1e-12, 2e-12, "why", "on one device"),
+    Check("memory", "parameters", 8.0, 8.0, "why"),
+    Check("traffic", "bytes", 0.0, 0.0, "why"),
+)
+FAILS = Check("memory", "parameters", 1.0, 0.0, "why")
+
+
+class Judged(list[Case]):
+    """Stands for `judge`: keeps what it was asked, finds `alarms` to be such, and is interrupted after `most` calls."""
+
+    def __init__(self, alarms: Sequence[Case] = (), most: int = 1000) -> None:
+        self.alarms, self.most = alarms, most
+
+    def __call__(self, group: Sequence[Case], folder: Path, _: Any) -> Iterator[Result]:
+        if not self.most:
+            raise KeyboardInterrupt
+        self.most -= 1
+        (folder / "runs").mkdir()
+        for case in group:
+            self.append(case)
+            yield Result.of(case, Verdict([FAILS if case in self.alarms else HALF]))
+
+
+def made(monkeypatch: pytest.MonkeyPatch, judged: Judged, output: Path, *argv: str) -> int:
+    """The exit code of the job over fake proofs."""
+    monkeypatch.setattr(false_alarms, "judge", judged)
+    try:
+        main(["--output", str(output), *argv])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_a_second_start_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    only = ("--seeds", "2", "--only", "ddp,fsdp,fp64")
+    before, after, done = Judged(most=1), Judged(), Judged()
+    with pytest.raises(KeyboardInterrupt):
+        made(monkeypatch, before, tmp_path, *only)
+    with (tmp_path / RESULTS).open("a") as file:
+        file.write('{"seed": 1, "fam')  # cut short by a kill
+    assert made(monkeypatch, after, tmp_path, *only) == 0
+    assert len(before) == 2 and len(after) == 6 and not set(before) & set(after)
+    assert made(monkeypatch, done, tmp_path, *only) == 0 and not done
+    assert len((tmp_path / RESULTS).read_text().splitlines()) == 8
+
+
+def test_all_combinations_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judged = Judged()
+    assert made(monkeypatch, judged, tmp_path, "--seeds", "1") == 0
+    assert len(judged) == len(set(judged)) == 2 * 4 * 3
+
+
+def test_an_alarm_is_one_and_stays_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert made(monkeypatch, Judged([CASE]), tmp_path, "--seeds", "1") == ALARM
+    assert "1 false alarms" in (said := capsys.readouterr().out)
+    assert f"{CASE}: Not equivalent: 1 of 1 checks fail" in said
+    assert (tmp_path / "alarms" / "llama-0" / "runs").is_dir()
+    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1") == ALARM
+    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2") == 0  # of what was asked for
+
+
+@pytest.mark.parametrize("verdict", [Verdict([]), Verdict([HALF], open={"precision": "no run"}), Verdict([FAILS])])
+def test_whatever_is_not_equivalent_is_an_alarm(verdict: Verdict) -> None:
+    result = Result.of(CASE, verdict)
+    assert result.alarm and Result.read(result.line()).alarm
+    assert not Result.of(CASE, Verdict([HALF])).alarm
+
+
+def test_margins() -> None:
+    other = CASE._replace(seed=7)
+    results = [Result.of(CASE, Verdict([HALF, ALL])), Result.of(other, Verdict([replace(HALF, value=3e-12), NOTHING]))]
+    assert closest(results) == {
+        "mathematics": (1.5, "loss, on one device", other),
+        "memory": (1.0, "parameters", CASE),
+        "traffic": (0.0, "bytes", other),
+    }
+    assert [Result.read(result.line()) for result in results] == results
+
+
+@pytest.mark.parametrize(
+    ("value", "bound"), [(np.nan, 1.0), (np.inf, 1.0), (1.0, 0.0), (1.0, np.nan), (0.0, np.nan), (np.inf, np.inf)]
+)
+def test_what_is_no_number_is_beyond_any_bound(value: float, bound: float) -> None:
+    check = Check("precision", "loss", value, bound, "why")
+    assert share(check) == (1.0 if check.holds else np.inf)
+    assert Result.read(Result.of(CASE, Verdict([check])).line()).shares[0][2] == share(check)
+
+
+def test_runs_are_shared(tmp_path: Path) -> None:
+    """The same config from the same weights is trained once, by the command of a proof by hand."""
+
+    class Queue(list[Sequence[str]]):
+        def submit(self, module: str, arguments: Sequence[str]) -> None:
+            self.append([module, *arguments])
+
+    start = tmp_path / "start"
+    start.mkdir()
+    known: dict[tuple[str, ...], Run] = {}
+    commands, made = Queue(), []
+    for mesh in MESHES.values():
+        for policy in ("fp64", "fp32", "bf16"):
+            values = cases.experiment("llama", tmp_path / "documents", STEPS)
+            values |= {"parallel": mesh, "precision": {"policy": policy}}
+            proof = SharedProof.of(Experiment.parse(values, source="test"), tmp_path, "cpu")
+            proof = replace(proof, workers=commands, known=known, done={})  # type: ignore[arg-type]
+            made.append({(side, kind): proof.run(side, kind, start) for side, kind in proof.needed()})
+    # By strategy: one device, twice on the JAX side, and reordered in bf16; by mesh: three precisions.
+    assert len(commands) == len(known) == 2 * (3 + 2) + 4 * 3 * 2
+    assert len({arguments[arguments.index("--output") + 1] for arguments in commands}) == len(commands)
+    assert made[3]["jaxdist", "one"] is made[8]["jaxdist", "one"]  # fsdp and 2x2
+    assert made[3]["jaxdist", "one"] is not made[0]["jaxdist", "one"]  # ddp
+    assert made[3]["torch_ref", "policy"] is made[5]["torch_ref", "mesh"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--output DIR is missing"),
+        (["--seeds", "0"], "--seeds 0: must be"),
+        (["--seeds", "-1"], "--seeds -1: must be"),
+        (["--seeds", "ten"], "--seeds ten: must be"),
+        (["--only", "llama,fdsp"], "--only fdsp: .*did you mean 'fsdp'"),
+        (["--only", ","], "--only : no family"),
+        (["--steps", "3"], "unknown argument '--steps'"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, argv: list[str], message: str) -> None:
+    output = ["--output", str(tmp_path / "new")] if argv else []
+    with pytest.raises(ConfigError, match=message):
+        main([*output, *argv])
+    assert not (tmp_path / "new").exists()
+
+
+def test_results_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / RESULTS).write_text('{"seed": 1}\n')
+    with pytest.raises(ConfigError, match="is damaged"):
+        main(["--output", str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_one_for_real(tmp_path: Path) -> None:
+    main(["--output", str(tmp_path), "--seeds", "1", "--only", "llama,fsdp,bf16"])
+    (line,) = (tmp_path / RESULTS).read_text().splitlines()
+    result = Result.read(line)
+    assert not result.alarm and {level for level, _, _ in result.shares} == set(false_alarms.LEVELS)
