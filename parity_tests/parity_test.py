@@ -253,8 +253,8 @@ def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], 
     mixed = proof(runs, experiments, tmp_path, "2x4")
     mixed.done["torch_ref", "mesh"] = alone.done["torch_ref", "one"]
     assert "distribution" in {check.level for check in mixed.verdict().failed}
-    mixed = proof(runs, experiments, tmp_path, "2x4")
-    mixed.done["torch_ref", "policy"] = runs("torch_ref", "llama", settings("ddp", QUICK["llama"]["ddp"]))
+    mixed = proof(runs, experiments, tmp_path, "fsdp")
+    mixed.done["torch_ref", "policy"] = runs("torch_ref", "llama", settings("zero1", QUICK["llama"]["zero1"]))
     failed = {check.level for check in mixed.verdict().failed}
     assert {"memory", "traffic"} <= failed and "mathematics" not in failed
     assert right.verdict().word == "equivalent"
