@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
@@ -33,6 +34,7 @@ from parity_tests.verdict import LEVELS, Verdict
 
 NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
 MISSED = 3  # the exit code where that is not so
+WIDTH = 150  # of the closing table, also where no one is watching
 WORDS = ("the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory")
 QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
 
@@ -71,19 +73,20 @@ class Trial(Proof):
     def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
         wrong = self.mistake if self.mistake and self.mistake.side == side else None
         key = (side, config, arguments)
-        if wrong or key not in self.made:
-            file = path.parent / f"{path.name}.toml"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(config, encoding="utf-8")
-            module = ("parity_tests.mistakes", wrong.name) if wrong else (f"{side}.train",)
-            line = ("--config", str(file), "--device", "cpu", "--output", str(path), *arguments)
-            done = command(*module, *line, xla_flags=QUICK)
-            if done.returncode:
-                raise TrainingError(f"{wrong.name if wrong else side}, {path}: {done.stderr.strip()}")
-            if wrong:
-                return Run(side, path)
-            self.made[key] = Run(side, path)
-        return self.made[key]
+        if not wrong and key in self.made:
+            return self.made[key]
+        file = path.parent / f"{path.name}.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(config, encoding="utf-8")
+        entry = ("parity_tests.mistakes", wrong.name) if wrong else (f"{side}.train",)
+        line = ("--config", str(file), "--device", "cpu", "--output", str(path), *arguments)
+        done = command(*entry, *line, xla_flags=QUICK)
+        if done.returncode:
+            raise TrainingError(f"{' '.join(entry)}, {path}: {done.stderr.strip()}")
+        run = Run(side, path)
+        if not wrong:
+            self.made[key] = run
+        return run
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         run = self.done[key]
@@ -263,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     text = json.dumps(result | {"findings": [f.as_json() for f in findings]}, indent=2) + "\n"
     (output / "detection.json").write_text(text, encoding="utf-8")
-    console.print(show(findings))
+    Console(width=max(console.width, WIDTH)).print(show(findings))
     say(f"{len(findings)} mistakes: {detected:.1%} detected, {named:.1%} of the culprits right, {seconds / 60:.0f} min")
     if detected < 1 or named < NAMED_RIGHT:
         sys.exit(MISSED)
