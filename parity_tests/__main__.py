@@ -58,7 +58,7 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     reference = a.more["against"]
     if reference in REFERENCES:
         return Proof.of(a.experiment, check(a), a.device, reference), a.more["bisect"], a.init
-    theirs = Run(Path(reference).name, Path(reference))
+    theirs = Run(f"run {Path(reference).name}", Path(reference))
     theirs.check()
     if a.config is None:  # that of the run, with what else was given
         a = parse(["--config", str(theirs.path / "config.toml"), *argv], "parity_tests", __doc__ or "", OPTIONS)

@@ -25,12 +25,14 @@ def benchmark(tmp_path_factory: pytest.TempPathFactory) -> Benchmark:
     return Benchmark(tmp_path_factory.mktemp("detection"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_mistake_is_detected_and_named(benchmark: Benchmark, name: str) -> None:
     found = benchmark.find(table()[name])
     assert found.detected and found.right, found
 
 
+@pytest.mark.slow
 def test_no_mistake_is_detected_where_none_is_planted(benchmark: Benchmark) -> None:
     """By the same way: the same entry, a run of its own, the same judgement."""
     found = benchmark.find(NOTHING["torch_ref"])
@@ -58,6 +60,7 @@ def test_names_are_unique_and_tell_the_side() -> None:
         mistake("jaxdist", "llama", "mathematics", "exp_avg/*")(betas_swapped)
 
 
+@pytest.mark.slow
 def test_another_culprit_is_not_right(benchmark: Benchmark) -> None:
     """What is named is compared, not merely that something is."""
     from dataclasses import replace
