@@ -20,6 +20,10 @@ import pytest
 
 from jaxdist.config import Experiment
 
+GPT2 = {
+    "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 64, "positions": 32, "init_std": 0.2,
+}  # fmt: skip
+
 
 def tiny(**sections: Any) -> Experiment:
     """A model whose sizes all differ, so that none can stand for another: 12 query and 4 kv heads, H·C = 96 ≠ D."""

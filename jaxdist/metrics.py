@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import __version__, traffic
+from jaxdist import __version__, arithmetic, traffic
 from jaxdist.config import Experiment
 from jaxdist.config.hardware import peak_flops
 from jaxdist.mesh import axes_of
@@ -97,6 +97,7 @@ def summary(
         "memory": memory(program, compiled) | allocated(program),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
+        "arithmetic": arithmetic.narrowest(traced.jaxpr),
         "compile_seconds": compile_seconds,
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxdist import collectives
-from jaxdist.conftest import tiny
+from jaxdist.conftest import GPT2, tiny
 from jaxdist.data import Batch
 from jaxdist.mesh import make_mesh
 from jaxdist.models import layers
 from jaxdist.program import Program
-from jaxdist.step_test import GPT2
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(tiny().model.model_dump(), output_bias=True, mlp_bias=True),

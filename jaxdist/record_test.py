@@ -9,21 +9,11 @@ import pytest
 
 from jaxdist.config import Experiment
 from jaxdist.config.record import read_record, write_record
-from jaxdist.conftest import tiny
+from jaxdist.conftest import GPT2, tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 
-GPT2 = {
-    "family": "gpt2",
-    "layers": 2,
-    "dim": 40,
-    "heads": 4,
-    "hidden": 56,
-    "vocab": 64,
-    "positions": 32,
-    "init_std": 0.2,
-}
 KEY = "attention.k_proj.bias"
 ALL = {"steps": [1], "tensors": "all"}
 MESHES = {

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
-from jaxdist.conftest import tiny
+from jaxdist.conftest import GPT2, tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
@@ -21,17 +21,6 @@ from jaxdist.step import Step
 
 STEPS = 20
 LOSS, STATE = 1e-12, 1e-10  # bounds of the contract in float64, relative
-
-GPT2 = {
-    "family": "gpt2",
-    "layers": 2,
-    "dim": 40,
-    "heads": 4,
-    "hidden": 56,
-    "vocab": 64,
-    "positions": 24,
-    "init_std": 0.2,
-}
 
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"train": {"accumulation": 2}},

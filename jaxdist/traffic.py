@@ -48,28 +48,35 @@ def ring_bytes(op: str, whole: float, n: int) -> float:
 
 def count(closed: Any) -> list[Collective]:
     """The collectives of a traced program (`jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
-    live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     counts: Counter[tuple[str, str, str]] = Counter()
     sent: dict[tuple[str, str, str], float] = defaultdict(float)
-    for op, axis, dtype, times, size in _walk(live, 1, {}):
-        counts[op, axis, dtype] += times
-        sent[op, axis, dtype] += times * size
+    for equation, times, mesh in equations(closed):
+        named = equation.params.get("axes", equation.params.get("axis_name"))
+        names = [name for name in (named if isinstance(named, tuple) else (named,)) if mesh.get(name, 1) > 1]
+        primitive = equation.primitive.name
+        if not names or primitive in SILENT:
+            continue
+        if primitive not in KINDS:
+            raise NotImplementedError(f"{primitive} over {names}: what it sends is not counted yet")
+        op, n = KINDS[primitive], math.prod(mesh[name] for name in names)
+        for before, after in zip(equation.invars, equation.outvars, strict=True):
+            key = op, "+".join(names), str(before.aval.dtype)
+            whole = max(v.aval.size for v in (before, after)) * before.aval.dtype.itemsize
+            counts[key] += times
+            sent[key] += times * ring_bytes(op, whole, n)
     return [Collective(*key, counts[key], sent[key]) for key in sorted(counts)]
 
 
-def _walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[str, str, str, int, float]]:
+def equations(closed: Any) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
+    """Each equation of a traced program that its results need: with how often it runs, and over which mesh."""
+    live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    yield from _walk(live, 1, {})
+
+
+def _walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
     for equation in jaxpr.eqns:
-        parameters = equation.params
-        named = parameters.get("axes", parameters.get("axis_name"))
-        names = [name for name in (named if isinstance(named, tuple) else (named,)) if mesh.get(name, 1) > 1]
-        primitive = equation.primitive.name
-        if names and primitive not in SILENT:
-            if primitive not in KINDS:
-                raise NotImplementedError(f"{primitive} over {names}: what it sends is not counted yet")
-            op, n = KINDS[primitive], math.prod(mesh[name] for name in names)
-            for before, after in zip(equation.invars, equation.outvars, strict=True):
-                whole = max(v.aval.size for v in (before, after)) * before.aval.dtype.itemsize
-                yield op, "+".join(names), str(before.aval.dtype), times, ring_bytes(op, whole, n)
+        yield equation, times, mesh
+        parameters, primitive = equation.params, equation.primitive.name
         repeats = times * (parameters["length"] if primitive == "scan" else 1)
         inner = dict(parameters["mesh"].shape) if primitive == "shard_map" else mesh
         for value in parameters.values():
@@ -82,19 +89,43 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Least bytes a device must send per step, by mesh axis.
+    """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
-    Parameters: as `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each
-    block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
-    head) once; a replica axis adds one all-reduce of the fsdp pieces. Activations, per microbatch over tensor,
-    A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization, one for the
-    embedding, one for the head, and three numbers a token for the loss.
+    Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
+    one for the embedding, one for the head, and three numbers a token for the loss.
+    """
+    e, model, tensor = experiment, experiment.model, mesh["tensor"]
+    compute = ITEMSIZE[str(e.precision.compute)]
+    tokens = e.train.batch * e.data.sequence / (mesh["fsdp"] * mesh["data"])  # all microbatches together
+    summed_again = recomputed(e) * model.layers if e.memory.remat == "full" else 0
+    activation = tokens * model.dim * compute
+    total = ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
+    total += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
+    if model.qk_norm:  # the norms' scales are whole on each tensor device, their gradients sums
+        scales = 2 * model.layers * model.head_dim * max(compute, 4)
+        total += ring_bytes("all_reduce", scales * e.train.accumulation, tensor)
+    return least_of_parameters(e, layouts, mesh) | ({"tensor": total} if total else {})
+
+
+def recomputed(experiment: Experiment) -> float:
+    """The share of the blocks that the backward pass computes again."""
+    memory = experiment.memory
+    return 1 / memory.remat_every if memory.remat != "none" else 0.0
+
+
+def least_of_parameters(
+    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
+
+    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each block forward
+    and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm, head) once; a
+    replica axis adds one all-reduce of the fsdp pieces.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     n, replicas, tensor = mesh["fsdp"], mesh["data"], mesh["tensor"]
-    recomputed = 1 / e.memory.remat_every if e.memory.remat != "none" else 0.0  # share of the blocks
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
         size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
@@ -105,17 +136,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         total["fsdp"] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
-            again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed
+            again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed(e)
             total["fsdp"] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
         else:
             total["fsdp"] += ring_bytes("all_gather", size * at_rest, n)
-    model = e.model
-    tokens = e.train.batch * e.data.sequence / (n * replicas)  # all microbatches together
-    summed_again = recomputed * model.layers if e.memory.remat == "full" else 0
-    activation = tokens * model.dim * compute
-    total["tensor"] += ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
-    total["tensor"] += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
-    if model.qk_norm:  # the norms' scales are whole on each tensor device, their gradients sums
-        scales = 2 * model.layers * model.head_dim * max(compute, 4)
-        total["tensor"] += ring_bytes("all_reduce", scales * m, tensor)
     return {axis: size for axis, size in total.items() if size}

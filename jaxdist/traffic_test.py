@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import traffic
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
-from jaxdist.conftest import tiny
+from jaxdist.conftest import GPT2, tiny
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.program import Program
-from jaxdist.step_test import CASES, GPT2
+from jaxdist.step_test import CASES
 
 BOUND = 1.05  # of the contract; the measured ratios are below 1.001
 SIZES = {"f64": 8, "f32": 4, "s32": 4, "s64": 8, "u32": 4}

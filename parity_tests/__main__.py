@@ -1,6 +1,5 @@
 """Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
 
-import json
 import platform
 import sys
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, check_writable, exit_codes, parse
+from jaxdist.config import Arguments, ConfigError, check_new, exit_codes, parse
 from jaxdist.config.display import console, say
 from parity_tests.proof import Proof
 from parity_tests.run import REFERENCES, Run
@@ -72,9 +71,7 @@ def check(a: Arguments) -> Path:
     """The output folder. Raises ConfigError for what this command cannot do, before anything is run."""
     if a.output is None:
         raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
-    check_writable(a.output, f"--output {a.output}")
-    if a.output.exists() and any(a.output.iterdir()):
-        raise ConfigError(f"--output {a.output} is not empty; give another folder")
+    check_new(a.output, f"--output {a.output}")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
     if a.more["against"] == "transformers":
@@ -90,8 +87,7 @@ def write(proof: Proof, verdict: Verdict) -> None:
     """verdict.json and report.html."""
     from parity_tests import report
 
-    text = json.dumps(verdict.as_json(), indent=2) + "\n"
-    (proof.folder / "verdict.json").write_text(text, encoding="utf-8")
+    verdict.write(proof.folder)
     kinds = [kind for kind in ("one", "mesh", "policy") if all((side, kind) in proof.done for side in proof.sides)]
     experiment = proof.experiment
     facts = {

@@ -156,7 +156,8 @@ def search(look: Callable[[list[int]], list[Parting | None]], suspect: int) -> P
     """The parting at or before step `suspect`; None where that step and the one before agree in everything.
 
     `look(steps)` makes both runs anew with all tensors of these steps recorded, and says where each step parts. A step
-    that begins with different weights is not where they come from, one in which all agrees lies before: bisection.
+    that begins with different weights or moments is not where they come from, one in which all agrees lies before it:
+    bisection.
     """
     found = next(filter(None, look(sorted({max(1, suspect - 1), suspect}))), None)
     low = 1

@@ -10,6 +10,7 @@ Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl, one per step
 # Bounds of the contract in float64, relative: none of `cases.MISTAKES` hides below them.
 LOSS, GRAD_NORM, STATE = 1e-12, 1e-10, 1e-10
 FLOOR = {"loss": LOSS, "grad_norm": GRAD_NORM, "learning_rate": LOSS}  # by field of metrics.jsonl
+PERTURBATION = 64 * 2.0**-53  # of the starting weights, to see what becomes of rounding: a sum of 4096 terms
 K = 4  # a run may leave the other's by k times what both lose against their own float64 runs
 
 # GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is
@@ -56,6 +57,11 @@ def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str
         return np.array([np.nan])
     bound = np.maximum(K * np.maximum.accumulate(lost[0] + lost[1]), FLOOR[field])
     return np.where(np.isfinite(bound), bound, np.nan)
+
+
+def rms(values: np.ndarray) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def furthest(values: np.ndarray, bounds: np.ndarray) -> tuple[float, float]:

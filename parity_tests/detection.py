@@ -22,20 +22,20 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError, Experiment, TrainingError, exit_codes
+from jaxdist.config import ConfigError, Experiment, TrainingError, check_new, exit_codes
+from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from parity_tests import levels
-from parity_tests.cases import MODELS
+from parity_tests.cases import MODELS, write_documents
 from parity_tests.mistakes import Mistake, table
 from parity_tests.proof import Proof
-from parity_tests.run import Run, command
+from parity_tests.run import Run
 from parity_tests.verdict import LEVELS, Verdict
 
 NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
 MISSED = 3  # the exit code where that is not so
 WIDTH = 150  # of the closing table, also where no one is watching
-WORDS = ("the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory")
 QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
 
 # Four steps: two of warm-up, two of decay, neither half-way, where a line and a cosine meet. The last one is not
@@ -68,25 +68,10 @@ class Trial(Proof):
 
     mistake: Mistake | None = None
     right: "Trial | None" = None  # the proof without the mistake
-    made: dict[Any, Run] = field(default_factory=dict)  # right runs, shared between configurations
 
-    def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
-        wrong = self.mistake if self.mistake and self.mistake.side == side else None
-        key = (side, config, arguments)
-        if not wrong and key in self.made:
-            return self.made[key]
-        file = path.parent / f"{path.name}.toml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(config, encoding="utf-8")
-        entry = ("parity_tests.mistakes", wrong.name) if wrong else (f"{side}.train",)
-        line = ("--config", str(file), "--device", "cpu", "--output", str(path), *arguments)
-        done = command(*entry, *line, xla_flags=QUICK)
-        if done.returncode:
-            raise TrainingError(f"{' '.join(entry)}, {path}: {done.stderr.strip()}")
-        run = Run(side, path)
-        if not wrong:
-            self.made[key] = run
-        return run
+    def entry(self, side: str) -> tuple[str, ...]:
+        planted = self.mistake and self.mistake.side == side
+        return ("parity_tests.mistakes", self.mistake.name) if self.mistake and planted else super().entry(side)
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         run = self.done[key]
@@ -99,15 +84,14 @@ class Trial(Proof):
 
     def planted(self, mistake: Mistake, folder: Path) -> "Trial":
         """This proof, of right runs, with `mistake` to be planted in its side."""
-        return replace(self, mistake=mistake, folder=folder, right=self, done=dict(self.done))
+        return replace(self, mistake=mistake, folder=folder, right=self, done=dict(self.done), known=dict(self.known))
 
     def judge(self, start: Path) -> Verdict:
         """Make the wrong run, which stands for every run of its config, and judge."""
         if self.mistake:
-            side = self.mistake.side
-            same = [k for k in self.kinds if k != "perturbed" and self.config(k) == self.config("policy")]
-            run = self.train(side, self.config("policy"), self.folder / "run", "--init", str(start))
-            self.done |= {(side, kind): run for kind in same}
+            for kind in self.kinds:
+                if kind != "perturbed" and self.config(kind) == self.config("policy"):
+                    self.run(self.mistake.side, kind, start)
         verdict = self.verdict()
         return replace(verdict, parting=self.parting(verdict, start)) if verdict.failed else verdict
 
@@ -119,16 +103,12 @@ class Benchmark:
     folder: Path
     trials: dict[str, Trial] = field(default_factory=dict)
     starts: dict[str, Path] = field(default_factory=dict)
-    made: dict[Any, Run] = field(default_factory=dict)
+    known: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
-    def documents(self) -> Path:
-        """Documents of uneven length, so that a mean of means differs."""
-        file = self.folder / "documents.jsonl"
-        if not file.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            texts = (" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1 + (7 * i) % 23)) for i in range(400))
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        return file
+    def __post_init__(self) -> None:
+        self.documents = self.folder / "documents.jsonl"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_documents(self.documents)
 
     def start(self, trial: Trial) -> Path:
         """Starting weights of a model, none of which is at its neutral value: norms are not 1, biases not 0."""
@@ -148,9 +128,9 @@ class Benchmark:
             changes = CONFIGURATIONS[configuration]
             values = {s: BASE.get(s, {}) | changes.get(s, {}) for s in BASE.keys() | changes.keys()}
             values |= {s: changes[s] for s in ("model", "precision") if s in changes}
-            values["data"] |= {"path": str(self.documents())}
+            values["data"] |= {"path": str(self.documents)}
             experiment = Experiment.parse(values, source=configuration)
-            trial = Trial(experiment, self.folder / "right" / configuration, "cpu", made=self.made)
+            trial = Trial(experiment, self.folder / "right" / configuration, "cpu", xla_flags=QUICK, known=self.known)
             start = self.start(trial)
             for side, kind in trial.needed():
                 trial.run(side, kind, start)
@@ -165,7 +145,7 @@ class Benchmark:
         folder = self.folder / "wrong" / mistake.name
         try:
             return Finding.of(mistake, trial.planted(mistake, folder).judge(self.start(trial)))
-        except TrainingError as error:  # a run that fails detects nothing: the row is to be mended
+        except (ConfigError, TrainingError) as error:  # a run that fails detects nothing: the row is to be mended
             failed = Finding.of(mistake, Verdict([]))
             return replace(failed, named=f"the run failed: {str(error).strip().splitlines()[-1]}")
         finally:
@@ -226,20 +206,22 @@ def show(findings: Sequence[Finding]) -> Table:
     return shown
 
 
-def chosen(arguments: Sequence[str]) -> tuple[Path, list[Mistake]]:
-    """--output DIR, and the rows that --only NAME asks for, all by default. Raises ConfigError."""
-    given = dict(zip(arguments[::2], arguments[1::2], strict=False))
-    if len(arguments) % 2 or not given.keys() <= {"--output", "--only"} or "--output" not in given:
-        raise ConfigError("usage: python -m parity_tests.detection --output DIR [--only NAME]")
-    output, rows = Path(given["--output"]), table()
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output {output} is not empty; give another folder")
-    if (name := given.get("--only")) is not None:
+def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
+    """--output DIR, and the rows that --only NAME,... asks for, all by default. Raises ConfigError."""
+    parser = Parser(prog="python -m parity_tests.detection", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--output", required=True, type=user_path, metavar="DIR", help="new folder for detection.json and the runs"
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="some of the mistakes, all by default")
+    a, rows = parser.parse_args(argv), table()
+    names = [name.strip() for name in a.only.split(",")] if a.only else list(rows)
+    for name in names:
         if name not in rows:
             raise ConfigError(f"--only {name}: no such mistake; {nearest(name, rows)}")
-        rows = {name: rows[name]}
     order = list(CONFIGURATIONS)
-    return output, sorted(rows.values(), key=lambda row: order.index(row.configuration))
+    chosen = sorted((rows[name] for name in names), key=lambda row: order.index(row.configuration))
+    check_new(a.output, f"--output {a.output}")
+    return a.output, chosen
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -164,15 +164,11 @@ class SharedProof(Proof):
     """A proof whose commands are queued, and which takes a run of the same config from another proof."""
 
     workers: Workers | None = None
-    known: dict[tuple[str, ...], Run] = field(default_factory=dict)
 
     def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
-        key = (side, config, *arguments)
-        if key not in self.known:
-            taken = path in {run.path for run in self.known.values()}
-            own = path.with_name(f"{path.name}-{len(self.known)}") if taken else path
-            self.known[key] = super().train(side, config, own, *arguments)
-        return self.known[key]
+        if path in {run.path for run in self.known.values()}:
+            path = path.with_name(f"{path.name}-{len(self.known)}")
+        return super().train(side, config, path, *arguments)
 
     def finish(self, module: str, *arguments: str) -> None:
         assert self.workers is not None

@@ -184,6 +184,19 @@ def test_bf16_gradients_travel_as_the_policy_says(runs: Runs, side: str) -> None
         assert dtypes_on_the_wire(runs, side, reduce) == expected
 
 
+@pytest.mark.parametrize("side", ["jaxdist", "torch_ref"])
+def test_what_cannot_bear_few_bits_is_computed_in_float32(runs: Runs, side: str) -> None:
+    options = settings("fsdp", None, precision="bf16", steps=2, **{"precision.reduce": "float32"})
+    run = Run(side, runs(side, "llama", options).path)
+    (check,) = levels.arithmetic(run, "bfloat16")
+    assert check.holds, check
+    (check,) = levels.arithmetic(run, "float64")  # a float64 run must do all in float64
+    assert not check.holds
+    run.summary["arithmetic"]["rsqrt"] = "bfloat16"
+    (check,) = levels.arithmetic(run, "bfloat16")
+    assert not check.holds and check.name.endswith("most in rsqrt, bfloat16")
+
+
 def sent(runs: Runs, side: str, mesh: str) -> float:
     """Bytes per device and step."""
     collectives = runs(side, "llama", settings(mesh, QUICK["llama"][mesh])).summary["collectives"]

@@ -30,8 +30,6 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "policy": {},
     "reordered": {"parallel": {"mesh": "1x1"}},
 }
-PERTURBATION = 64 * 2.0**-53
-ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9}
 
 
 class Comparison(NamedTuple):
@@ -51,7 +49,9 @@ class Proof:
     folder: Path
     device: str = "auto"
     reference: str = "torch"
-    done: dict[tuple[str, str], Run] = field(default_factory=dict)
+    xla_flags: str = ""
+    done: dict[tuple[str, str], Run] = field(default_factory=dict)  # by side and kind
+    known: dict[tuple[str, ...], Run] = field(default_factory=dict)  # by what made them: module, config, arguments
 
     @classmethod
     def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> Self:
@@ -139,22 +139,29 @@ class Proof:
             random = np.random.default_rng(0)
             for file in folder.glob("*.safetensors"):
                 arrays = {name: w.astype(np.float64) for name, w in load_file(file).items()}
-                off = {n: w * (1 + PERTURBATION * random.standard_normal(w.shape)) for n, w in arrays.items()}
+                off = {n: w * (1 + compare.PERTURBATION * random.standard_normal(w.shape)) for n, w in arrays.items()}
                 save_file(off, file)
         return folder
 
+    def entry(self, side: str) -> tuple[str, ...]:
+        """The module that trains a side, and what its command line begins with."""
+        return (TRAIN[side],)
+
     def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
-        """One run by its command line, from a config file of its own."""
-        file = self.folder / "configs" / f"{path.name}.toml"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(config, encoding="utf-8")
-        line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
-        self.finish(TRAIN[side], *line)
-        return Run(side, path)
+        """One run by its command line, from a config file of its own; the same one is not made again."""
+        key = (*self.entry(side), config, *arguments)
+        if key not in self.known:
+            file = self.folder / "configs" / f"{path.name}.toml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(config, encoding="utf-8")
+            line = ["--config", str(file), "--device", self.device, "--output", str(path), *arguments]
+            self.finish(*self.entry(side), *line)
+            self.known[key] = Run(side, path)
+        return self.known[key]
 
     def finish(self, module: str, *arguments: str) -> None:
         """A command to its end. Raises ConfigError where its input is bad, TrainingError where it fails otherwise."""
-        done = command(module, *arguments)
+        done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
             message = done.stderr.strip().removeprefix("error: ")
             raise (ConfigError if done.returncode == 2 else TrainingError)(f"python -m {module}: {message}")
@@ -162,13 +169,8 @@ class Proof:
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError with its own message when it fails."""
         init = self.perturbed(start) if kind == "perturbed" else start
-        others = (k for (s, k) in self.done if s == side and k != "perturbed" and init is start)
-        same = next((k for k in others if self.config(k) == self.config(kind)), None)
-        if same is not None:
-            self.done[side, kind] = self.done[side, same]
-        else:
-            path = self.folder / "runs" / f"{side}-{kind}"
-            self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
+        path = self.folder / "runs" / f"{side}-{kind}"
+        self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]
 
     def pair(self, kind: str) -> tuple[Run, Run]:
@@ -204,6 +206,8 @@ class Proof:
         a64 = self.done[JAX, "mesh"]
         double = a64, self.done.get((self.sides[1], "mesh"), a64)
         yield from levels.precision(policy, double, self.experiment.precision.compute, reordered)
+        for run in policy:
+            yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
         for run in policy if self.measured("memory") else policy[:1]:
@@ -283,7 +287,7 @@ class Proof:
             return self.done[key]
         path = self.folder / "bisect" / f"{side}-{kind}-{'-'.join(map(str, steps))}"
         config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})
-        return Run(side, path) if path.exists() else self.train(side, config, path, "--init", str(start))
+        return self.train(side, config, path, "--init", str(start))
 
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Parting | None]:
         """Where two float64 runs part in each of `steps`."""
@@ -300,6 +304,6 @@ class Proof:
         a, b = map(runs, self.sides)
         precision = self.experiment.precision
         limit = levels.HALFWAY.get(precision.compute, 1)
-        roundings = ROUNDING[precision.compute], ROUNDING[precision.parameters]
+        roundings = levels.ROUNDING[precision.compute], levels.ROUNDING[precision.parameters]
         common = [step for step in steps if step in b[0].records]
         return [bisect.cost(a, b, step, limit, roundings, self.zero_gradient) for step in common]

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from jaxdist.config import ConfigError, load
-from parity_tests import bisect, transformers_train
+from parity_tests import bisect
 from parity_tests.cases import MESHES, VARIANTS
 from parity_tests.conftest import Runs
 from parity_tests.proof import Proof
 from parity_tests.run import JAX, SIDES, Run
+from torch_ref.train import metered
 
 RECORD = {"steps": 4, "optimizer.decay_steps": 20, "record.steps": "1,2,3,4", "record.tensors": "all"}
 NOISE = 1e-10
@@ -98,4 +99,5 @@ def test_steps_are_numbers(experiments: dict[str, Path]) -> None:
     assert load(experiments["llama"], {"record.steps": " 1, 20 "}).record.steps == (1, 20)
     with pytest.raises(ConfigError, match=r"record\.steps"):
         load(experiments["llama"], {"record.steps": "0"})
-    assert transformers_train.measured(load(experiments["llama"], {"record.steps": "1,2,3"})) == 4
+    assert [metered(range(1, n + 1), (1, 2, 3)) for n in (0, 3, 4, 9)] == [None, None, 4, 4]
+    assert [metered(range(5, 6), ()), metered(range(5, 8), ())] == [5, 6]

@@ -15,13 +15,12 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, checkpoint_in, read_metrics, read_record
 from jaxdist.config.arguments import load
-from parity_tests import names
+from parity_tests import compare, names
 
 Overrides = Mapping[str, Any]
 
-
-STATES = ("weights/", "exp_avg/", "exp_avg_sq/")
-METRICS = ("loss", "grad_norm", "learning_rate")
+STATES = ("weights", "exp_avg", "exp_avg_sq")
+METRICS = tuple(compare.FLOOR)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Run:
             if (newest / marker).exists():
                 return read(self.path)
         last = self.records[max(self.records)] if self.records else {}
-        return {name: a for name, a in last.items() if name.startswith(STATES)}
+        return {name: a for name, a in last.items() if name.partition("/")[0] in STATES}
 
     @cached_property
     def records(self) -> dict[int, dict[str, np.ndarray]]:
@@ -91,7 +90,7 @@ class Run:
                         f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
                         "number is equal to nothing, mend it first"
                     )
-        lacking = [kind for kind in STATES if not self.kept_states(kind.rstrip("/"))]
+        lacking = [kind for kind in STATES if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
                 f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
@@ -133,7 +132,7 @@ def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.Com
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags}, timeout=600,
+        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags},
     )  # fmt: skip
 
 

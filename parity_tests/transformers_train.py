@@ -11,36 +11,46 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from jaxdist import __version__
-from jaxdist.config import ConfigError, Experiment, Optimizer, RunFolder, check_finite, exit_codes, parse, same_model
+from jaxdist.config import (
+    ConfigError,
+    Experiment,
+    Optimizer,
+    Parallel,
+    RunFolder,
+    check_finite,
+    exit_codes,
+    parse,
+    same_model,
+)
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
 from jaxdist.data import IGNORED, Dataset, open_dataset
-from torch_ref import launch
+from parity_tests.taps import torch_taps
+from torch_ref import footprint, launch
+from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
-from torch_ref.train import fetch
+from torch_ref.train import fetch, metered
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
 
 BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h"}
-Arrays = dict[str, np.ndarray]
 
 
 class Double(TorchFunctionMode):
@@ -98,14 +108,14 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         if first:
             folder.create(experiment)
             say(str(plan))
-        traffic = Traffic(mesh)
+        traffic, counted = Traffic(mesh), metered(range(1, experiment.train.steps + 1), experiment.record.steps)
         with progress(experiment.train.steps, 0) if first else nullcontext(lambda record: None) as show:
             for step in range(1, experiment.train.steps + 1):
                 began = time.perf_counter()
                 with ExitStack() as stack:
                     keep = Keeping(plain, optimizer, step, experiment)
                     stack.enter_context(keep.activations())
-                    if step == measured(experiment):
+                    if step == counted:
                         stack.enter_context(traffic)
                     batch = fetch(dataset, experiment, mesh, step)
                     values = train_step(model, optimizer, batch, experiment, mesh, keep)
@@ -121,15 +131,9 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                     show(record)
                     if kept:
                         folder.record(step, kept)
-        held = memory(plain, optimizer)
+        held = footprint.held(plain, optimizer, experiment, mesh)
         if first:
             folder.summarize(summary(experiment, plain, mesh, held, traffic))
-
-
-def measured(experiment: Experiment) -> int | None:
-    """The step whose traffic is counted: not the first, and none that is recorded."""
-    steps = range(2, experiment.train.steps)
-    return next((step for step in steps if step not in experiment.record.steps), None)
 
 
 def build(init: Path, weights: dict[str, Tensor], experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
@@ -210,8 +214,7 @@ def train_step(
     dist.all_reduce(count)
     total = torch.zeros((), dtype=torch.float64, device=count.device)
     for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
-        waits = isinstance(model, DistributedDataParallel) and i < parts - 1
-        with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+        with summing(model, experiment.parallel, last=i == parts - 1):
             logits = model(tokens).logits.float()
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -223,13 +226,15 @@ def train_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.optimizer.clip or math.inf, foreach=False)
     keep.gradients("clipped")
     optimizer.step()
-    return {"loss": total.item(), "grad_norm": float(whole(norm))}
+    return {"loss": total.item(), "grad_norm": whole({"norm": norm})["norm"].item()}
 
 
-def whole(tensor: Tensor) -> np.ndarray:
-    """A tensor, gathered if it is sharded, on the host."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return (full.float() if full.dtype is torch.bfloat16 else full).detach().cpu().numpy().copy()
+def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContextManager[None]:
+    """Within it, only the last microbatch's gradients are summed over ranks; FSDP2's over shards by parallel.reduce."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or parallel.reduce != "step")
+        model.set_requires_all_reduce(last)
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 
 class Keeping:
@@ -240,28 +245,24 @@ class Keeping:
         self.recorded = step in experiment.record.steps
         self.every = self.recorded and experiment.record.tensors == "all"
         self.last = step == experiment.train.steps
-        self.arrays: Arrays = self.parameters("start") if self.every else {}
+        self.arrays: Arrays = {}
+        if self.every:
+            self._keep("start", dict(model.named_parameters()))
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def parameters(self, kind: str) -> Arrays:
-        return {f"{kind}/{name}": whole(p) for name, p in self.model.named_parameters()}
+    def _keep(self, kind: str, tensors: dict[str, Tensor]) -> None:
+        self.arrays |= {f"{kind}/{name}": a for name, a in whole(tensors).items()}
 
     def gradients(self, kind: str) -> None:
         if self.recorded and (self.every or kind == "gradient"):
-            named = self.model.named_parameters()
-            self.arrays |= {f"{kind}/{name}": whole(p.grad) for name, p in named if p.grad is not None}
+            self._keep(kind, {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
 
-    @contextmanager
-    def activations(self) -> Iterator[None]:
+    def activations(self) -> AbstractContextManager[None]:
         """Notes what every module returns, and its gradient."""
-        with ExitStack() as stack:
-            for name, module in self.model.named_modules() if self.every else ():
-                stack.callback(module.register_forward_hook(partial(self._note, name)).remove)
-            yield
+        return torch_taps(self.model, self._note) if self.every else nullcontext()
 
-    def _note(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        y = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-        if isinstance(y, Tensor) and y.requires_grad and y.ndim >= 3:
+    def _note(self, name: str, y: Tensor) -> None:
+        if y.requires_grad and y.ndim >= 3:
             self.noted[f"activation/{name}"].append(y.detach().clone())
             # the loss was multiplied by the ranks, for DDP and FSDP2 to divide gradients by them
             ranks = dist.get_world_size()
@@ -273,26 +274,13 @@ class Keeping:
             local = torch.cat(parts)
             rows = [torch.empty_like(local) for _ in range(mesh.size())]
             dist.all_gather(rows, local.contiguous())
-            self.arrays[name] = whole(torch.cat(rows))
+            self.arrays[name] = array(torch.cat(rows))
         if self.every or self.last:
-            self.arrays |= self.parameters("weights")
-            for name, p in self.model.named_parameters():
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    self.arrays[f"{kind}/{name}"] = whole(self.optimizer.state[p][kind])
+            parameters = dict(self.model.named_parameters())
+            self._keep("weights", dict(parameters))
+            for kind in ("exp_avg", "exp_avg_sq"):
+                self._keep(kind, {n: self.optimizer.state[p][kind] for n, p in parameters.items()})
         return self.arrays
-
-
-def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
-    """Bytes of this rank's pieces; gradients are as large as the parameters."""
-
-    def size(tensors: Iterator[Tensor]) -> int:
-        pieces = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
-        return sum(t.numel() * t.element_size() for t in pieces)
-
-    states = (t for state in optimizer.state.values() for t in state.values())
-    parameters = size(model.parameters())
-    kinds = {"parameters": parameters, "gradients": parameters, "optimizer_state": size(states)}
-    return {**kinds, "temporary": None, "peak": None}
 
 
 def summary(

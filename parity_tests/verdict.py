@@ -1,7 +1,9 @@
 """What a proof concludes: each check with its value, its bound and where the bound comes from, and one word for all."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from parity_tests.bisect import Parting
@@ -80,6 +82,11 @@ class Verdict:
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
         return f"Equivalent: all {len(self.checks)} checks hold."
+
+    def write(self, folder: Path) -> None:
+        """verdict.json in `folder`."""
+        text = json.dumps(self.as_json(), indent=2) + "\n"
+        (folder / "verdict.json").write_text(text, encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
         """What verdict.json holds; numbers that are not finite as text, which JSON has no numbers for."""

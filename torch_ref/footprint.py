@@ -50,7 +50,11 @@ class Peak:
 
 
 def held(
-    model: nn.Module, optimizer: AdamW, experiment: Experiment, mesh: DeviceMesh, peak: int | None = None
+    model: nn.Module,
+    optimizer: AdamW | torch.optim.Optimizer,
+    experiment: Experiment,
+    mesh: DeviceMesh,
+    peak: int | None = None,
 ) -> dict[str, int | None]:
     """Bytes on the fullest device after a step; called by all ranks.
 

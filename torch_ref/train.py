@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from jaxdist.config import Experiment, RunFolder, check_finite, exit_codes, newe
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.data import Dataset, open_dataset
 from torch_ref import checkpoint, footprint, launch, metrics
+from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
 from torch_ref.optim import AdamW
 from torch_ref.parallelize import parallelize
@@ -62,9 +63,11 @@ def train(
                 checkpoint.remove_unfinished(folder.checkpoints)
             say(str(plan))
             show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
-        traffic, peak = Traffic(mesh), footprint.Peak(model, optimizer.holder, mesh.device_type)
+        traffic, arithmetic = Traffic(mesh), Arithmetic()
+        peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
+        meters = traffic, arithmetic, peak
         with reporting(experiment, folder, start) as report:
-            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, (traffic, peak))
+            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters)
 
         steps = experiment.train.steps
         validation = validation_loss(model, dataset, experiment, mesh)
@@ -73,7 +76,7 @@ def train(
             checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
         held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
         summary = metrics.summary(experiment, model, mesh, held, traffic.collectives(), records)
-        summary |= {"validation_loss": validation, "data": dataset.fingerprint}
+        summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if first:
             if folder and (records or not start):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
@@ -108,13 +111,11 @@ def loop(
     report: Report,
     meters: Iterable[AbstractContextManager[Any]],
 ) -> list[dict[str, Any]]:
-    """Steps `start + 1` to `train.steps`: what is logged of each. The second is taken within `meters`."""
+    """Steps `start + 1` to `train.steps`: what is logged of each. One of them is taken within `meters`."""
     config, every = experiment.train, experiment.checkpoint.every
     tokens = config.batch * experiment.data.sequence
     recorder = Recorder(model, optimizer, experiment, mesh, folder)
-    # Not the first if there are others: FSDP2 and DDP settle their order in it. A record takes memory and sends.
-    candidates = (*range(start + 2, config.steps + 1), start + 1)
-    measured = next((s for s in candidates if s not in recorder.steps), None)
+    measured = metered(range(start + 1, config.steps + 1), recorder.steps)
     records: list[dict[str, Any]] = []
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
@@ -133,6 +134,14 @@ def loop(
         if folder and every and step % every == 0:
             checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
     return records
+
+
+def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
+    """The step to be measured. Not the first if there are others: FSDP2 and DDP settle their order in it.
+
+    None where all are recorded: a record takes memory and sends.
+    """
+    return next((step for step in (*steps[1:], *steps[:1]) if step not in recorded), None)
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:

@@ -17,7 +17,7 @@ from jaxdist.config.experiment import (
     Precision,
     Train,
 )
-from jaxdist.config.folder import RunFolder, check_writable, checkpoint_in, differences, newest, read_metrics
+from jaxdist.config.folder import RunFolder, check_new, check_writable, checkpoint_in, differences, newest, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
 from jaxdist.config.record import Record, read_record, write_record
 
@@ -43,6 +43,7 @@ __all__ = [
     "Train",
     "TrainingError",
     "check_finite",
+    "check_new",
     "check_shapes",
     "check_writable",
     "checkpoint_in",

@@ -133,6 +133,13 @@ def check_writable(path: Path, what: str) -> None:
         raise ConfigError(f"{what}: {existing} cannot be written to; give another folder")
 
 
+def check_new(path: Path, what: str) -> None:
+    """Raises ConfigError when `path`, which `what` asked for, cannot be made a folder or holds something already."""
+    check_writable(path, what)
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{what} is not empty; give another folder")
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
     file = path / "metrics.jsonl"

@@ -1,0 +1,34 @@
+"""In which dtype a step computes what cannot bear few bits: softmax, norms, rotation and the loss.
+
+Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
+train worse for it. The dispatcher, which every operation passes, shows it at once.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DELICATE = ("exp", "exp2", "log", "log1p", "rsqrt", "cos", "sin", "_softmax", "_log_softmax", "logsumexp")
+
+
+class Arithmetic(TorchDispatchMode):
+    """Within it, notes of each function the narrowest dtype that it puts out; fused kernels keep theirs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # comes back as the local tensors' operations
+        result = func(*args, **(kwargs or {}))
+        if (name := func._opname) in DELICATE:
+            dtype = result.dtype
+            self.dtypes[name] = max(self.dtypes.get(name, dtype), dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        return result
+
+    def narrowest(self) -> dict[str, str]:
+        """function -> dtype."""
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in sorted(self.dtypes.items())}
