@@ -67,7 +67,8 @@ class Taps:
                 stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
             for name in FUNCTIONS.keys() & vars(namespace).keys():
                 stack.enter_context(replaced(namespace, name, self.function(name, getattr(namespace, name))))
-            stack.enter_context(replaced(namespace, "scan_layers", self.unrolled))
+            if hasattr(namespace, "scan_layers"):
+                stack.enter_context(replaced(namespace, "scan_layers", self.unrolled))
             yield named
 
     def module(self, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -153,6 +154,11 @@ class Recorder:
         def see(state: TrainState, batch: Batch) -> jax.Array:
             return lax.psum(self.loss(look, state.parameters, batch), BATCH)
 
+        def spec(ndim: int, split: bool) -> P:  # what tensor splits are heads or columns
+            dims: list[Any] = [BATCH, *[None] * (ndim - 1)]
+            dims[min(2, ndim - 1)] = "tensor" if split else dims[min(2, ndim - 1)]
+            return P(*dims)
+
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
 
@@ -172,7 +178,7 @@ class Recorder:
             gradients, noted = jax.grad(loss, has_aux=True)(probes)
             return {"activation": noted, "activation_gradient": gradients}
 
-        specs = {n: P(BATCH, None, "tensor" if "tensor" in axes(t) else None) for n, t in shapes.items()}
+        specs = {n: spec(t.ndim, "tensor" in axes(t)) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
 
         def ordered(state: TrainState, batch: Batch) -> dict[str, Arrays]:

@@ -1,6 +1,7 @@
 """Runs are shared by the tests of a session: each (side, model, settings) is trained once."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 pytest.importorskip("torch", reason="the parity suite needs torch: pip install 'jaxdist[test]'")
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 
 from parity_tests.cases import MODELS, experiment, write_documents
 from parity_tests.run import Run, run

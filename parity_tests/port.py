@@ -13,8 +13,8 @@ files are compared. The steps are AdamW by `optimizer`, or the user's own.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,24 @@ import jax
 import numpy as np
 import tomli_w
 import torch
+from rich.progress import track
 from torch import nn
 
-from jaxdist.config import ConfigError, Optimizer, check_finite, check_writable, write_record
-from jaxdist.config.display import say
+from jaxdist.config import ConfigError, Optimizer, check_finite, check_new, write_record
+from jaxdist.config.display import console, say
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.trees import flatten, shapes
-from parity_tests import levels, port_levels, report
+from parity_tests import compare, levels, port_levels, report
 from parity_tests.bisect import Parting
 from parity_tests.port_levels import Findings, PortRun
+from parity_tests.sharded import Sharded, ShardedSide
 from parity_tests.sides import Batch, JaxLoss, JaxSide, JaxStep, Side, TorchLoss, TorchSide, TorchStep, Values, base
 from parity_tests.verdict import Verdict
 
 # Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
 # where a model computes in it whatever it is given.
-PERTURBATION = {False: 64 * 2.0**-53, True: 4 * 2.0**-24}
+PERTURBATION = {False: compare.PERTURBATION, True: 4 * 2.0**-24}
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
     "jax-float64": ("jax", "float64", False),
@@ -47,6 +49,7 @@ RUNS = {
     "jax-float32": ("jax", "float32", False),
     "torch-float32": ("torch", "float32", False),
 }
+ON_MESH = {"mesh-float64": ("mesh", "float64", False), "mesh-float32": ("mesh", "float32", False)}
 
 
 @dataclass
@@ -57,7 +60,8 @@ class Port:
     `suggest(shapes(parameters), torch_shapes(module)).save(path)` writes the file to edit.
 
     With `jax_step` and `torch_step`, the user's own, `optimizer` is not used, and the losses, if given, serve to see
-    gradients and activations. Raises ConfigError where the parts do not fit together.
+    gradients and activations. With `sharded`, a model in jaxdist's own sharding, which is its own `jax_loss`, what one
+    device does is compared with its mesh as well. Raises ConfigError where the parts do not fit together.
     """
 
     jax_parameters: Any
@@ -69,19 +73,36 @@ class Port:
     optimizer: Optimizer = field(default_factory=Optimizer)
     jax_step: JaxStep | None = None
     torch_step: TorchStep | None = None
+    sharded: Sharded | None = None
 
     def __post_init__(self) -> None:
         if self.mapping is None:
             self.mapping = suggest(shapes(self.jax_parameters), torch_shapes(self.torch_module))
         if (self.jax_step is None) != (self.torch_step is None):
             raise ConfigError("jax_step and torch_step belong together; give both, or neither for AdamW on both sides")
-        if self.jax_step is None and (self.jax_loss is None or self.torch_loss is None):
+        if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
+            raise ConfigError("sharded has a loss and a step of its own; leave out jax_loss, jax_step and torch_step")
+        if self.jax_step is None and not (self.shows_inside and self.torch_loss):
             raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
         if torch.distributed.is_initialized():
             raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
-        self.keys.check(shapes(self.jax_parameters), torch_shapes(self.torch_module))
+        ours = shapes(self.jax_parameters)
+        mapped = {pair.theirs for pair in self.keys.pairs(ours)}
+        self.keys.check(ours, torch_shapes(self.torch_module, mapped))
+        if self.sharded is not None:
+            self.sharded.program(False, "float32", self.optimizer, len(self.batches), self.batches[0])
+
+    @property
+    def shows_inside(self) -> bool:
+        """Whether JAX's gradients and activations can be seen."""
+        return self.jax_loss is not None or self.sharded is not None
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, str, bool]]:
+        """Of the runs to be made."""
+        return RUNS | (ON_MESH if self.sharded else {})
 
     @property
     def keys(self) -> KeyMapping:
@@ -104,7 +125,10 @@ class Port:
 
         return {name: off(array) for name, array in self.start.items()}
 
-    def jax_side(self, dtype: str, modules: Mapping[str, str] | None) -> JaxSide:
+    def jax_side(self, dtype: str, modules: Mapping[str, str] | None, alone: bool = True) -> JaxSide:
+        if self.sharded:
+            own = (self.keys, self.optimizer, len(self.batches), self.batches[0], modules)
+            return ShardedSide(self.sharded, alone, dtype, *own)
         rest = (self.jax_loss, self.optimizer, len(self.batches), self.jax_step, modules)
         return JaxSide(self.jax_parameters, dtype, self.keys, *rest)
 
@@ -113,15 +137,20 @@ class Port:
         return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest)
 
     @cached_property
-    def compiled(self) -> dict[str, JaxSide]:
-        """JAX by dtype, compiled once for all runs."""
-        return {dtype: self.jax_side(dtype, self.modules[0]) for dtype in ("float64", "float32")}
+    def compiled(self) -> dict[tuple[str, str], JaxSide]:
+        """JAX on one device and on the mesh, by dtype, compiled once for all runs."""
+        wanted = {(name, dtype) for name, dtype, _ in self.kinds.values() if name != "torch"}
+        made = {}
+        for name, dtype in sorted(wanted):
+            with jax.enable_x64(dtype == "float64"):
+                made[name, dtype] = self.jax_side(dtype, self.modules[0], alone=name == "jax")
+        return made
 
     def side(self, kind: str) -> Side:
         """One side, ready for its first step; for float64 in JAX, with 64-bit numbers enabled."""
-        name, dtype, perturbed = RUNS[kind]
-        if name == "jax":
-            return self.compiled[dtype].begin(self.perturbed() if perturbed else self.start)
+        name, dtype, perturbed = self.kinds[kind]
+        if name != "torch":
+            return self.compiled[name, dtype].begin(self.perturbed() if perturbed else self.start)
         return self.torch_side(dtype, self.modules[0])
 
     @cached_property
@@ -131,7 +160,7 @@ class Port:
             jax_side = self.jax_side("float32", None).begin(self.start)
             ours = jax_side.seen(self.batches[0])
         theirs = self.torch_side("float32", None).seen(self.batches[0])
-        candidates = jax_side.modules if self.jax_loss and self.torch_loss else {}
+        candidates = jax_side.modules if self.shows_inside and self.torch_loss else {}
         found, missed = {}, []
         for path, name in candidates.items():
             here, there = ({n: s for n, s in seen.items() if base(n) == name} for seen in (ours, theirs))
@@ -141,21 +170,22 @@ class Port:
                 found[path] = name
         if candidates:  # layers of a scan, which share one trace, cannot be seen one by one
             stacked = {path: module.theirs for path, module in jax_side.layouts.items() if module.stacked}
-            missed += [path for path, name in stacked.items() if name.replace(LAYER, "0") in theirs]
+            unseen = stacked if self.sharded is None else {}
+            missed += [path for path, name in unseen.items() if name.replace(LAYER, "0") in theirs]
         return found, missed
 
     @cached_property
     def narrow(self) -> dict[str, str]:
         """Sides that compute in less than float64 in the float64 runs, and in which operation they first do."""
         with jax.enable_x64(True):
-            jax_side = self.compiled["float64"].begin(self.start)
+            jax_side = self.compiled["jax", "float64"].begin(self.start)
             found = {"jax_loss": jax_side.narrow(self.batches[0])}
         found["torch_loss"] = self.torch_side("float64", None).narrow(self.batches[0])
         return {name: operation for name, operation in found.items() if operation}
 
     def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
         """Train one side on the batches, of which `steps` are recorded, into a run folder."""
-        name, dtype, _ = RUNS[kind]
+        name, dtype, _ = self.kinds[kind]
         until = until or len(self.batches)
         folder.mkdir(parents=True)
         settings = {"optimizer": self.optimizer.model_dump()} if self.jax_step is None else {}
@@ -173,13 +203,13 @@ class Port:
                 if step in steps:
                     write_record(folder, step, before | self.after(side, values))
             summary = {
-                "backend": name,
+                "backend": "torch" if name == "torch" else "jax",
                 "precision": dtype,
                 "versions": {"jax": jax.__version__, "torch": torch.__version__, "numpy": np.__version__},
                 "parameters": sum(w.size for w in side.weights().values()),
                 "devices": 1,
                 "sent_bytes": side.sent(self.batches[0]),
-            }
+            } | side.measured()
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return PortRun(name, folder)
 
@@ -201,24 +231,30 @@ class Port:
 
         Where the mathematics differ, the first step and tensor that do are found. Raises ConfigError, TrainingError.
         """
-        check_writable(folder, f"folder {folder}")
-        if folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"folder {folder} is not empty; give another")
+        check_new(folder, f"folder {folder}")
         recorded = sorted({1, len(self.batches)})
-        runs = {kind: self.run(kind, folder / "runs" / kind, recorded) for kind in RUNS}
-        findings = Findings(runs["jax-float64"], runs["torch-float64"], runs["perturbed"])
-        double = runs["jax-float64"], runs["torch-float64"]
-        single = runs["jax-float32"], runs["torch-float32"]
-        checks = [
-            *findings.mathematics(),
-            *levels.precision(single, double, "float32"),
-            *port_levels.traffic(runs["jax-float32"], runs["torch-float32"]),
-        ]
-        failed = any(check.level == "mathematics" and not check.holds for check in checks)
-        parting = self.parting(folder / "bisection", findings) if failed else None
-        verdict = Verdict(checks, notes=list(self.notes()), parting=parting)
-        (folder / "verdict.json").write_text(json.dumps(verdict.as_json(), indent=2) + "\n", encoding="utf-8")
-        facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": "1"}
+        runs = {}
+        for kind in track(self.kinds, "runs", console=console, disable=not console.is_terminal):
+            runs[kind] = self.run(kind, folder / "runs" / kind, recorded)
+        ours, perturbed = ("mesh" if self.sharded else "jax"), runs["perturbed"]
+        double, single = ((runs[f"{ours}-{dtype}"], runs[f"torch-{dtype}"]) for dtype in ("float64", "float32"))
+        pairs = {"mathematics": ("jax-float64", "torch-float64")}
+        if self.sharded:
+            pairs["distribution"] = ("jax-float64", "mesh-float64")
+        findings = {level: Findings(runs[a], runs[b], perturbed) for level, (a, b) in pairs.items()}
+        checks = [check for level, found in findings.items() for check in found.agreement(level)]
+        checks += levels.precision(single, double, "float32")
+        if self.sharded:
+            checks += port_levels.memory(*single)
+        checks += port_levels.traffic(*single)
+        verdict = Verdict(checks, notes=list(self.notes()))
+        differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
+        if differ:
+            parting = self.parting(folder / "bisection", findings[differ], pairs[differ])
+            verdict = replace(verdict, parting=parting)
+        verdict.write(folder)
+        devices = str(double[0].summary["devices"])
+        facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
         report.write(folder / "report.html", verdict, {"one": double, "mesh": double, "policy": single}, facts)
         for line in (verdict.sentence, *verdict.notes):
             say(line)
@@ -228,7 +264,11 @@ class Port:
         """What the checks could not look at."""
         if self.jax_step is not None:
             yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
-        if self.jax_loss is None or self.torch_loss is None:
+        if self.sharded:
+            yield "On the mesh JAX is compared with itself on one device, torch runs on one device alone."
+            if self.sharded.experiment.parallel.axes()["tensor"] > 1:
+                yield "Traffic over tensor is not checked: how often activations cross it, only the model knows."
+        if not (self.shows_inside and self.torch_loss):
             yield "Gradients and activations are not compared: give jax_loss and torch_loss to have them seen."
         for name, operation in self.narrow.items():
             yield (
@@ -247,7 +287,7 @@ class Port:
             rows = ", ".join(f"{row.ours} -> {row.theirs}" for row in self.mapping.unsure)
             yield f"The mapping was suggested, and these rows are unsure: {rows}."
 
-    def parting(self, folder: Path, findings: Findings) -> Parting | None:
+    def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.
 
         A step that begins with equal weights and differs is the first. Each look makes the float64 runs anew up to a
@@ -259,22 +299,30 @@ class Port:
         while differs - agrees > 1:
             middle = 1 if agrees == 0 and differs == len(self.batches) else (agrees + differs) // 2
             if middle not in known:
-                known[middle] = self.look(folder / str(middle), middle, findings)
+                known[middle] = self.look(folder / str(middle), middle, findings, pair)
             if known[middle] is None:
                 agrees = middle
             else:
                 differs, found = middle, known[middle]
         return found
 
-    def look(self, folder: Path, step: int, findings: Findings) -> Parting | None:
-        kinds = ("jax-float64", "torch-float64", "perturbed")
-        a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in kinds)
+    def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Parting | None:
+        a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in (*pair, "perturbed"))
         return Findings(a, b, perturbed, findings.still).first_difference(step)
 
 
-def torch_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """name -> shape of a module's state dict: what `suggest` asks for."""
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+def torch_shapes(module: nn.Module, named: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+    """name -> shape of a module's state dict: what `suggest` asks for.
+
+    A tensor of several names, as a tied head, counts under those of them that are `named`, else under the first.
+    """
+    tensors = module.state_dict(keep_vars=True)
+    seen, found = set(), {}
+    for name in sorted(tensors, key=lambda name: name not in named):
+        if name in named or id(tensors[name]) not in seen:
+            found[name] = tuple(tensors[name].shape)
+        seen.add(id(tensors[name]))
+    return found
 
 
 def wide(array: np.ndarray) -> np.ndarray:

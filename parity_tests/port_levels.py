@@ -7,13 +7,15 @@ from functools import cached_property
 import numpy as np
 
 from jaxdist.config import read_record
-from parity_tests import compare
+from parity_tests import compare, levels
 from parity_tests.bisect import Parting
 from parity_tests.compare import FLOOR, K
 from parity_tests.levels import AMPLIFIED, EXACT
 from parity_tests.run import Run
 from parity_tests.verdict import Check
 
+SHARE = "torch's tensors on one device, each over the devices that the strategy splits it over"
+COUNTER = {"parameters": 0.0, "gradients": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
 SENT = "on one device nothing is sent"
 # A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
 # what moves it is rounding. Such tensors are compared absolutely.
@@ -39,7 +41,10 @@ class PortRun(Run):
 
 @dataclass
 class Findings:
-    """Two float64 runs, and a third that tells how far rounding has grown. `still`: parameters that do not train."""
+    """Two float64 runs, and a third, of `a` from another start, that tells how far rounding has grown.
+
+    `still`: parameters that do not train.
+    """
 
     a: PortRun
     b: PortRun
@@ -68,26 +73,28 @@ class Findings:
         middle = {kind: float(np.median(values)) for kind, values in kinds.items()}
         return {n: max(K * error, K * middle[n.partition("/")[0]], compare.STATE) for n, error in errors.items()}
 
-    def mathematics(self) -> Iterator[Check]:
+    def agreement(self, level: str, about: str = "") -> Iterator[Check]:
         """The common start, curves, and at each recorded step gradients, weights and moments."""
+
+        def check(name: str, value: float, bound: float, why: str) -> Check:
+            return Check(level, name, value, bound, why, about)
+
         start = self.errors(self.a, self.b, 1, "start")
-        yield Check("mathematics", "starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
+        yield check("starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
         for name, floor in FLOOR.items():
             if self.a.metrics[0][name] is not None:
                 curve = compare.curve(self.a.metrics, self.b.metrics, name)
                 grown = np.maximum.accumulate(compare.curve(self.a.metrics, self.perturbed.metrics, name))
                 value, bound = compare.furthest(curve, np.maximum(K * grown, floor))
-                yield Check("mathematics", name, value, bound, EXACT if bound == floor else AMPLIFIED)
+                yield check(name, value, bound, EXACT if bound == floor else AMPLIFIED)
         for step in self.a.records:
             bounds = self.bounds(step)
             for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
                     tensor, _ = compare.worst({n: e / bounds.get(n, compare.STATE) for n, e in errors.items()})
                     value, bound = errors[tensor], bounds.get(tensor, compare.STATE)
-                    why = EXACT if bound == compare.STATE else AMPLIFIED
-                    yield Check(
-                        "mathematics", f"{kind} at step {step}, worst {tensor.partition('/')[2]}", value, bound, why
-                    )
+                    worst = f"{kind} at step {step}, worst {tensor.partition('/')[2]}"
+                    yield check(worst, value, bound, EXACT if bound == compare.STATE else AMPLIFIED)
 
     def first_difference(self, step: int) -> Parting | None:
         """The first tensor of a recorded step that leaves the noise; None where all agree.
@@ -121,6 +128,19 @@ def _still(run: PortRun) -> frozenset[str]:
 
 
 def traffic(*runs: PortRun) -> Iterator[Check]:
-    """Bytes that a step sends."""
+    """Bytes that a step sends: none on one device, elsewhere the closed form for parameters."""
     for run in runs:
-        yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
+        if run.summary["devices"] == 1:
+            yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
+        else:
+            yield from levels.traffic(run, run.summary["least_bytes"], run.summary["strategy"], unknown=("tensor",))
+
+
+def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:
+    """Bytes on the fullest device of a mesh, against what torch holds `alone`, each tensor over its devices."""
+    ways = run.summary["ways"]
+    sizes = {name: w.nbytes for name, w in alone.kinds(max(alone.records), "weights").items()}
+    for kind, copies in (("parameters", 1), ("gradients", 1), ("optimizer_state", 2)):
+        share = sum(copies * size / ways[kind][name.removeprefix("weights/")] for name, size in sizes.items())
+        held = run.summary["memory"][kind]
+        yield Check("memory", f"{run.side}, {kind}, bytes from its share", abs(held - share), COUNTER[kind], SHARE)

@@ -62,6 +62,9 @@ class Side(Protocol):
     def sent(self, batch: Batch) -> float:
         """Bytes that a step sends to other devices."""
 
+    def measured(self) -> dict[str, Any]:
+        """What summary.json says of a mesh; nothing of one device."""
+
     def narrow(self, batch: Batch) -> str:
         """The first operation of the loss whose result has fewer bits than the side's dtype, with it; empty if none."""
 
@@ -209,11 +212,14 @@ class JaxSide:
         traced = jax.make_jaxpr(self.advance)(self.state, jax.tree.map(self.cast, batch))
         return math.fsum(collective.bytes for collective in traffic.count(traced))
 
+    def measured(self) -> dict[str, Any]:
+        return {}
+
     def narrow(self, batch: Batch) -> str:
         if self.loss is None:
             return ""
         traced = jax.make_jaxpr(self._loss)(self.parameters(), jax.tree.map(self.cast, batch))
-        return next(_narrow(traced.jaxpr, jnp.finfo(self.dtype).bits), "")
+        return narrower(traced.jaxpr, self.dtype)
 
 
 class TorchSide:
@@ -321,6 +327,9 @@ class TorchSide:
     def sent(self, batch: Batch) -> float:
         return 0.0  # there is no process group to send to
 
+    def measured(self) -> dict[str, Any]:
+        return {}
+
     def narrow(self, batch: Batch) -> str:
         if self.loss is None:
             return ""
@@ -343,6 +352,11 @@ class _Narrow(TorchDispatchMode):
             if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
                 self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
         return y
+
+
+def narrower(jaxpr: Any, dtype: str) -> str:
+    """The first operation of a jaxpr whose result has fewer bits than `dtype`, with its own; empty if none."""
+    return next(_narrow(jaxpr, jnp.finfo(dtype).bits), "")
 
 
 def _narrow(jaxpr: Any, bits: int) -> Iterator[str]:
