@@ -354,6 +354,59 @@ class TestScan:
         ]
 
 
+class Separate(nn.Module):
+    """Keys, values, gate and up projections of their own, where openpi's Gemma in JAX has one array for two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj = (
+            nn.Linear(i, o, bias=False) for i, o in ((6, 8), (6, 4), (6, 4), (8, 6), (6, 10), (6, 10), (10, 6))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        weights = (torch.einsum("thc,sc->hts", q, k[:, 0]) / 2).softmax(-1)
+        x = x + self.o_proj(torch.einsum("hts,sc->thc", weights, v[:, 0]).flatten(1))
+        return x + self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
+
+
+def fused_loss(p: Any, b: Any) -> jax.Array:
+    x = b["x"]
+    q = jnp.einsum("td,hdc->thc", x, p["q_einsum"]["w"])
+    k, v = jnp.einsum("td,nkdc->ntkc", x, p["kv_einsum"]["w"])
+    weights = jax.nn.softmax(jnp.einsum("thc,sc->hts", q, k[:, 0]) / 2)
+    attended = jnp.einsum("hts,sc->thc", weights, v[:, 0])
+    x = x + jnp.einsum("thc,hcd->td", attended, p["attn_vec_einsum"]["w"])
+    gate, up = jnp.einsum("td,ndf->ntf", x, p["mlp"]["gating_einsum"])
+    return jnp.mean((x + (jnp.tanh(gate) * up) @ p["mlp"]["linear"] - b["y"]) ** 2)
+
+
+class TestFused:
+    """What is one array in JAX and two tensors in torch."""
+
+    def port(self) -> Port:
+        random = np.random.default_rng(1)
+        shapes = {"q_einsum": (2, 6, 4), "kv_einsum": (2, 1, 6, 4), "attn_vec_einsum": (2, 4, 6)}
+        parameters: dict[str, Any] = {name: {"w": 0.5 * random.normal(size=shape)} for name, shape in shapes.items()}
+        parameters["mlp"] = {"gating_einsum": random.normal(size=(2, 6, 10)), "linear": random.normal(size=(10, 6))}
+        return square(jax_parameters=parameters, jax_loss=fused_loss, torch_module=Separate(), mapping=None)
+
+    def test_equivalent(self, tmp_path: Path) -> None:
+        verdict, written = proved(self.port(), tmp_path)
+        assert verdict.word == "equivalent", verdict.failed
+        assert "kv_einsum.w -> k_proj.weight" in written["notes"][-1]
+
+    def test_swapped_pieces(self, tmp_path: Path) -> None:
+        port = self.port()
+        rows = [
+            row._replace(part=1 - row.part) if row.part is not None and "kv" in row.ours else row
+            for row in port.keys.rows
+        ]
+        verdict, written = proved(replace(port, mapping=KeyMapping(tuple(rows))), tmp_path)
+        assert verdict.word == "not_equivalent" and written["parting"]["step"] == 1
+        assert written["parting"]["tensor"] == "scalar/loss"
+
+
 class TestOwnSteps:
     def test_equivalent(self, tmp_path: Path) -> None:
         port = square()

@@ -10,6 +10,12 @@ Names are dotted, "ours" of the pytree and "theirs" of the state dict. It lives 
 
 `{layer}` stands for a number, the same on both sides. A row with it in `theirs` alone maps parameters that are
 stacked along their first axis, as a scan over layers wants them. `reshape` needs `shape`, which is theirs.
+
+Where one side keeps in one array what the other keeps in several, each has a row: `part = 0` is the first entry of our
+array's first axis (the layers not counted), `chunk = [0, 3]` the first of three equal pieces of theirs:
+
+    { ours = "attn.kv_einsum.w", part = 0, theirs = "attn.k_proj.weight", transform = "heads_first" },
+    { ours = "attn.query.kernel", theirs = "attn.in_proj_weight", chunk = [0, 3], transform = "heads_out" },
 """
 
 import json
@@ -32,12 +38,14 @@ Shapes = Mapping[str, Shape]
 
 
 class Row(NamedTuple):
-    """One parameter of each side, or with `{layer}` one for every number."""
+    """One parameter of each side, or with `{layer}` one for every number, or of either side a piece of it."""
 
     ours: str
     theirs: str
     transform: str = "same"
     shape: Shape = ()
+    part: int | None = None
+    chunk: tuple[int, int] | None = None
 
     @property
     def stacked(self) -> bool:
@@ -45,12 +53,25 @@ class Row(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A parameter of ours, or the part `layer` of its first axis, and the tensor of theirs that holds it."""
+    """A parameter of ours, or its entry `layer`, and the tensor of theirs that holds it; of either the row's piece."""
 
     ours: str
     theirs: str
     row: Row
     layer: int | None = None
+
+    @property
+    def entry(self) -> tuple[int, ...]:
+        """Where along the first axes of ours the piece lies."""
+        return tuple(i for i in (self.layer, self.row.part) if i is not None)
+
+    def piece(self, shape: Shape) -> Shape:
+        """The shape of the piece of ours."""
+        return shape[len(self.entry) :]
+
+    def whole(self, shape: Shape) -> Shape:
+        """The shape of theirs, of which a chunk has this one."""
+        return (shape[0] * self.row.chunk[1], *shape[1:]) if self.row.chunk else shape
 
 
 class Module(NamedTuple):
@@ -95,7 +116,7 @@ class KeyMapping:
         lines.append("rows = [")
         for row in self.rows:
             lines += [f"  # unsure: {notes[row]}"] if row in notes else []
-            fields = {name: value for name, value in row._asdict().items() if name != "shape" or row.shape}
+            fields = {name: value for name, value in row._asdict().items() if value not in ((), None)}
             lines.append("  { " + ", ".join(f"{name} = {_toml(value)}" for name, value in fields.items()) + " },")
         lines += ["]", f"ours_only = {_toml(self.ours_only)}", f"theirs_only = {_toml(self.theirs_only)}"]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -118,7 +139,7 @@ class KeyMapping:
 
     def check(self, ours: Shapes, theirs: Shapes) -> None:
         """Raises ConfigError unless every name of both sides is mapped once, or listed as only there, and all fits."""
-        seen: dict[str, dict[str, int]] = {"ours": {}, "theirs": {}}
+        seen: dict[str, dict[str, dict[Any, int]]] = {"ours": {}, "theirs": {}}  # side -> name -> piece -> row
         for number, row in enumerate(self.rows, 1):
             place = f"{self.source}: row {number}"
             for pair in self._pairs_of(number, row, ours):
@@ -126,12 +147,28 @@ class KeyMapping:
                     raise ConfigError(
                         f"{place}: theirs = {pair.theirs!r}: no such tensor; {nearest(pair.theirs, theirs)}"
                     )
-                for side, name in (("ours", pair.ours), ("theirs", pair.theirs)):
-                    if (other := seen[side].setdefault(name, number)) != number:
+                pieces = {"ours": (pair.ours, row.part), "theirs": (pair.theirs, row.chunk)}
+                for side, (name, piece) in pieces.items():
+                    others = seen[side].setdefault(name, {})
+                    whole = piece is None or None in others  # of which there can be no other piece
+                    other = next((n for p, n in others.items() if n != number and (whole or p == piece)), number)
+                    if other != number:
                         raise ConfigError(f"{place}: {side} = {name!r} is in row {other} too; give it once")
+                    others[piece] = number
                 _check_fit(place, pair, ours, theirs[pair.theirs])
+        for pair in self.pairs(ours):
+            self._check_pieces(pair, ours[pair.ours], seen)
         self._check_complete("ours", set(seen["ours"]), set(self.ours_only), set(ours))
         self._check_complete("theirs", set(seen["theirs"]), set(self.theirs_only), set(theirs))
+
+    def _check_pieces(self, pair: Pair, shape: Shape, seen: Mapping[str, Mapping[str, Mapping[Any, int]]]) -> None:
+        parts = range(shape[pair.row.stacked]) if pair.row.part is not None else ()
+        chunks = [(i, pair.row.chunk[1]) for i in range(pair.row.chunk[1])] if pair.row.chunk else ()
+        for side, name, field, pieces in (("ours", pair.ours, "part", parts), ("theirs", pair.theirs, "chunk", chunks)):
+            if missing := [piece for piece in pieces if piece not in seen[side][name]]:
+                raise ConfigError(
+                    f"{self.source}: {side} = {name!r}: {field} = {_toml(missing[0])} is in no row; give all of them"
+                )
 
     def _check_complete(self, side: str, mapped: set[str], only: set[str], known: set[str]) -> None:
         for name in sorted(only - known):
@@ -147,37 +184,43 @@ class KeyMapping:
     def to_theirs(self, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Their tensors from our parameters, the same bits. Names in `ours_only` are left out. Raises ConfigError."""
         shapes = {name: array.shape for name, array in parameters.items()}
-        tensors = {}
-        for ours, theirs, row, layer in self.pairs(shapes):
-            part = parameters[ours] if layer is None else parameters[ours][layer]
-            tensors[theirs] = to_theirs(row.transform, part, row.shape)
-        return tensors
+        tensors: dict[str, np.ndarray] = {}
+        chunks: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+        for pair in self.pairs(shapes):
+            tensor = to_theirs(pair.row.transform, parameters[pair.ours][pair.entry], pair.row.shape)
+            if pair.row.chunk:
+                chunks[pair.theirs][pair.row.chunk[0]] = tensor
+            else:
+                tensors[pair.theirs] = tensor
+        return tensors | {name: np.concatenate([pieces[i] for i in sorted(pieces)]) for name, pieces in chunks.items()}
 
     def to_ours(self, tensors: Mapping[str, np.ndarray], shapes: Shapes) -> dict[str, np.ndarray]:
         """Our parameters, of these shapes, from their tensors, the same bits. Raises ConfigError."""
-        parts: dict[str, list[np.ndarray]] = defaultdict(list)
-        stacked = set()
-        for ours, theirs, row, layer in self.pairs(shapes):
+        found: dict[str, np.ndarray] = {}
+        for pair in self.pairs(shapes):
+            ours, theirs, row, _ = pair
             if theirs not in tensors:
                 raise ConfigError(f"{self.source}: theirs = {theirs!r}: no such tensor; {nearest(theirs, tensors)}")
-            if layer is not None:
-                stacked.add(ours)
-            shape = shapes[ours] if layer is None else shapes[ours][1:]
-            parts[ours].append(to_ours(row.transform, tensors[theirs], shape))
-        return {name: np.stack(p) if name in stacked else p[0] for name, p in parts.items()}
+            tensor = np.split(tensors[theirs], row.chunk[1])[row.chunk[0]] if row.chunk else tensors[theirs]
+            array = to_ours(row.transform, tensor, pair.piece(shapes[ours]))
+            if pair.entry:
+                found.setdefault(ours, np.empty(shapes[ours], array.dtype))[pair.entry] = array
+            else:
+                found[ours] = array
+        return found
 
     def their_shapes(self, ours: Shapes) -> dict[str, Shape]:
         """Their tensors' shapes from our parameters'. Raises ConfigError where a transform cannot be applied."""
         found = {}
         for pair in self.pairs(ours):
-            shape = ours[pair.ours] if pair.layer is None else ours[pair.ours][1:]
+            shape = pair.piece(ours[pair.ours])
             there = pair.row.shape if pair.row.transform == RESHAPE else result(pair.row.transform, shape)
             if there is None:
                 raise ConfigError(
                     f"{self.source}: {pair.ours} {shape} has {len(shape)} axes, which transform = "
                     f"{pair.row.transform!r} is not for; give another"
                 )
-            found[pair.theirs] = there
+            found[pair.theirs] = pair.whole(there)
         return found
 
     def modules(self, shapes: Shapes) -> dict[str, Module]:
@@ -215,11 +258,18 @@ def _numbered(template: str, names: Iterable[str]) -> dict[int, str]:
 
 
 def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:
-    shape = ours[pair.ours] if pair.layer is None else ours[pair.ours][1:]
-    if pair.row.transform == RESHAPE:
-        fits = pair.row.shape == theirs and np.prod(shape) == np.prod(theirs)
+    whole, row = ours[pair.ours], pair.row
+    if row.part is not None and (len(whole) <= row.stacked or row.part >= whole[row.stacked]):
+        raise ConfigError(f"{place}: {pair.ours} {whole} has no part = {row.part}; its parts are one axis of ours")
+    if row.chunk:
+        if not theirs or theirs[0] % row.chunk[1]:
+            raise ConfigError(f"{place}: {pair.theirs} {theirs} is not {row.chunk[1]} equal chunks; give another")
+        theirs = (theirs[0] // row.chunk[1], *theirs[1:])
+    shape = pair.piece(whole)
+    if row.transform == RESHAPE:
+        fits = row.shape == theirs and np.prod(shape) == np.prod(theirs)
     else:
-        fits = result(pair.row.transform, shape) == theirs
+        fits = result(row.transform, shape) == theirs
     if not fits:
         others = fitting(shape, theirs)
         advice = f"transform = {' or '.join(map(repr, others))} fits" if others else "map it to another tensor"
@@ -238,7 +288,16 @@ def _row(place: str, values: Any) -> Row:
     shape = values.get("shape", [])
     if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
         raise ConfigError(f"{place}: shape = {shape!r}; give a list of sizes")
-    row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape))
+    part, chunk = values.get("part"), values.get("chunk")
+    if part is not None and (not isinstance(part, int) or part < 0):
+        raise ConfigError(f"{place}: part = {part!r}; give a whole number from 0")
+    if chunk is not None:
+        if not (isinstance(chunk, list) and len(chunk) == 2 and all(isinstance(n, int) for n in chunk)):
+            raise ConfigError(f"{place}: chunk = {chunk!r}; give [which, of how many], as [0, 3]")
+        if not 0 <= chunk[0] < chunk[1]:
+            raise ConfigError(f"{place}: chunk = {chunk!r}: of {chunk[1]} they are 0 to {chunk[1] - 1}")
+    which = (chunk[0], chunk[1]) if chunk else None
+    row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape), part, which)
     if row.transform not in TRANSFORMS:
         raise ConfigError(f"{place}: transform = {row.transform!r}: unknown; {nearest(row.transform, TRANSFORMS)}")
     if (row.transform == RESHAPE) != ("shape" in values):

@@ -292,6 +292,98 @@ def file(path: Path, *rows: dict[str, Any], **fields: Any) -> Path:
     return path
 
 
+FUSED = KeyMapping(
+    (
+        *(
+            Row("layers.kv.w", f"blocks.{{layer}}.{name}_proj.weight", "heads_first", part=i)
+            for i, name in enumerate("kv")
+        ),
+        *(
+            Row(f"block_{{layer}}.{name}.kernel", "blocks.{layer}.in_proj_weight", "heads_out", chunk=(i, 3))
+            for i, name in enumerate(("query", "key", "value"))
+        ),
+    )
+)
+FUSED_OURS = {"layers.kv.w": (L, 2, H, D, C)} | {
+    f"block_{i}.{name}.kernel": (D, H, C) for i in range(L) for name in ("query", "key", "value")
+}
+
+
+class TestPieces:
+    """What is one array on one side and several on the other: openpi's kv_einsum, torch's MultiheadAttention."""
+
+    def test_there_and_back_to_the_bit(self, tmp_path: Path) -> None:
+        random = np.random.default_rng(0)
+        ours = {name: random.normal(size=shape) for name, shape in FUSED_OURS.items()}
+        theirs = FUSED.to_theirs(ours)
+        assert {name: tensor.shape for name, tensor in theirs.items()} == FUSED.their_shapes(FUSED_OURS)
+        for i in range(L):
+            k, v = (theirs[f"blocks.{i}.{name}_proj.weight"] for name in "kv")
+            assert np.array_equal(v, to_theirs("heads_first", ours["layers.kv.w"][i, 1])) and not np.array_equal(k, v)
+            query, key, _ = np.split(theirs[f"blocks.{i}.in_proj_weight"], 3)
+            assert np.array_equal(key, to_theirs("heads_out", ours[f"block_{i}.key.kernel"]))
+            assert not np.array_equal(query, key)
+        FUSED.check(FUSED_OURS, FUSED.their_shapes(FUSED_OURS))
+        FUSED.save(tmp_path / "mapping.toml")
+        read = KeyMapping.load(tmp_path / "mapping.toml")
+        assert read.rows == FUSED.rows
+        back = read.to_ours(theirs, FUSED_OURS)
+        assert back.keys() == ours.keys() and all(np.array_equal(back[name], ours[name]) for name in ours)
+
+    def test_they_are_suggested(self) -> None:
+        """Gemma's attention and MLP as openpi has them, scanned, and torch's MultiheadAttention."""
+        K = 2
+        ours = {
+            "layers.attn.attn_vec_einsum.w": (L, H, C, D), "layers.attn.kv_einsum.w": (L, 2, K, D, C),
+            "layers.attn.q_einsum.w": (L, H, D, C), "layers.mlp.gating_einsum": (L, 2, D, F),
+            "layers.mlp.linear": (L, F, D),
+        }  # fmt: skip
+        block = {
+            "self_attn.q_proj.weight": (H * C, D), "self_attn.k_proj.weight": (K * C, D),
+            "self_attn.v_proj.weight": (K * C, D), "self_attn.o_proj.weight": (D, H * C),
+            "mlp.gate_proj.weight": (F, D), "mlp.up_proj.weight": (F, D), "mlp.down_proj.weight": (D, F),
+        }  # fmt: skip
+        theirs = {f"model.layers.{i}.{name}": shape for i in range(L) for name, shape in block.items()}
+        found = suggest(ours, theirs)
+        assert found.ours_left == found.theirs_left == ()
+        rows = {row.theirs.removeprefix("model.layers.{layer}."): row for row in found.mapping.rows}
+        for name, part, transform in (("k", 0, "heads_first"), ("v", 1, "heads_first")):
+            row = rows[f"self_attn.{name}_proj.weight"]
+            assert row[:4] == ("layers.attn.kv_einsum.w", row.theirs, transform, ()) and row.part == part
+        gate, up = (rows[f"mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        assert (gate.ours, gate.part, up.part, up.transform) == ("layers.mlp.gating_einsum", 0, 1, "transpose")
+        assert {row for row in found.mapping.rows if row.part is not None} <= found.unsure.keys()
+        found.mapping.check(ours, theirs)
+
+        split: dict[str, Shape] = {f"{name}.{leaf}": shape for name in ("query", "key", "value")
+                for leaf, shape in (("kernel", (D, H, C)), ("bias", (H, C)))}  # fmt: skip
+        fused: dict[str, Shape] = {"in_proj_weight": (3 * H * C, D), "in_proj_bias": (3 * H * C,)}
+        found = suggest(split, fused)
+        assert found.ours_left == found.theirs_left == ()
+        chunks = {row.ours: row.chunk for row in found.mapping.rows}
+        assert chunks["query.kernel"] == (0, 3) and chunks["value.bias"] == (2, 3)
+        found.mapping.check(split, fused)
+
+    @pytest.mark.parametrize(
+        ("number", "change", "says"),
+        [
+            (1, {"part": 0}, r"row 2: ours = 'layers.kv.w' is in row 1 too"),
+            (1, {"part": 2}, r"row 2: layers.kv.w .* has no part = 2"),
+            (1, {"part": None}, r"row 2: ours = 'layers.kv.w' is in row 1 too"),
+            (4, {"chunk": (0, 3)}, r"row 5: theirs = 'blocks.0.in_proj_weight' is in row 3 too"),
+            (4, {"chunk": None}, r"row 5: theirs = 'blocks.0.in_proj_weight' is in row 3 too"),
+            (2, {"chunk": (0, 7)}, r"row 3: blocks.0.in_proj_weight .* is not 7 equal chunks"),
+            (0, None, r"ours = 'layers.kv.w': part = 0 is in no row; give all of them"),
+            (2, None, r"theirs = 'blocks.0.in_proj_weight': chunk = \[0, 3\] is in no row"),
+        ],
+    )
+    def test_pieces_that_do_not_fit(self, number: int, change: dict[str, Any] | None, says: str) -> None:
+        rows = list(FUSED.rows)
+        rows[number : number + 1] = [] if change is None else [rows[number]._replace(**change)]
+        with pytest.raises(ConfigError, match=says):
+            KeyMapping(tuple(rows)).check(FUSED_OURS, FUSED.their_shapes(FUSED_OURS))
+
+
 class TestFile:
     def test_a_good_one(self, tmp_path: Path) -> None:
         mapping = KeyMapping.load(file(tmp_path / "m.toml", {}, ours_only=["b.bias"], theirs_only=["b.bias"]))
@@ -310,6 +402,9 @@ class TestFile:
             ({"shape": [2, 3]}, r"row 1: shape belongs to transform = 'reshape' alone"),
             ({"transform": "reshape", "shape": "2"}, r"row 1: shape = '2'; give a list of sizes"),
             ({"ours": "a.{layer}"}, r"row 1: \{layer\} in ours alone"),
+            ({"part": -1}, r"row 1: part = -1; give a whole number"),
+            ({"chunk": [1]}, r"row 1: chunk = \[1\]; give \[which, of how many\]"),
+            ({"chunk": [3, 3]}, r"row 1: chunk = \[3, 3\]: of 3 they are 0 to 2"),
             ({"theirs": "a.{layer}.{layer}"}, r"row 1: theirs = .* has \{layer\} twice"),
         ],
     )

@@ -2,16 +2,16 @@
 
 Names that differ in one number are folded into one (`layers.{layer}.mlp`), so that a row stands for all layers. What
 fits by shape is scored by the words that the names share, rare words for more, and assigned so that the sum of scores
-is largest. What is left over is tried again name by name.
+is largest. What is left over is tried again name by name, and then as arrays that the other side keeps in pieces.
 """
 
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -21,6 +21,7 @@ from jaxdist.convert.transforms import RESHAPE, Shape, fitting
 
 LEAST = 0.2  # of the score of a folded pair; a poorer one may fit better name by name
 CLOSE = 0.05  # two candidates whose scores differ by less cannot be told apart
+CHUNKS = (2, 3)  # pieces that one array of theirs may be: keys and values, queries with them, gate and up
 NUMBERS = 0.2  # what equal numbers add to a score
 ORDER = 1e-3  # what the order of appearance adds at most: it decides between equals alone
 
@@ -32,10 +33,10 @@ PHRASES = tuple(
         (r"input_layernorm|layernorm_before|\bln_?1\b|\bnorm_?1\b|layer_?norm_?1\b", "attention norm"),
         (r"post_attention_layernorm|layernorm_after|\bln_?2\b|\bnorm_?2\b|layer_?norm_?2\b", "mlp norm"),
         (r"feed_forward\.w1\b", "mlp gate"), (r"feed_forward\.w3\b", "mlp up"), (r"feed_forward\.w2\b", "mlp down"),
-        (r"mlp\.c_proj|\bfc_?2\b|\blinear_?2\b|\blin2\b|mlp[^.]*\.dense_1\b", "mlp down"),
+        (r"mlp\.c_proj|mlp\.linear\b|\bfc_?2\b|\blinear_?2\b|\blin2\b|mlp[^.]*\.dense_1\b", "mlp down"),
         (r"\bc_fc\b|\bfc_?1\b|\blinear_?1\b|\blin1\b|mlp[^.]*\.dense_0\b", "mlp up"),
-        (r"attn\.c_proj|attention\.c_proj", "attention out"),
-        (r"lm_head|classifier|logits", "head"),
+        (r"attn\.c_proj|attention\.c_proj|attn_vec_einsum", "attention out"),
+        (r"lm_head|classifier|logits", "head"), (r"gating_einsum", "gate up"), (r"kv_einsum", "key value"),
     )
 )  # fmt: skip
 LINEN_NORM = re.compile(r"LayerNorm_(\d+)\b")  # as flax counts the modules of a block: the first is attention's
@@ -110,6 +111,16 @@ def suggest(ours: Shapes, theirs: Shapes) -> Suggestion:
             for left, node in ((left_ours, a[i]), (left_theirs, b[j])):
                 for name in node.names:
                     del left[name]
+    used: set[Node] = set()
+    for group in pieces(fold(left_ours), fold(left_theirs)):
+        if group and not used & {node for match in group for node in match[1:]}:
+            for match, mine, other in group:
+                found.append(match._replace(place=places[other.names[0]]))
+                unsure[match.row] = f"one of {len(group)} pieces, taken in the order of the names"
+                used |= {mine, other}
+    for name in (name for node in used for name in node.names):
+        left_ours.pop(name, None)
+        left_theirs.pop(name, None)
     rows = settle(sorted(found, key=lambda match: match.place), unsure)
     return Suggestion(KeyMapping(rows, source="suggested mapping"), unsure, tuple(left_ours), tuple(left_theirs))
 
@@ -150,6 +161,38 @@ def fits(a: Node, b: Node) -> list[str]:
         return fitting(a.shape, b.shape)
     stacked = not a.numbers and b.numbers == tuple(range(len(b.numbers))) and a.shape[:1] == (len(b.numbers),)
     return fitting(a.shape[1:], b.shape) if stacked else []
+
+
+def pieces(ours: list[Node], theirs: list[Node]) -> Iterator[list[tuple[Match, Node, Node]]]:
+    """One array of either side as several of the other: each group pairs the pieces that it may have, if there are any.
+
+    Ours is taken apart along its first axis, or the second where the first are layers; theirs in CHUNKS of its first.
+    """
+    for one in ours:
+        for axis in range(min(2, len(one.shape))):
+            piece = one._replace(shape=one.shape[:axis] + one.shape[axis + 1 :])
+            several = alike(piece, [node for node in theirs if fits(piece, node)], one.shape[axis])
+            yield [(_piece(piece, node, part=i), one, node) for i, node in enumerate(several)]
+    for one in theirs:
+        for count in CHUNKS if one.shape else ():
+            if one.shape[0] % count == 0:
+                piece = one._replace(shape=(one.shape[0] // count, *one.shape[1:]))
+                several = alike(piece, [node for node in ours if fits(node, piece)], count)
+                yield [(_piece(node, piece, chunk=(i, count)), node, one) for i, node in enumerate(several)]
+
+
+def alike(one: Node, others: list[Node], count: int) -> list[Node]:
+    """The `count` others that share most of the name, in the order in which they appear; none where there are fewer."""
+    if not 1 < count <= len(others):
+        return []
+    nearest = np.argsort(-similarity([one], others)[0], kind="stable")[:count]
+    return sorted((others[i] for i in nearest), key=lambda node: node.order)
+
+
+def _piece(a: Node, b: Node, **which: Any) -> Match:
+    transforms = fits(a, b)
+    shape = b.shape if transforms == [RESHAPE] else ()
+    return Match(Row(a.template, b.template, transforms[0], shape, **which), transforms, False, 0)
 
 
 def _class(name: str) -> str:
