@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -25,11 +25,13 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from jaxdist import models
 from jaxdist.config import GPT2, ConfigError, Experiment, Llama, TrainingError, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from jaxdist.config.folder import replace as write_whole
+from jaxdist.convert.hf import write_hf
 from parity_tests import cases
 from parity_tests.proof import STEPS, Proof
 from parity_tests.run import SIDES, Run
@@ -100,9 +102,8 @@ def share(check: Check) -> float:
 # ---- running
 
 
-def prepare(environment: Mapping[str, str], log: Path) -> None:
-    """Settings of a new process, before it imports JAX; it and its own processes complain into `log`."""
-    os.environ.update(environment)
+def prepare(log: Path) -> None:
+    """A new process and its own processes complain into `log`."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 
 
@@ -130,20 +131,24 @@ class Workers:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+        self.before = dict(os.environ)
         self.pools: dict[str, ProcessPoolExecutor] = {}
         self.pending: list[tuple[str, Future[int]]] = []
 
     def __enter__(self) -> "Workers":
+        os.environ |= self.environment  # to be inherited: a worker begins by importing this file, and with it jax
         for side in SIDES:
-            settings = self.environment, self.folder / side
             self.pools[side] = ProcessPoolExecutor(
-                1, get_context("spawn"), prepare, settings, max_tasks_per_child=RUNS_OF_A_WORKER
+                1, get_context("spawn"), prepare, (self.folder / side,), max_tasks_per_child=RUNS_OF_A_WORKER
             )
         return self
 
     def __exit__(self, *_: object) -> None:
         for pool in self.pools.values():
             pool.shutdown(cancel_futures=True)
+        for name in self.environment.keys() - self.before.keys():
+            os.environ.pop(name, None)
+        os.environ |= self.before
 
     def submit(self, module: str, arguments: Sequence[str]) -> None:
         """Run a command when those before it on its side have ended."""
@@ -177,9 +182,6 @@ class SharedProof(Proof):
 
 def draw(model: Llama | GPT2, seed: int, folder: Path) -> Path:
     """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
-    from jaxdist import models  # not in the workers, which import this file before they know their devices
-    from jaxdist.convert.hf import write_hf
-
     random = np.random.default_rng(seed)
     weights = {
         name: (layout.mean + (layout.std or model.init_std) * random.standard_normal(layout.shape)).astype(np.float32)

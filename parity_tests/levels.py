@@ -114,9 +114,10 @@ def precision(policy: Pair, double: Pair, compute: str, reordered: Pair | None =
 def arithmetic(run: Run, compute: str) -> Iterator[Check]:
     """The dtypes of softmax, norms, rotation and loss; of a loop that does not report them nothing is known."""
     if dtypes := run.summary.get("arithmetic"):
-        function, dtype = max(dtypes.items(), key=lambda item: ROUNDING[item[1]])
-        name = f"{run.side}, rounding of softmax, norms, rotation and loss: most in {function}, {dtype}"
-        yield Check("precision", name, ROUNDING[dtype], min(ROUNDING["float32"], ROUNDING[compute]), DELICATE)
+        least = "float64" if compute == "float64" else "float32"
+        narrow = [f"{function} in {dtype}" for function, dtype in dtypes.items() if ROUNDING[dtype] > ROUNDING[least]]
+        name = f"{run.side}, of softmax, norms, rotation and loss in less than {least}: {', '.join(narrow) or 'none'}"
+        yield Check("precision", name, len(narrow), 0, DELICATE)
 
 
 def reordering(policy: Pair, reordered: Pair) -> float:

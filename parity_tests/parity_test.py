@@ -194,7 +194,7 @@ def test_what_cannot_bear_few_bits_is_computed_in_float32(runs: Runs, side: str)
     assert not check.holds
     run.summary["arithmetic"]["rsqrt"] = "bfloat16"
     (check,) = levels.arithmetic(run, "bfloat16")
-    assert not check.holds and check.name.endswith("most in rsqrt, bfloat16")
+    assert not check.holds and check.name.endswith("less than float32: rsqrt in bfloat16")
 
 
 def sent(runs: Runs, side: str, mesh: str) -> float:

@@ -200,7 +200,7 @@ def blocks_in_reverse() -> None:
     plant(layers, "lax", altered(lax, scan=lambda body, x, blocks: right(body, x, blocks, reverse=True)))
 
 
-@planted("bf16", "precision", f"{FIRST}.attention.attended", "precision/*: most in exp, bfloat16*")
+@planted("bf16", "precision", f"{FIRST}.attention.attended", "precision/*: exp in bfloat16")
 def softmax_in_bfloat16() -> None:
     """Scores and softmax are not upcast under the bf16 policy."""
 

@@ -93,7 +93,7 @@ def softmax_in_float32() -> None:
     everywhere(layers.attend, partial(attention, dtype=torch.float32))
 
 
-@planted("bf16", "precision", f"{FIRST}.attention.attended", "precision/*: most in _softmax, bfloat16*")
+@planted("bf16", "precision", f"{FIRST}.attention.attended", "precision/*: _softmax in bfloat16")
 def softmax_in_bfloat16() -> None:
     """Scores and softmax are not upcast under the bf16 policy."""
     everywhere(layers.attend, attention)
@@ -124,7 +124,7 @@ def norms_in_float32() -> None:
     plant(layers.RMSNorm, "forward", forward)
 
 
-@planted("bf16", "precision", f"{FIRST}.attention_norm", "precision/*: most in rsqrt, bfloat16*")
+@planted("bf16", "precision", f"{FIRST}.attention_norm", "precision/*: rsqrt in bfloat16")
 def norms_in_bfloat16() -> None:
     """Norms are not upcast under the bf16 policy."""
 
