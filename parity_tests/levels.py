@@ -24,6 +24,7 @@ ALONE = f"a run without a float64 one of its own may lose {K} times what ours lo
 # half of the bits to the next narrower arithmetic, 24 to TF32's 11 and 8 to float8's 4.
 HALFWAY = {"float32": 2.0 ** ((24 - 11) / 2), "bfloat16": 2.0 ** ((8 - 4) / 2)}
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}
+COUNTED = "one a parameter or block each time it is needed, and single numbers (parity_tests/collectives.py)"
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
 LOSES = "the other side's loss against its own float64 run, and half of the bits to the next narrower arithmetic"
 REORDERED = f"{K} times what either side differs from itself when its sums are taken in another order"
@@ -171,10 +172,17 @@ def sent(run: Run) -> dict[str, float]:
     return total
 
 
-def traffic(run: Run, least: Mapping[str, float], strategy: str, unknown: Collection[str] = ()) -> Iterator[Check]:
+def traffic(
+    run: Run,
+    least: Mapping[str, float],
+    strategy: str,
+    most: Mapping[str, int] | None = None,
+    unknown: Collection[str] = (),
+) -> Iterator[Check]:
     """Bytes a device sends per step over each mesh axis, against the least that the strategy could send.
 
-    Of axes that are `unknown` there is no closed form, and no check.
+    `most`: how many collectives they may be, where that is known. Of axes that are `unknown` there is no closed form of
+    the bytes, and no check.
     """
     bytes_sent = {axis: size for axis, size in sent(run).items() if axis not in unknown}
     for axis, expected in least.items():
@@ -182,5 +190,8 @@ def traffic(run: Run, least: Mapping[str, float], strategy: str, unknown: Collec
         why = "the closed form and 5 %" + ("; DDP reduces whole gradients for zero1: 1.5 times" if whole else "")
         away = bytes_sent.get(axis, 0) / (expected * (1.5 if whole else 1)) - 1
         yield Check("traffic", f"{run.side}, {axis}: share from the least", abs(away), 0.05, why)
+    for axis, bound in (most or {}).items():
+        count = sum(c["count"] for c in run.summary["collectives"] if compare.billed(c["axis"]) == axis)
+        yield Check("traffic", f"{run.side}, {axis}: collectives", count, bound, COUNTED)
     numbers = sum(size for axis, size in bytes_sent.items() if axis not in least)
     yield Check("traffic", f"{run.side}, bytes over other axes", numbers, NUMBERS, "the norm, the loss and the count")

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxdist import models
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
-from parity_tests import compare, levels
+from parity_tests import collectives, compare, levels
 from parity_tests.cases import MESHES, MISTAKES, MODELS, VARIANTS
 from parity_tests.compare import K
 from parity_tests.conftest import FIGURES, STEPS, Runs
 from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
-from parity_tests.verdict import LEVELS
+from parity_tests.verdict import LEVELS, Check
 
 # The quick suite meets every mesh and every variant; the slow grid is their product, for both models.
 QUICK = {
@@ -251,6 +252,24 @@ def test_memory_and_traffic_hold_on(runs: Runs, experiments: dict[str, Path], me
     for run in (a, b):
         checks += levels.traffic(run, a.summary["least_bytes"], experiment.parallel.strategy)
     assert [check for check in checks if not check.holds] == []
+
+
+def counted(run: Run, times: int = 1) -> list[Check]:
+    """The checks of the counts of collectives, each of which is sent so many times."""
+    experiment = run.experiment
+    most = collectives.most(run.side, experiment, models.layouts(models.build(experiment.model)), run.summary["mesh"])
+    sent = [c | {"count": times * c["count"]} for c in run.summary["collectives"]]
+    repeated = Run(run.side, run.path)
+    repeated.summary["collectives"] = sent
+    return [c for c in levels.traffic(repeated, {}, "", most) if c.name.endswith("collectives")]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("model", "mesh"), [(m, mesh) for m in MODELS for mesh in MESHES if mesh != "1x1"])
+def test_no_collective_is_one_too_many(runs: Runs, side: str, model: str, mesh: str) -> None:
+    run = runs(side, model, settings(mesh, QUICK[model][mesh]))
+    assert (checks := counted(run)) and all(check.holds for check in checks), checks
+    assert not all(check.holds for check in counted(run, times=3))  # a few numbers are sent anyway
 
 
 def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, TrainingError, differences
-from parity_tests import bisect, compare, levels, scratch
+from jaxdist.sharding import Layout
+from parity_tests import bisect, collectives, compare, levels, scratch
 from parity_tests.bisect import Parting
 from parity_tests.run import JAX, REFERENCES, TRAIN, Run, command
 from parity_tests.scratch import Scratch
@@ -213,9 +214,11 @@ class Proof:
         for run in policy if self.measured("memory") else policy[:1]:
             if run.side in scratch.SIDES:
                 yield from levels.peak(run, self.scratch)
-        least = policy[0].summary["least_bytes"]
+        ours = policy[0].summary
         for run in policy if self.measured("collectives") else policy[:1]:
-            yield from levels.traffic(run, least, self.experiment.parallel.strategy)
+            known = run.side == JAX or run.side in REFERENCES.values()
+            most = collectives.most(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
+            yield from levels.traffic(run, ours["least_bytes"], self.experiment.parallel.strategy, most)
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
@@ -230,8 +233,12 @@ class Proof:
     def scratch(self) -> Scratch:
         """The closed form of what a step of either side takes beside its state."""
         ours, _ = (run.summary for run in self.pair("policy"))
-        layouts = models.layouts(models.build(self.experiment.model))
-        return Scratch(self.experiment, layouts, ours["mesh"], ours.get("platform") == "gpu")
+        return Scratch(self.experiment, self.layouts, ours["mesh"], ours.get("platform") == "gpu")
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Of the model's parameters."""
+        return models.layouts(models.build(self.experiment.model))
 
     def causes(self) -> list[Cause]:
         """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
