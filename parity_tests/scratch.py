@@ -168,6 +168,7 @@ class Scratch:
         mixed = len({p.parameters, p.compute, p.reduce}) > 1
         ddp = strategy_ in ("ddp", "zero1") and not mixed and self.mesh["tensor"] == 1
         stand = gradients * (ddp or e.train.accumulation > 1)  # DDP's buckets outlive the step
+        beside = gradients * (ddp and e.train.accumulation > 1)  # it accumulates outside of them
         block, ends = self.weights(True) / layers * compute, self.weights(False) * compute
         whole = layers if strategy_ == "zero2" else 2 if n > 1 else 1  # blocks: this one and the next, or all
         always = {BATCH: 2 * self.tokens * e.train.accumulation * 8.0, ENDS: ends * (not ddp)}
@@ -182,13 +183,14 @@ class Scratch:
         }
         yield always | {
             GRADIENTS: stand,
+            FRESH: beside,
             BLOCKS: self.kept(TORCH),
             LAST: self.arrays(NORM, TORCH),
             LOGITS: self.arrays({"V": (mixed, 3)}, TORCH),
             WEIGHTS: block * (layers if strategy_ == "zero2" else 0),
         }
-        yield always | {GRADIENTS: stand, BLOCKS: self.kept(TORCH)} | during
-        yield always | {GRADIENTS: gradients, BLOCKS: again} | during
+        yield always | {GRADIENTS: stand, FRESH: beside, BLOCKS: self.kept(TORCH)} | during
+        yield always | {GRADIENTS: gradients, FRESH: beside, BLOCKS: again} | during
         yield {GRADIENTS: gradients, UPDATE: 2 * self.largest / (1 if ddp else n)}
 
     @property

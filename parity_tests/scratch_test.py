@@ -81,6 +81,7 @@ MEASURED: list[tuple[dict[str, Any], int]] = [
     ({"parallel.mesh": "2x4"}, 31_881_240),
     ({"parallel.mesh": "8x1"}, 22_567_960),
     ({"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 24_077_848),
+    ({"parallel.mesh": "8x1", "parallel.strategy": "ddp", "train.accumulation": 2}, 17_196_568),
     ({"parallel.mesh": "8x1", "parallel.strategy": "zero1"}, 24_077_848),
     ({"parallel.mesh": "8x1", "parallel.strategy": "zero2"}, 24_341_008),
     ({"parallel.mesh": "1x1", "memory.remat": "full"}, 51_261_464),
