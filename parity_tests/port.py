@@ -255,7 +255,8 @@ class Port:
         verdict.write(folder)
         devices = str(double[0].summary["devices"])
         facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
-        report.write(folder / "report.html", verdict, {"one": double, "mesh": double, "policy": single}, facts)
+        alone = runs["jax-float64"], runs["torch-float64"]
+        report.write(folder / "report.html", verdict, {"one": alone, "mesh": double, "policy": single}, facts)
         for line in (verdict.sentence, *verdict.notes):
             say(line)
         return verdict

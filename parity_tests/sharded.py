@@ -193,9 +193,6 @@ class ShardedSide(JaxSide):
                 for shard in array.addressable_shards:
                     held[kind][shard.device] = held[kind].get(shard.device, 0) + shard.data.nbytes
         program, mesh = self.program, axes_of(self.program.mesh)
-        if program.mesh.size == 1:
-            return {}
-        least = traffic.least_of_parameters(program.experiment, program.layouts, mesh)
         return {
             "devices": program.mesh.size,
             "mesh": mesh,
@@ -203,6 +200,6 @@ class ShardedSide(JaxSide):
             "memory": metrics.memory(program, self.traced.lower().compile())
             | {kind: max(bytes_on.values()) for kind, bytes_on in held.items()},
             "collectives": [asdict(collective) for collective in traffic.count(self.traced.jaxpr)],
-            "least_bytes": least,
+            "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
             "ways": {kind: self.ways(sharded) for kind, sharded in self.copies.items()},
         }
