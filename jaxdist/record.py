@@ -25,6 +25,7 @@ from jaxdist.collectives import Parallel, vary
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
+from jaxdist.models import layers
 from jaxdist.optim import clip_by_norm
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
@@ -50,7 +51,7 @@ class Taps:
 
     note: Note
     path: list[str] = field(default_factory=list)
-    layer: int | None = None
+    layer: tuple[str, str] | None = None  # the path of a stack, and of the one of its layers that runs
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @contextmanager
@@ -67,16 +68,17 @@ class Taps:
                 stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
             for name in FUNCTIONS.keys() & vars(namespace).keys():
                 stack.enter_context(replaced(namespace, name, self.function(name, getattr(namespace, name))))
-            if hasattr(namespace, "scan_layers"):
-                stack.enter_context(replaced(namespace, "scan_layers", self.unrolled))
+            for owner in (layers, namespace):  # by its module, or as its own name
+                if hasattr(owner, "scan_layers"):
+                    stack.enter_context(replaced(owner, "scan_layers", self.unrolled))
             yield named
 
     def module(self, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         @wraps(call)
-        def tapped(module: Any, *inputs: Any) -> jax.Array:
-            own = module.path if self.layer is None else module.path.replace("layers", f"layers.{self.layer}", 1)
+        def tapped(module: Any, *inputs: Any, **named: Any) -> jax.Array:
+            own = module.path if self.layer is None else module.path.replace(*self.layer, 1)
             self.path.append(own)
-            y = call(module, *inputs)
+            y = call(module, *inputs, **named)
             self.path.pop()
             return self.note(own or LOGITS, y)
 
@@ -87,7 +89,9 @@ class Taps:
         def tapped(*inputs: Any) -> jax.Array:
             module = self.path[-1]
             self.calls[module, name] += 1
-            return self.note(f"{module}.{FUNCTIONS[name][self.calls[module, name] - 1]}", call(*inputs))
+            call_number, names = self.calls[module, name], FUNCTIONS[name]
+            noted = names[call_number - 1] if call_number <= len(names) else f"{names[-1]}#{call_number}"
+            return self.note(f"{module}.{noted}", call(*inputs))
 
         return tapped
 
@@ -95,7 +99,7 @@ class Taps:
         """`scan_layers`, block by block."""
         graph, weights = nnx.split(layers)
         for i in range(jax.tree.leaves(weights)[0].shape[0]):
-            self.layer = i
+            self.layer = layers.path, f"{layers.path}.{i}"  # type: ignore[attr-defined]
             block: Any = par.use(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
             x_BTD = block(par, x_BTD, *rest)
         self.layer = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, Parallel
+from jaxdist.config.errors import nearest
 
 BATCH = ("data", "fsdp")  # the mesh axes that split the global batch
 
@@ -78,7 +79,10 @@ class Layout:
         return len(self.shape) - ("layers" in self.axes) >= 2
 
     def split(self, sharded: bool) -> tuple[tuple[str, ...], ...]:
-        """The mesh axes that split each dimension, with or without fsdp."""
+        """The mesh axes that split each dimension, with or without fsdp. Raises ConfigError for an unknown axis."""
+        for axis in self.axes:
+            if axis not in RULES:
+                raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
         return tuple(
             (("tensor",) if RULES[axis] == "tensor" else ()) + (("fsdp",) if sharded and dim == self.fsdp_dim else ())
             for dim, axis in enumerate(self.axes, start=-len(self.axes))

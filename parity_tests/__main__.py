@@ -72,6 +72,8 @@ def check(a: Arguments) -> Path:
     if a.output is None:
         raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
     check_new(a.output, f"--output {a.output}")
+    if not a.experiment.train.steps:
+        raise ConfigError("train.steps = 0: there is nothing to prove; give --steps 1 or more")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
     if a.more["against"] == "transformers":

@@ -14,13 +14,13 @@ from jaxdist.sharding import Layout, strategy
 from parity_tests.run import JAX
 
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
-NUMBERS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
+SCALARS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
 
 
 def most(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, int]:
     """Collectives of a step by each axis of several devices. What crosses data and fsdp at once counts as data."""
-    found = {"tensor": of_activations(e)} | (jax if side == JAX else torch)(e, layouts)
-    return {axis: count + NUMBERS for axis, count in found.items() if mesh[axis] > 1}
+    found = {"tensor": of_activations(e)} | (by_parameter if side == JAX else by_block)(e, layouts)
+    return {axis: count + SCALARS for axis, count in found.items() if mesh[axis] > 1}
 
 
 def of_activations(e: Experiment) -> int:
@@ -31,8 +31,8 @@ def of_activations(e: Experiment) -> int:
     return e.train.accumulation * (4 * blocks + again + 2 + 3 + norms)
 
 
-def jax(e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, int]:
-    """Within the scan a parameter is sent once a layer, outside of it all layers at once."""
+def by_parameter(e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
     row, m, blocks = strategy(e.parallel), e.train.accumulation, e.model.layers
     stacked = [layout for layout in layouts.values() if "layers" in layout.axes]
     outside, every = len(layouts), len(layouts) + (blocks - 1) * len(stacked)
@@ -46,8 +46,8 @@ def jax(e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, int]:
     return {"data": outside, "fsdp": gathers + (m * every if row.gradients else outside)}
 
 
-def torch(e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, int]:
-    """By block and the root under FSDP2, by bucket under DDP."""
+def by_block(e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """torch: by block, and the root, under FSDP2; by bucket under DDP."""
     m, blocks, name = e.train.accumulation, e.model.layers, e.parallel.strategy
     tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
     if name in ("ddp", "zero1"):

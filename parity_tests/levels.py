@@ -60,7 +60,8 @@ class Noise:
         return self.gradients(min((s for s in self.run.gradient_steps if s >= step), default=0))
 
     def _largest(self, a: Tensors, b: Tensors) -> float:
-        return max([compare.STATE, *(K * v for v in compare.states(a, b, self.zero_gradient).values())])
+        grown = compare.states(a, b, self.zero_gradient).values()
+        return max([compare.STATE, *(K * v for v in grown if v < np.inf)])  # a tensor of zeros in one has no scale
 
 
 def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[Check]:
@@ -116,9 +117,11 @@ def arithmetic(run: Run, compute: str) -> Iterator[Check]:
     """The dtypes of softmax, norms, rotation and loss; of a loop that does not report them nothing is known."""
     if dtypes := run.summary.get("arithmetic"):
         least = "float64" if compute == "float64" else "float32"
-        narrow = [f"{function} in {dtype}" for function, dtype in dtypes.items() if ROUNDING[dtype] > ROUNDING[least]]
-        name = f"{run.side}, of softmax, norms, rotation and loss in less than {least}: {', '.join(narrow) or 'none'}"
-        yield Check("precision", name, len(narrow), 0, DELICATE)
+        narrow = [
+            f"{function} in {dtype}" for function, dtype in dtypes.items() if ROUNDING.get(dtype, 1) > ROUNDING[least]
+        ]
+        title = f"{run.side}, of softmax, norms, rotation and loss in less than {least}: {', '.join(narrow) or 'none'}"
+        yield Check("precision", title, len(narrow), 0, DELICATE)
 
 
 def reordering(policy: Pair, reordered: Pair) -> float:

@@ -240,7 +240,8 @@ def proof(
 def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp_path: Path, mesh: str) -> None:
     verdict = proof(runs, experiments, tmp_path, mesh).verdict()
     assert verdict.word == "equivalent", verdict.failed
-    assert {check.level for check in verdict.checks} == set(LEVELS)
+    expected = set(LEVELS) - ({"distribution"} if mesh == "1x1" else set())  # the same runs, which prove nothing
+    assert {check.level for check in verdict.checks} == expected
     assert sum("gradients at step" in check.name for check in verdict.checks) >= 3 * 2
 
 
@@ -266,7 +267,7 @@ def counted(run: Run, times: int = 1) -> list[Check]:
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("model", "mesh"), [(m, mesh) for m in MODELS for mesh in MESHES if mesh != "1x1"])
-def test_no_collective_is_one_too_many(runs: Runs, side: str, model: str, mesh: str) -> None:
+def test_the_number_of_collectives_is_bounded(runs: Runs, side: str, model: str, mesh: str) -> None:
     run = runs(side, model, settings(mesh, QUICK[model][mesh]))
     assert (checks := counted(run)) and all(check.holds for check in checks), checks
     assert not all(check.holds for check in counted(run, times=3))  # a few numbers are sent anyway

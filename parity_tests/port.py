@@ -92,7 +92,7 @@ class Port:
         mapped = {pair.theirs for pair in self.keys.pairs(ours)}
         self.keys.check(ours, torch_shapes(self.torch_module, mapped))
         if self.sharded is not None:
-            self.sharded.program(False, "float32", self.optimizer, len(self.batches), self.batches[0])
+            self.sharded.check(self.start, self.batches, self.optimizer)
 
     @property
     def shows_inside(self) -> bool:
@@ -102,7 +102,7 @@ class Port:
     @property
     def kinds(self) -> dict[str, tuple[str, str, bool]]:
         """Of the runs to be made."""
-        return RUNS | (ON_MESH if self.sharded else {})
+        return {k: run for k, run in RUNS.items() if k != "jax-float32"} | ON_MESH if self.sharded else RUNS
 
     @property
     def keys(self) -> KeyMapping:
@@ -134,7 +134,10 @@ class Port:
 
     def torch_side(self, dtype: str, modules: Mapping[str, str] | None) -> TorchSide:
         rest = (self.torch_loss, self.optimizer, len(self.batches), self.torch_step, modules)
-        return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest)
+        layouts = self.sharded.layouts if self.sharded else {}
+        pairs = self.keys.pairs(shapes(self.jax_parameters)) if layouts else []
+        decays = {pair.theirs: layouts[pair.ours].decays for pair in pairs}
+        return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest, decays)
 
     @cached_property
     def compiled(self) -> dict[tuple[str, str], JaxSide]:
@@ -170,8 +173,8 @@ class Port:
                 found[path] = name
         if candidates:  # layers of a scan, which share one trace, cannot be seen one by one
             stacked = {path: module.theirs for path, module in jax_side.layouts.items() if module.stacked}
-            unseen = stacked if self.sharded is None else {}
-            missed += [path for path, name in unseen.items() if name.replace(LAYER, "0") in theirs]
+            if self.sharded is None:
+                missed += [path for path, name in stacked.items() if name.replace(LAYER, "0") in theirs]
         return found, missed
 
     @cached_property
@@ -267,7 +270,7 @@ class Port:
             yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
         if self.sharded:
             yield "On the mesh JAX is compared with itself on one device, torch runs on one device alone."
-            if self.sharded.experiment.parallel.axes()["tensor"] > 1:
+            if self.sharded.experiment().parallel.axes()["tensor"] > 1:
                 yield "Traffic over tensor is not checked: how often activations cross it, only the model knows."
         if not (self.shows_inside and self.torch_loss):
             yield "Gradients and activations are not compared: give jax_loss and torch_loss to have them seen."

@@ -1,4 +1,4 @@
-"""What the runs of a port show, from their files: the levels of mathematics, precision and traffic; the bisection."""
+"""What the runs of a port show, from their files: the levels, as far as one of them applies, and the bisection."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from parity_tests.run import Run
 from parity_tests.verdict import Check
 
 SHARE = "torch's tensors on one device, each over the devices that the strategy splits it over"
-COUNTER = {"parameters": 0.0, "gradients": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
+COUNTER = {"parameters": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
 SENT = "on one device nothing is sent"
 # A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
 # what moves it is rounding. Such tensors are compared absolutely.
@@ -138,9 +138,10 @@ def traffic(*runs: PortRun) -> Iterator[Check]:
 
 def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:
     """Bytes on the fullest device of a mesh, against what torch holds `alone`, each tensor over its devices."""
-    ways = run.summary["ways"]
-    sizes = {name: w.nbytes for name, w in alone.kinds(max(alone.records), "weights").items()}
-    for kind, copies in (("parameters", 1), ("gradients", 1), ("optimizer_state", 2)):
-        share = sum(copies * size / ways[kind][name.removeprefix("weights/")] for name, size in sizes.items())
-        held = run.summary["memory"][kind]
-        yield Check("memory", f"{run.side}, {kind}, bytes from its share", abs(held - share), COUNTER[kind], SHARE)
+    weights = {n.removeprefix("weights/"): w for n, w in alone.kinds(max(alone.records), "weights").items()}
+    item = next(iter(weights.values())).itemsize
+    for kind, copies in (("parameters", 1), ("optimizer_state", 2)):  # gradients live within a step alone
+        shares, held = run.summary["shares"][kind], run.summary["memory"][kind]
+        numbers = shares["ours_only"] + sum(weights[name].size / n for name, n in shares["ways"].items())
+        away = abs(held - copies * item * numbers)
+        yield Check("memory", f"{run.side}, {kind}, bytes from its share", away, COUNTER[kind], SHARE)

@@ -36,9 +36,15 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """summary.json; empty where a loop of one's own wrote none."""
+        """summary.json; empty where a loop of one's own wrote none. Raises ConfigError."""
         file = self.path / "summary.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{file} is damaged: it is no object; mend or remove it")
+        return found
 
     @cached_property
     def states(self) -> dict[str, np.ndarray]:
@@ -90,6 +96,11 @@ class Run:
                         f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
                         "number is equal to nothing, mend it first"
                     )
+        for name, kind in (("memory", dict), ("collectives", list), ("arithmetic", dict)):
+            if not isinstance(self.summary.get(name, kind()), kind):
+                raise ConfigError(
+                    f"{self.path / 'summary.json'}: {name} is no {kind.__name__}; mend it or leave it out"
+                )
         lacking = [kind for kind in STATES if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(

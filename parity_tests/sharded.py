@@ -4,7 +4,7 @@ What trains it is jaxdist's own step, what is recorded of it jaxdist's own recor
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,15 +15,23 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from jaxdist import metrics, optim, traffic
-from jaxdist.config import AXES, ConfigError, Experiment, Optimizer
+from jaxdist import metrics, models, optim, traffic
+from jaxdist.config import ConfigError, Experiment, Optimizer
+from jaxdist.config import Parallel as ParallelSection
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.data import Batch as Tokens
 from jaxdist.mesh import axes_of
 from jaxdist.program import Program
 from jaxdist.record import Recorder
-from parity_tests.sides import Arrays, Batch, JaxSide, Values, base, narrower
+from jaxdist.sharding import Layout
+from parity_tests.sides import Arrays, Batch, JaxSide, Values, narrower
+from parity_tests.taps import base
 
+SECTIONS = {  # of a config, that say how a model is laid out; what is trained, and in which dtypes, the proof says
+    "parallel": {"mesh", "strategy", "reduce"},
+    "memory": {"remat", "remat_every"},
+    "train": {"accumulation", "seed"},
+}
 POLICIES = {"float64": "fp64", "float32": "fp32"}
 
 
@@ -48,8 +56,8 @@ class Sharded:
     """`model(par, inputs, rematerialize)` returns this device's logits, as jaxdist's own models do.
 
     Its loss is the mean cross-entropy over the batch's valid targets. `inputs` and `targets` are fields of a batch;
-    `sections` are those of a config, as `parallel={"mesh": "2x4"}, memory={"remat": "full"}`. Raises ConfigError for
-    bad ones, and where there are too few devices.
+    `sections` are those of a config that say how it is laid out: `parallel={"mesh": "2x4"}, memory={"remat": "full"},
+    train={"accumulation": 2}`. Raises ConfigError for bad ones and for a model that declares no layouts.
     """
 
     model: nnx.Module
@@ -57,16 +65,36 @@ class Sharded:
     targets: str = "targets"
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    @cached_property
-    def experiment(self) -> Experiment:
-        """The sections, and what a config says where they are silent."""
-        return Experiment.parse({name: dict(section) for name, section in self.sections.items()}, source="sections")
+    def __post_init__(self) -> None:
+        for name, section in self.sections.items():
+            if name not in SECTIONS or not isinstance(section, Mapping) or not section.keys() <= SECTIONS[name]:
+                known = "; ".join(f"{key}: {', '.join(sorted(fields))}" for key, fields in SECTIONS.items())
+                raise ConfigError(f"sections: {name} = {section!r}; give a mapping of fields ({known})")
+        bare = [path for path, p in nnx.to_flat_state(nnx.state(self.model, nnx.Param)) if not hasattr(p, "axes")]
+        if bare:
+            raise ConfigError(
+                f"parameter {'.'.join(map(str, bare[0]))} has no axes; declare it by jaxdist.models.layers.parameter"
+            )
+        self.experiment()
 
-    def mesh(self, alone: bool) -> Mesh:
-        """Of the section `parallel`, or of one device. Raises ConfigError where there are fewer devices."""
-        parallel = self.experiment.parallel
-        axes = dict.fromkeys(AXES, 1) if alone else parallel.axes()
+    @cached_property
+    def layouts(self) -> dict[str, Layout]:
+        return models.layouts(self.model)
+
+    def experiment(self, rows: int | None = None, **sections: Any) -> Experiment:
+        """The sections, of a step of so many rows or of the fewest; a family's model of as many layers stands in."""
+        stacked = [layout.shape[0] for layout in self.layouts.values() if "layers" in layout.axes]
+        values: dict[str, Any] = {name: dict(section) for name, section in self.sections.items()} | sections
+        values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
+        values["train"] = {"steps": 1} | dict(self.sections.get("train", {})) | sections.get("train", {})
+        values["train"]["batch"] = rows or values["train"].get("accumulation", 1)
+        return Experiment.parse(values, source="sections")
+
+    def mesh(self, parallel: ParallelSection) -> Mesh:
+        """On accelerators if there are enough, else on CPU devices. Raises ConfigError where there are fewer."""
+        axes = parallel.axes()
         needed, devices = math.prod(axes.values()), jax.devices()
+        devices = devices if len(devices) >= needed else jax.devices("cpu")
         if len(devices) < needed:
             raise ConfigError(
                 f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(devices)}; on a CPU set "
@@ -76,31 +104,58 @@ class Sharded:
         return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:needed], axis_types=kinds)
 
     def program(self, alone: bool, dtype: str, optimizer: Optimizer, steps: int, batch: Batch) -> OwnProgram:
-        """Raises ConfigError where model, batch and mesh do not fit."""
-        example, mesh = self.tokens(batch, dtype), self.mesh(alone)
-        rows, accumulation = len(example.targets), self.experiment.train.accumulation
-        if rows % (parts := mesh.shape["data"] * mesh.shape["fsdp"] * accumulation):
+        """On one device or on the mesh. Raises ConfigError where model, batch and mesh do not fit."""
+        example = self.tokens(batch, dtype)
+        sections: dict[str, Any] = {
+            "precision": {"policy": POLICIES[dtype]},
+            "optimizer": optimizer.model_dump(exclude_none=True),
+            "train": {"steps": steps},
+        }
+        if alone:
+            sections["parallel"] = {**self.sections.get("parallel", {}), "mesh": "1x1"}
+        experiment = self.experiment(len(example.targets), **sections)
+        mesh = self.mesh(experiment.parallel)
+        parts = mesh.shape["data"] * mesh.shape["fsdp"] * experiment.train.accumulation
+        if experiment.train.batch % parts:
             raise ConfigError(
-                f"batches: {rows} rows are not divided by data × fsdp × train.accumulation = {parts}; give others"
+                f"batches: {len(example.targets)} rows are not divided by data × fsdp × train.accumulation = {parts}; "
+                "give others"
             )
-        values = self.experiment.model_dump(exclude_none=True)
-        values |= {"precision": {"policy": POLICIES[dtype]}, "optimizer": optimizer.model_dump(exclude_none=True)}
-        values["train"] |= {"steps": steps, "batch": rows}
-        return OwnProgram(Experiment.parse(values, source="sections"), mesh, self.model, example)
+        return OwnProgram(experiment, mesh, self.model, example)
+
+    def check(self, parameters: Mapping[str, np.ndarray], batches: Sequence[Batch], optimizer: Optimizer) -> None:
+        """Raises ConfigError unless the weights are the model's, and a step on the mesh takes every batch."""
+        shapes = {name: layout.shape for name, layout in self.layouts.items()}
+        for name in sorted(shapes.keys() | parameters.keys()):
+            here, there = parameters[name].shape if name in parameters else None, shapes.get(name)
+            if here != there:
+                raise ConfigError(f"jax_parameters: {name} is {here}, and {there} in sharded's model; give the same")
+        first = self.tokens(batches[0], "float32")
+        for number, batch in enumerate(batches, 1):
+            tokens = self.tokens(batch, "float32")
+            if [x.shape for x in tokens] != [x.shape for x in first]:
+                raise ConfigError(f"batches: {number} has other shapes than the first; give all the same")
+        program = self.program(False, "float32", optimizer, len(batches), batches[0])
+        try:
+            program.step.trace(program.abstract, program.abstract_batch)
+        except (TypeError, ValueError) as error:
+            said = next(iter(str(error).strip().splitlines()), repr(error))
+            raise ConfigError(f"sharded: a step of the model cannot be traced: {said}") from error
 
     def tokens(self, batch: Batch, dtype: str) -> Tokens:
         """A batch as the step takes it: floating-point inputs in `dtype`, whole numbers as int32."""
         for name in (self.inputs, self.targets):
-            if name not in batch:
-                raise ConfigError(f"batches have no field {name!r}, but {', '.join(batch)}; name it in Sharded")
+            if name not in batch or not np.ndim(batch[name]):
+                raise ConfigError(f"batches have no array {name!r}, but {', '.join(batch)}; name it in Sharded")
         inputs, targets = (np.asarray(batch[name]) for name in (self.inputs, self.targets))
         whole = inputs.dtype.kind in "iub"
         return Tokens(inputs.astype(np.int32 if whole else dtype), targets.astype(np.int32))
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Starting weights as the model declares them, drawn from train.seed: by name, on the host."""
-        nothing = np.zeros((0, 0), np.int32)
-        program = OwnProgram(self.experiment, self.mesh(alone=True), self.model, Tokens(nothing, nothing))
+        experiment, nothing = self.experiment(), np.zeros((0, 0), np.int32)
+        alone = experiment.parallel.model_copy(update={"mesh": "1x1"})
+        program = OwnProgram(experiment, self.mesh(alone), self.model, Tokens(nothing, nothing))
         return {name: np.asarray(w, np.float32) for name, w in program.initial().parameters.items()}
 
 
@@ -122,10 +177,11 @@ class ShardedSide(JaxSide):
         self.recorder = Recorder(self.program)
         super().__init__(self.program.abstract.parameters, dtype, mapping, None, optimizer, steps, None, modules)
         stacked = {path: module for path, module in self.layouts.items() if module.stacked}
+        stacks = stacks_of(sharded.layouts)
         for path, module in stacked.items():  # the recorder sees the layers of a scan one by one
-            parameter = next(name for name in self.shapes if name.startswith(f"{path}."))
-            for i in range(self.shapes[parameter][0]):
-                name = path.replace("layers", f"layers.{i}", 1)
+            stack = next(name for name in stacks if f"{path}.".startswith(f"{name}."))
+            for i in range(stacks[stack]):
+                name = path.replace(stack, f"{stack}.{i}", 1)
                 self.layouts[name] = module._replace(theirs=module.theirs.replace(LAYER, str(i)), stacked=False)
         if modules is None:
             self.modules = {path: m.theirs for path, m in self.layouts.items() if path not in stacked}
@@ -169,21 +225,14 @@ class ShardedSide(JaxSide):
     def narrow(self, batch: Batch) -> str:
         return narrower(self.traced.jaxpr, self.dtype)
 
-    @property
-    def copies(self) -> dict[str, bool]:
-        """Whether the strategy splits each copy of the model over fsdp."""
-        strategy = self.program.strategy
-        return {
-            "parameters": strategy.parameters,
-            "gradients": strategy.gradients,
-            "optimizer_state": strategy.optimizer,
-        }
-
-    def ways(self, sharded: bool) -> dict[str, int]:
-        """Over how many devices each tensor of theirs is split."""
+    def shares(self, sharded: bool) -> dict[str, Any]:
+        """Over how many devices each tensor of theirs is split, and numbers on a device that they have not."""
         mesh, layouts = axes_of(self.program.mesh), self.program.layouts
-        parts = {name: math.prod(mesh[axis] for axis in layouts[name].mesh_axes(sharded)) for name in layouts}
-        return {pair.theirs: parts[pair.ours] for pair in self.mapping.pairs(self.shapes)}
+        ways = {name: math.prod(mesh[axis] for axis in layouts[name].mesh_axes(sharded)) for name in layouts}
+        return {
+            "ways": {pair.theirs: ways[pair.ours] for pair in self.mapping.pairs(self.shapes)},
+            "ours_only": sum(math.prod(self.shapes[name]) // ways[name] for name in self.mapping.ours_only),
+        }
 
     def measured(self) -> dict[str, Any]:
         """What a run's summary.json says of memory and traffic: of the arrays that lie on the fullest device."""
@@ -201,5 +250,21 @@ class ShardedSide(JaxSide):
             | {kind: max(bytes_on.values()) for kind, bytes_on in held.items()},
             "collectives": [asdict(collective) for collective in traffic.count(self.traced.jaxpr)],
             "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
-            "ways": {kind: self.ways(sharded) for kind, sharded in self.copies.items()},
+            "shares": {
+                "parameters": self.shares(program.strategy.parameters),
+                "optimizer_state": self.shares(program.strategy.optimizer),
+            },
         }
+
+
+def stacks_of(layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """The paths under which all parameters are stacked, the outermost of them, with the number of layers."""
+    found: dict[str, int] = {}
+    for layout in layouts.values():
+        parts = layout.name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts))) if "layers" in layout.axes else ()
+        for path in paths:
+            if all("layers" in other.axes for name, other in layouts.items() if name.startswith(f"{path}.")):
+                found[path] = layout.shape[0]
+                break
+    return found

@@ -4,22 +4,26 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from torch import nn
 
 from jaxdist.config import ConfigError, Optimizer
+from jaxdist.models.layers import parameter
+from jaxdist.sharding import Layout
 from jaxdist.step import Step
 from parity_tests import port_levels
 from parity_tests.examples.sharded_opt import OPT
 from parity_tests.port import Port
 from parity_tests.port_levels import PortRun
-from parity_tests.sharded import Sharded
+from parity_tests.sharded import Sharded, stacks_of
 from parity_tests.verdict import LEVELS
 
 MESH = {"parallel": {"mesh": "2x2"}}
@@ -48,6 +52,11 @@ def opt(sections: Mapping[str, Mapping[str, Any]] = MESH, steps: int = 2, rows: 
         "sharded": sharded,
     }
     return Port(**values | fields)
+
+
+def batch(rows: int) -> dict[str, np.ndarray]:
+    tokens = np.zeros((rows, 8), np.int64)
+    return {"tokens": tokens, "targets": tokens, "mask": np.ones_like(tokens)}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +91,7 @@ def test_a_mistake_on_the_mesh_alone_is_found(monkeypatch: pytest.MonkeyPatch, t
     assert verdict.parting and (verdict.parting.step, verdict.parting.tensor) == (1, "scalar/grad_norm")
 
 
-@pytest.mark.parametrize("kind", ["parameters", "gradients", "optimizer_state"])
+@pytest.mark.parametrize("kind", ["parameters", "optimizer_state"])
 def test_memory_of_another_strategy_is_caught(proved: Path, kind: str) -> None:
     run, alone = (PortRun(name, proved / "runs" / f"{name}-float32") for name in ("mesh", "torch"))
     assert all(check.holds for check in port_levels.memory(run, alone))
@@ -109,12 +118,48 @@ def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
         ({"sections": {"parallel": {"mash": "2x2"}}}, "mash"),
         ({"jax_loss": lambda p, b: 0.0}, "sharded has a loss and a step of its own"),
         ({"torch_loss": None}, "jax_loss and torch_loss are missing"),
-        ({"batches": [{"images": np.zeros((4, 8)), "targets": np.zeros((4, 8))}]}, "no field 'tokens'"),
+        ({"batches": [{"images": np.zeros((4, 8)), "targets": np.zeros((4, 8))}]}, "no array 'tokens'"),
+        ({"batches": [batch(4), batch(2)]}, "batches: 2 has other shapes than the first"),
+        ({"batches": [batch(4) | {"targets": np.zeros((4, 7), np.int64)}]}, "a step of the model cannot be traced"),
+        ({"sections": {"precision": {"policy": "bf16"}}}, "sections: precision = .* give a mapping of fields"),
+        ({"sections": {"parallel": "2x2"}}, "sections: parallel = '2x2'"),
+        ({"sections": MESH | {"memory": {"remat": "full", "remat_every": 3}}}, "model.layers = 2"),
+        ({"sections": {"train": {"accumulation": 3}}}, "train.batch = 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opt(**change)
+
+
+def test_weights_and_layouts_that_do_not_fit() -> None:
+    port = opt()
+    weights = {name: w for name, w in port.jax_parameters.items() if name != "norm.scale"}
+    with pytest.raises(ConfigError, match=r"norm\.scale"):
+        replace(port, jax_parameters=weights)
+    assert port.sharded
+    with pytest.raises(ConfigError, match=r"jax_parameters: norm.scale is \(4,\), and \(16,\)"):
+        port.sharded.check(port.jax_parameters | {"norm.scale": np.ones(4)}, port.batches, port.optimizer)
+    with pytest.raises(ConfigError, match=r"parameter weight has no axes"):
+        Sharded(Bare())
+    with pytest.raises(ConfigError, match=r"parameter weight: logical axis 'hiden' is none; did you mean 'hidden'"):
+        Sharded(Unknown()).parameters()
+
+
+class Bare(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(np.ones(3))
+
+
+class Unknown(nnx.Module):
+    def __init__(self) -> None:
+        self.weight = parameter((3,), ("hiden",))
+
+
+def test_stacks_are_found_by_whatever_name() -> None:
+    names = {"blocks.a.kernel": 3, "blocks.b": 3, "tower.layers.c.w": 2, "tower.norm": 0, "embed": 0}
+    layouts = {name: Layout(name, (n, 4), ("layers" if n else "vocab", "embed"), 0, 0) for name, n in names.items()}
+    assert stacks_of(layouts) == {"blocks": 3, "tower.layers": 2}
 
 
 @pytest.mark.slow

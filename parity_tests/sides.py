@@ -1,6 +1,6 @@
 """A user's model on either side: its steps, and what is seen of one of them, under torch's names.
 
-Both sides have the same four methods. `observe` looks at a step without taking it: gradients of the loss by parameters
+Both sides have the same methods. `observe` looks at a step without taking it: gradients of the loss by parameters
 and by what modules put out. Nothing that computes is shared, as everywhere.
 """
 
@@ -23,7 +23,7 @@ from jaxdist.config import ConfigError, Optimizer
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.transforms import output_to_theirs
 from jaxdist.convert.trees import flatten, shapes, unflatten
-from parity_tests.taps import jax_taps, torch_taps
+from parity_tests.taps import base, jax_taps, torch_taps
 from torch_ref import optim as torch_optim
 
 Arrays = dict[str, np.ndarray]
@@ -235,17 +235,20 @@ class TorchSide:
         steps: int,
         own: TorchStep | None = None,
         modules: Mapping[str, str] | None = None,
+        decays: Mapping[str, bool] | None = None,
     ):
+        """`decays`: which parameters do, where that is not all matrices."""
         self.module = copy.deepcopy(module).to(getattr(torch, dtype))
         self.dtype, self.names, self.loss = getattr(torch, dtype), list(start), loss
         load(self.module, start)
         self.modules = None if modules is None else set(modules.values())
         self.optimizer, self.steps, self.count = optimizer, steps, 0
         self.own = None if own is None else own(self.module)
-        o, trained = optimizer, [p for p in self.module.parameters() if p.requires_grad]
+        o, trained = optimizer, [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        decaying = [(decays or {}).get(name, p.ndim >= 2) for name, p in trained]
         groups: list[dict[str, Any]] = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": o.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for (_, p), d in zip(trained, decaying, strict=True) if d == which], "weight_decay": decay}
+            for which, decay in ((True, o.weight_decay), (False, 0.0))
         ]
         self.adamw = torch.optim.AdamW(
             groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False, fused=False
@@ -387,8 +390,3 @@ def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
                     f"torch's {name} shares its memory with another tensor, but ours are two that differ; tie them in "
                     "JAX, or untie them in torch"
                 )
-
-
-def base(path: str) -> str:
-    """A path without the number of its call."""
-    return path.partition("#")[0]

@@ -108,7 +108,7 @@ def _subclasses(cls: type) -> set[type]:
 
 @contextmanager
 def torch_taps(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within, `note(path, output)` is called for every module's output, in forward order."""
+    """Within, `note(path, output)` is called for every module's output, in forward order; its own path is "" """
     calls: Counter[str] = Counter()
 
     def hook(path: str) -> Callable[..., None]:
@@ -122,8 +122,7 @@ def torch_taps(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterat
 
     with ExitStack() as stack:
         for path, part in module.named_modules():
-            if path:
-                stack.callback(part.register_forward_hook(hook(path)).remove)
+            stack.callback(part.register_forward_hook(hook(path)).remove)
         yield
 
 
@@ -133,6 +132,11 @@ def _several(y: Any) -> bool:
 
 def _numbered(path: str, call: int) -> str:
     return path if call == 1 else f"{path}#{call}"
+
+
+def base(path: str) -> str:
+    """A path without the number of its call."""
+    return path.partition("#")[0]
 
 
 def _with_first(y: Any, first: jax.Array) -> Any:

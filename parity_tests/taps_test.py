@@ -117,7 +117,7 @@ class TestTorch:
         model = Twice()
         with torch_taps(model, lambda path, y: noted.__setitem__(path, y)):
             model(torch.ones(4, 2))
-        assert list(noted) == ["a", "a#2", "relu", "lstm"] and noted["lstm"].shape == (4, 3)
+        assert list(noted) == ["a", "a#2", "relu", "lstm", ""] and noted["lstm"].shape == (4, 3)
         noted.clear()
         model(torch.ones(4, 2))
         assert not noted

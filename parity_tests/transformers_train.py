@@ -41,7 +41,7 @@ from jaxdist.config import (
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
 from jaxdist.data import IGNORED, Dataset, open_dataset
-from parity_tests.taps import torch_taps
+from parity_tests.taps import base, torch_taps
 from torch_ref import footprint, launch
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
@@ -261,7 +261,8 @@ class Keeping:
         """Notes what every module returns, and its gradient."""
         return torch_taps(self.model, self._note) if self.every else nullcontext()
 
-    def _note(self, name: str, y: Tensor) -> None:
+    def _note(self, path: str, y: Tensor) -> None:
+        name = base(path)  # a microbatch calls again
         if y.requires_grad and y.ndim >= 3:
             self.noted[f"activation/{name}"].append(y.detach().clone())
             # the loss was multiplied by the ranks, for DDP and FSDP2 to divide gradients by them

@@ -14,7 +14,7 @@ LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: it holds where `value` is at most `bound`, so that a NaN never does."""
+    """One comparison: it holds where `value` is at most `bound`, a finite one, so that a NaN never does."""
 
     level: str
     name: str
@@ -25,7 +25,7 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        return self.value <= self.bound
+        return self.value <= self.bound < float("inf")
 
     @property
     def title(self) -> str:

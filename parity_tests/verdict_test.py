@@ -33,11 +33,18 @@ def test_a_nan_is_equal_to_nothing(value: float) -> None:
     json.loads(json.dumps(Verdict([check]).as_json(), allow_nan=False))
 
 
+@pytest.mark.parametrize("bound", [float("nan"), float("inf")])
+def test_nothing_is_within_a_bound_that_is_no_number(bound: float) -> None:
+    assert not Check("mathematics", "loss", 0.0, bound, "why").holds
+
+
 def test_the_output_must_be_new(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--output DIR is missing"):
         main(["--mesh", "1x1"])
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a proof is made anew"):
         main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--resume"])
+    with pytest.raises(ConfigError, match=r"train\.steps = 0: there is nothing to prove"):
+        main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--steps", "0"])
     with pytest.raises(ConfigError, match="is not empty"):
         main(["--mesh", "1x1", "--output", str(tmp_path)])

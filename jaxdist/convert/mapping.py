@@ -94,9 +94,14 @@ class KeyMapping:
     theirs_only: tuple[str, ...] = ()
     source: str = "mapping"
 
+    def __post_init__(self) -> None:
+        for i, row in enumerate(self.rows, 1):
+            _check_row(f"{self.source}: row {i}", row)
+
     @classmethod
-    def load(cls, path: Path) -> "KeyMapping":
+    def load(cls, path: Path | str) -> "KeyMapping":
         """Read a file. Raises ConfigError naming the row and the fix."""
+        path = Path(path)
         values = read_toml(path, "mapping")
         _only_keys(str(path), values, ("rows", "ours_only", "theirs_only"))
         lists = {name: values.get(name, []) for name in ("ours_only", "theirs_only")}
@@ -109,7 +114,7 @@ class KeyMapping:
         read = tuple(_row(f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
         return cls(read, tuple(lists["ours_only"]), tuple(lists["theirs_only"]), str(path))
 
-    def save(self, path: Path, notes: Mapping[Row, str] | None = None, head: Iterable[str] = ()) -> None:
+    def save(self, path: Path | str, notes: Mapping[Row, str] | None = None, head: Iterable[str] = ()) -> None:
         """Write a file that `load` reads; `notes` and `head` become comments, of a row and of the file."""
         notes = notes or {}
         lines = [f"# {line}" for line in (f"transforms: {', '.join(TRANSFORMS)}", *head)]
@@ -119,7 +124,7 @@ class KeyMapping:
             fields = {name: value for name, value in row._asdict().items() if value not in ((), None)}
             lines.append("  { " + ", ".join(f"{name} = {_toml(value)}" for name, value in fields.items()) + " },")
         lines += ["]", f"ours_only = {_toml(self.ours_only)}", f"theirs_only = {_toml(self.theirs_only)}"]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def pairs(self, ours: Shapes) -> list[Pair]:
         """One pair for every tensor of theirs. Raises ConfigError for a row that no parameter of ours has."""
@@ -155,6 +160,9 @@ class KeyMapping:
                     if other != number:
                         raise ConfigError(f"{place}: {side} = {name!r} is in row {other} too; give it once")
                     others[piece] = number
+                counts = {chunk[1] for chunk in seen["theirs"][pair.theirs] if chunk}
+                if len(counts) > 1:
+                    raise ConfigError(f"{place}: theirs = {pair.theirs!r} is cut into {counts} chunks; give one number")
                 _check_fit(place, pair, ours, theirs[pair.theirs])
         for pair in self.pairs(ours):
             self._check_pieces(pair, ours[pair.ours], seen)
@@ -220,6 +228,8 @@ class KeyMapping:
                     f"{self.source}: {pair.ours} {shape} has {len(shape)} axes, which transform = "
                     f"{pair.row.transform!r} is not for; give another"
                 )
+            if pair.row.chunk and not there:
+                raise ConfigError(f"{self.source}: {pair.theirs} is a single number, which has no chunks")
             found[pair.theirs] = pair.whole(there)
         return found
 
@@ -289,27 +299,35 @@ def _row(place: str, values: Any) -> Row:
     if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
         raise ConfigError(f"{place}: shape = {shape!r}; give a list of sizes")
     part, chunk = values.get("part"), values.get("chunk")
-    if part is not None and (not isinstance(part, int) or part < 0):
+    if part is not None and type(part) is not int:
         raise ConfigError(f"{place}: part = {part!r}; give a whole number from 0")
-    if chunk is not None:
-        if not (isinstance(chunk, list) and len(chunk) == 2 and all(isinstance(n, int) for n in chunk)):
-            raise ConfigError(f"{place}: chunk = {chunk!r}; give [which, of how many], as [0, 3]")
-        if not 0 <= chunk[0] < chunk[1]:
-            raise ConfigError(f"{place}: chunk = {chunk!r}: of {chunk[1]} they are 0 to {chunk[1] - 1}")
-    which = (chunk[0], chunk[1]) if chunk else None
+    if chunk is not None and not (isinstance(chunk, list) and len(chunk) == 2 and {*map(type, chunk)} == {int}):
+        raise ConfigError(f"{place}: chunk = {chunk!r}; give [which, of how many], as [0, 3]")
+    which = None if chunk is None else (chunk[0], chunk[1])
     row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape), part, which)
-    if row.transform not in TRANSFORMS:
-        raise ConfigError(f"{place}: transform = {row.transform!r}: unknown; {nearest(row.transform, TRANSFORMS)}")
+    _check_row(place, row)
     if (row.transform == RESHAPE) != ("shape" in values):
         raise ConfigError(
             f"{place}: shape belongs to transform = {RESHAPE!r} alone, which needs it: the shape of theirs"
         )
+    return row
+
+
+def _check_row(place: str, row: Row) -> None:
+    """What can be said of a row without the models. Raises ConfigError."""
+    if row.transform not in TRANSFORMS:
+        raise ConfigError(f"{place}: transform = {row.transform!r}: unknown; {nearest(row.transform, TRANSFORMS)}")
+    if row.part is not None and row.part < 0:
+        raise ConfigError(f"{place}: part = {row.part}; give a whole number from 0")
+    if row.chunk and not 0 <= row.chunk[0] < row.chunk[1]:
+        which, count = row.chunk
+        raise ConfigError(f"{place}: chunk = {[which, count]}: of {count} they are 0 to {count - 1}")
     for name in ("ours", "theirs"):
-        if values[name].count(LAYER) > 1:
-            raise ConfigError(f"{place}: {name} = {values[name]!r} has {LAYER} twice; write the rows out one by one")
+        text = getattr(row, name)
+        if text.count(LAYER) > 1:
+            raise ConfigError(f"{place}: {name} = {text!r} has {LAYER} twice; write the rows out one by one")
     if LAYER in row.ours and LAYER not in row.theirs:
         raise ConfigError(f"{place}: {LAYER} in ours alone; theirs needs it too, or write the rows out one by one")
-    return row
 
 
 def _only_keys(place: str, values: Mapping[str, Any], known: Iterable[str]) -> None:

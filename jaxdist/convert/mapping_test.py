@@ -355,7 +355,7 @@ class TestPieces:
         assert {row for row in found.mapping.rows if row.part is not None} <= found.unsure.keys()
         found.mapping.check(ours, theirs)
 
-        split: dict[str, Shape] = {f"{name}.{leaf}": shape for name in ("query", "key", "value")
+        split: dict[str, Shape] = {f"{name}.{leaf}": shape for name in ("key", "query", "value")  # as trees are sorted
                 for leaf, shape in (("kernel", (D, H, C)), ("bias", (H, C)))}  # fmt: skip
         fused: dict[str, Shape] = {"in_proj_weight": (3 * H * C, D), "in_proj_bias": (3 * H * C,)}
         found = suggest(split, fused)
@@ -364,6 +364,11 @@ class TestPieces:
         assert chunks["query.kernel"] == (0, 3) and chunks["value.bias"] == (2, 3)
         found.mapping.check(split, fused)
 
+    def test_an_axis_that_is_no_part_is_not_taken(self) -> None:
+        """Three entries along the second axis are none along the first, the only one that a row can name."""
+        found = suggest({"qkv": (16, 3, 8)}, {f"{name}.weight": (8, 16) for name in ("q", "k", "v")})
+        assert found.ours_left == ("qkv",) and found.mapping.rows == ()
+
     @pytest.mark.parametrize(
         ("number", "change", "says"),
         [
@@ -371,6 +376,9 @@ class TestPieces:
             (1, {"part": 2}, r"row 2: layers.kv.w .* has no part = 2"),
             (1, {"part": None}, r"row 2: ours = 'layers.kv.w' is in row 1 too"),
             (4, {"chunk": (0, 3)}, r"row 5: theirs = 'blocks.0.in_proj_weight' is in row 3 too"),
+            (4, {"chunk": (1, 2)}, r"row 5: theirs = 'blocks.0.in_proj_weight' is cut into"),
+            (4, {"chunk": (0, 0)}, r"row 5: chunk = \[0, 0\]"),
+            (4, {"transform": "turned"}, r"row 5: transform = 'turned': unknown"),
             (4, {"chunk": None}, r"row 5: theirs = 'blocks.0.in_proj_weight' is in row 3 too"),
             (2, {"chunk": (0, 7)}, r"row 3: blocks.0.in_proj_weight .* is not 7 equal chunks"),
             (0, None, r"ours = 'layers.kv.w': part = 0 is in no row; give all of them"),
@@ -403,6 +411,8 @@ class TestFile:
             ({"transform": "reshape", "shape": "2"}, r"row 1: shape = '2'; give a list of sizes"),
             ({"ours": "a.{layer}"}, r"row 1: \{layer\} in ours alone"),
             ({"part": -1}, r"row 1: part = -1; give a whole number"),
+            ({"part": True}, r"row 1: part = True; give a whole number"),
+            ({"chunk": [False, True]}, r"row 1: chunk = \[False, True\]; give"),
             ({"chunk": [1]}, r"row 1: chunk = \[1\]; give \[which, of how many\]"),
             ({"chunk": [3, 3]}, r"row 1: chunk = \[3, 3\]: of 3 they are 0 to 2"),
             ({"theirs": "a.{layer}.{layer}"}, r"row 1: theirs = .* has \{layer\} twice"),

@@ -22,6 +22,7 @@ from jaxdist.convert.transforms import RESHAPE, Shape, fitting
 LEAST = 0.2  # of the score of a folded pair; a poorer one may fit better name by name
 CLOSE = 0.05  # two candidates whose scores differ by less cannot be told apart
 CHUNKS = (2, 3)  # pieces that one array of theirs may be: keys and values, queries with them, gate and up
+PIECES = {"query": 0, "key": 1, "value": 2, "gate": 0, "up": 1}  # in the order in which all write them
 NUMBERS = 0.2  # what equal numbers add to a score
 ORDER = 1e-3  # what the order of appearance adds at most: it decides between equals alone
 
@@ -86,7 +87,7 @@ class Suggestion:
     ours_left: tuple[str, ...]
     theirs_left: tuple[str, ...]
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the file to edit; what is unsure or left over stands in it as comments."""
         left = [f"in no row, ours: {name}" for name in self.ours_left]
         left += [f"in no row, theirs: {name}" for name in self.theirs_left]
@@ -116,7 +117,7 @@ def suggest(ours: Shapes, theirs: Shapes) -> Suggestion:
         if group and not used & {node for match in group for node in match[1:]}:
             for match, mine, other in group:
                 found.append(match._replace(place=places[other.names[0]]))
-                unsure[match.row] = f"one of {len(group)} pieces, taken in the order of the names"
+                unsure[match.row] = f"one of {len(group)} pieces, in the usual order, which may be another here"
                 used |= {mine, other}
     for name in (name for node in used for name in node.names):
         left_ours.pop(name, None)
@@ -171,7 +172,9 @@ def pieces(ours: list[Node], theirs: list[Node]) -> Iterator[list[tuple[Match, N
     for one in ours:
         for axis in range(min(2, len(one.shape))):
             piece = one._replace(shape=one.shape[:axis] + one.shape[axis + 1 :])
-            several = alike(piece, [node for node in theirs if fits(piece, node)], one.shape[axis])
+            stacked = bool(axis)
+            several = [node for node in theirs if (one.numbers != node.numbers) == stacked and fits(piece, node)]
+            several = alike(piece, several, one.shape[axis])
             yield [(_piece(piece, node, part=i), one, node) for i, node in enumerate(several)]
     for one in theirs:
         for count in CHUNKS if one.shape else ():
@@ -182,11 +185,16 @@ def pieces(ours: list[Node], theirs: list[Node]) -> Iterator[list[tuple[Match, N
 
 
 def alike(one: Node, others: list[Node], count: int) -> list[Node]:
-    """The `count` others that share most of the name, in the order in which they appear; none where there are fewer."""
+    """The `count` others that share most of the name, in the usual order; none where there are fewer."""
     if not 1 < count <= len(others):
         return []
     nearest = np.argsort(-similarity([one], others)[0], kind="stable")[:count]
-    return sorted((others[i] for i in nearest), key=lambda node: node.order)
+    return sorted((others[i] for i in nearest), key=lambda node: (rank(node), node.order))
+
+
+def rank(node: Node) -> int:
+    """The place of a piece among those that models keep in one array; a tree's own order is alphabetical."""
+    return min((PIECES[word] for word in tokens(node.template) if word in PIECES), default=0)
 
 
 def _piece(a: Node, b: Node, **which: Any) -> Match:

@@ -27,4 +27,4 @@ def torch_loss(m, b):  # type: ignore[no-untyped-def]
 
 batches = [{"tokens": x[:, :-1], "targets": x[:, 1:], "mask": np.ones((8, 16), np.int64)} for x in tokens]
 port = Port(sharded.parameters(), module, None, batches, torch_loss=torch_loss, sharded=sharded)
-sys.exit(port.prove(Path(sys.argv[1])).word != "equivalent")
+sys.exit(port.prove(Path(*sys.argv[1:] or ["runs/opt"])).word != "equivalent")
