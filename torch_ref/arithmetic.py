@@ -1,7 +1,9 @@
 """In which dtype a step computes what cannot bear few bits: softmax, norms, rotation and the loss.
 
 Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
-train worse for it. The dispatcher, which every operation passes, shows it at once.
+train worse for it. The dispatcher, which every operation passes, shows it at once, where it is written with these
+functions: a norm that divides by a square root is not told from Adam, which does too, and fused kernels compute inside
+in float32 whatever they are given.
 """
 
 from typing import Any
