@@ -109,3 +109,13 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
         for new, part in zip(found, np.split(array, max(1, len(found)), axis=-1), strict=False):
             named[new.replace("#", layer)] = part
     return named
+
+
+def numbered(path: str, call: int) -> str:
+    """The name of what a module puts out when it is called again."""
+    return path if call == 1 else f"{path}#{call}"
+
+
+def base(path: str) -> str:
+    """A path without the number of its call."""
+    return path.partition("#")[0]

@@ -24,8 +24,8 @@ from jaxdist.mesh import axes_of
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.sharding import Layout
+from parity_tests.names import base
 from parity_tests.sides import Arrays, Batch, JaxSide, Values, narrower
-from parity_tests.taps import base
 
 SECTIONS = {  # of a config, that say how a model is laid out; what is trained, and in which dtypes, the proof says
     "parallel": {"mesh", "strategy", "reduce"},

@@ -23,7 +23,9 @@ from jaxdist.config import ConfigError, Optimizer
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.transforms import output_to_theirs
 from jaxdist.convert.trees import flatten, shapes, unflatten
-from parity_tests.taps import base, jax_taps, torch_taps
+from parity_tests.jax_taps import jax_taps
+from parity_tests.names import base
+from parity_tests.torch_taps import torch_taps
 from torch_ref import optim as torch_optim
 
 Arrays = dict[str, np.ndarray]

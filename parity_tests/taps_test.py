@@ -11,7 +11,8 @@ import torch
 from flax import nnx
 from torch import nn
 
-from parity_tests.taps import jax_taps, torch_taps
+from parity_tests.jax_taps import jax_taps
+from parity_tests.torch_taps import torch_taps
 
 
 class Leaf(nnx.Module):

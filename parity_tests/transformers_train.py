@@ -41,7 +41,8 @@ from jaxdist.config import (
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
 from jaxdist.data import IGNORED, Dataset, open_dataset
-from parity_tests.taps import base, torch_taps
+from parity_tests.names import base
+from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic

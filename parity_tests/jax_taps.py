@@ -1,4 +1,4 @@
-"""What the modules of a model put out, in JAX (flax nnx and linen) and in torch, without a change to the model.
+"""What the modules of a JAX model (flax nnx and linen) put out, without a change to the model. Twin: torch_taps.py.
 
 Modules are named by their path. An output that is a tuple, a list or one of transformers' outputs counts as its first
 array. A module that is called again is named `path#2`. In JAX what runs within another trace, as in a scan, a
@@ -6,17 +6,17 @@ rematerialized block or a jitted function, cannot be passed out and is not seen.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import torch
 from flax import linen, nnx
 from jax.extend.core import get_opaque_trace_state
-from torch import Tensor, nn
+
+from parity_tests.names import numbered
 
 Note = Callable[[str, jax.Array], jax.Array]
 
@@ -37,7 +37,7 @@ def jax_taps(note: Note) -> Iterator[None]:
         if not isinstance(first, jax.Array) or not jnp.issubdtype(first.dtype, jnp.floating):
             return y
         calls[path] += 1
-        noted = note(_numbered(path, calls[path]), first)
+        noted = note(numbered(path, calls[path]), first)
         return noted if first is y else _with_first(y, noted)
 
     with ExitStack() as stack:
@@ -104,39 +104,6 @@ def _nnx_patches(tap: Callable[[str, Any], Any]) -> Iterator[tuple[Any, str, Any
 def _subclasses(cls: type) -> set[type]:
     below: list[type] = cls.__subclasses__()
     return {*below, *(deeper for each in below for deeper in _subclasses(each))}
-
-
-@contextmanager
-def torch_taps(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within, `note(path, output)` is called for every module's output, in forward order; its own path is "" """
-    calls: Counter[str] = Counter()
-
-    def hook(path: str) -> Callable[..., None]:
-        def noted(_: nn.Module, __: Any, y: Any) -> None:
-            first = next(iter(y.values() if isinstance(y, Mapping) else y), None) if _several(y) else y
-            if isinstance(first, Tensor) and torch.is_floating_point(first):
-                calls[path] += 1
-                note(_numbered(path, calls[path]), first)
-
-        return noted
-
-    with ExitStack() as stack:
-        for path, part in module.named_modules():
-            stack.callback(part.register_forward_hook(hook(path)).remove)
-        yield
-
-
-def _several(y: Any) -> bool:
-    return isinstance(y, tuple | list | Mapping)
-
-
-def _numbered(path: str, call: int) -> str:
-    return path if call == 1 else f"{path}#{call}"
-
-
-def base(path: str) -> str:
-    """A path without the number of its call."""
-    return path.partition("#")[0]
 
 
 def _with_first(y: Any, first: jax.Array) -> Any:
