@@ -100,7 +100,8 @@ def write(proof: Proof, verdict: Verdict) -> None:
         "Python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
     }
-    report.write(proof.folder / "report.html", verdict, {kind: proof.pair(kind) for kind in kinds}, facts)
+    pairs = {kind: proof.pair(kind) for kind in kinds}
+    report.write(proof.folder / "report.html", verdict, pairs, facts, proof.bounds)
 
 
 if __name__ == "__main__":

@@ -131,14 +131,17 @@ def _difference(axes: Axes, between: Curve, bound: np.ndarray | None) -> None:
     _line(axes, steps, drawn, label="difference", color="#24292f", linewidth=1.2, clip_on=False)
 
 
-def heat(name: str, label: str, rows: Sequence[str], steps: Sequence[int], errors: np.ndarray, bound: float) -> Markup:
-    """Relative errors, rows × steps: log shades of blue up to the bound, red beyond it, grey for what is no number."""
+def heat(
+    name: str, label: str, rows: Sequence[str], steps: Sequence[int], errors: np.ndarray, bounds: np.ndarray
+) -> Markup:
+    """Relative errors, rows × steps: log shades of blue, red beyond the step's bound, grey for what is no number."""
     blues = LinearSegmentedColormap.from_list("blues", BLUES, SHADES)
     colours = blues.with_extremes(bad=UNKNOWN, over=BEYOND, under="#ffffff")
-    low, high = float(np.log10(EPSILON)), float(np.log10(bound))
+    low, high = float(np.log10(EPSILON)), float(np.log10(bounds.max()))
     scale = Normalize(low, high)
+    beyond, written = errors > bounds, len(steps) <= WRITTEN
     shades = np.ma.masked_invalid(np.log10(np.maximum(errors, EPSILON / 10)))
-    beyond, written = errors > bound, len(steps) <= WRITTEN
+    shades[beyond & np.isfinite(errors)] = high + 1
     height = 0.27 if len(rows) <= 16 else 0.14
     with mpl.rc_context(STYLE):
         figure = Figure((WIDTH, height * len(rows) + 1.3), layout="constrained")
@@ -164,7 +167,8 @@ def heat(name: str, label: str, rows: Sequence[str], steps: Sequence[int], error
         bar.ax.set_xticklabels([f"1e{tick:.0f}" for tick in ticks])
         bar.ax.tick_params(length=0, labelsize=8.5)
         bar.outline.set_visible(False)  # type: ignore[operator]
-        bar.set_label(f"relative error; red: beyond the bound of {short(bound)}")
+        limit = "its step's bound" if len(set(bounds)) > 1 else f"the bound of {short(bounds[0])}"
+        bar.set_label(f"relative error; red: beyond {limit}")
         return _inline(figure, name, label)
 
 

@@ -241,10 +241,10 @@ class Port:
             runs[kind] = self.run(kind, folder / "runs" / kind, recorded)
         ours, perturbed = ("mesh" if self.sharded else "jax"), runs["perturbed"]
         double, single = ((runs[f"{ours}-{dtype}"], runs[f"torch-{dtype}"]) for dtype in ("float64", "float32"))
-        pairs = {"mathematics": ("jax-float64", "torch-float64")}
+        compared = {"mathematics": ("jax-float64", "torch-float64")}
         if self.sharded:
-            pairs["distribution"] = ("jax-float64", "mesh-float64")
-        findings = {level: Findings(runs[a], runs[b], perturbed) for level, (a, b) in pairs.items()}
+            compared["distribution"] = ("jax-float64", "mesh-float64")
+        findings = {level: Findings(runs[a], runs[b], perturbed) for level, (a, b) in compared.items()}
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
         checks += levels.precision(single, double, "float32")
         if self.sharded:
@@ -253,13 +253,15 @@ class Port:
         verdict = Verdict(checks, notes=list(self.notes()))
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
-            parting = self.parting(folder / "bisection", findings[differ], pairs[differ])
+            parting = self.parting(folder / "bisection", findings[differ], compared[differ])
             verdict = replace(verdict, parting=parting)
         verdict.write(folder)
         devices = str(double[0].summary["devices"])
         facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
         alone = runs["jax-float64"], runs["torch-float64"]
-        report.write(folder / "report.html", verdict, {"one": alone, "mesh": double, "policy": single}, facts)
+        pairs = {"one": alone, "mesh": double, "policy": single}
+        bounds = {step: findings["mathematics"].most(step) for step in recorded}
+        report.write(folder / "report.html", verdict, pairs, facts, bounds)
         for line in (verdict.sentence, *verdict.notes):
             say(line)
         return verdict

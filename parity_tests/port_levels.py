@@ -73,6 +73,11 @@ class Findings:
         middle = {kind: float(np.median(values)) for kind, values in kinds.items()}
         return {n: max(K * error, K * middle[n.partition("/")[0]], compare.STATE) for n, error in errors.items()}
 
+    def most(self, step: int) -> float:
+        """What any gradient of a step may differ by."""
+        gradients = [bound for name, bound in self.bounds(step).items() if name.startswith("gradient/")]
+        return max([b for b in gradients if b < np.inf], default=compare.STATE)
+
     def agreement(self, level: str, about: str = "") -> Iterator[Check]:
         """The common start, curves, and at each recorded step gradients, weights and moments."""
 

@@ -201,6 +201,11 @@ class Proof:
     def noise(self) -> levels.Noise:
         return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradient)
 
+    @property
+    def bounds(self) -> dict[int, float]:
+        """What the gradients of float64 runs may differ by, by recorded step."""
+        return {step: self.noise.gradients(step) for step in self.done[JAX, "one"].gradient_steps}
+
     def checks(self) -> Iterator[Check]:
         """All levels."""
         for level, what, a, b in self.comparisons():

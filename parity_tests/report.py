@@ -54,8 +54,13 @@ class Plot:
     notes: Sequence[str]
 
 
-def write(file: Path, verdict: Verdict, pairs: Mapping[str, Pair], facts: Mapping[str, str]) -> None:
-    """Write the report of a verdict on `pairs`, by kind of run; `facts` are rows of the table of the environment."""
+def write(
+    file: Path, verdict: Verdict, pairs: Mapping[str, Pair], facts: Mapping[str, str], bounds: Mapping[int, float]
+) -> None:
+    """Write the report of a verdict on `pairs`, by kind of run; `facts` are rows of the table of the environment.
+
+    `bounds`: what gradients may differ by in float64, by step; elsewhere the contract's.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -71,7 +76,7 @@ def write(file: Path, verdict: Verdict, pairs: Mapping[str, Pair], facts: Mappin
         levels=[level(name, verdict) for name in dict.fromkeys([*LEVELS, *(c.level for c in verdict.checks)])],
         kind=KINDS[kind] if kind else None,
         curves=[curves(field, kind, pairs) for field in FIELDS] if kind else [],
-        heat=[heat(k, pairs[k]) for k in mapped],
+        heat=[heat(k, pairs[k], bounds) for k in mapped],
         memory=memory(pairs[kind]) if kind else None,
         causes=causes(verdict.memory),
         traffic=traffic(shown),
@@ -233,7 +238,7 @@ def layer_errors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> di
     return errors
 
 
-def heat(kind: str, runs: Pair) -> Plot:
+def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
     """Each layer's error at each step that both sides recorded."""
     a, b = (run.records for run in runs)
     title = f"Gradients by layer, {KINDS[kind]}"
@@ -243,9 +248,11 @@ def heat(kind: str, runs: Pair) -> Plot:
     if not rows:
         return Plot(title, None, ["No gradients were recorded on both sides."])
     errors = np.array([[column.get(layer, np.inf) for column in columns] for layer in rows])
-    i, j = np.unravel_index(errors.argmax(), errors.shape)
+    limits = np.array([bounds.get(step, compare.STATE) for step in steps])
+    i, j = np.unravel_index((errors / limits).argmax(), errors.shape)
+    error, limit = errors[i, j].item(), limits[j].item()
     notes = [
-        f"Largest {short(errors[i, j])}, in {rows[i]} at step {steps[j]}; bound {short(compare.STATE)}.",
+        f"Closest to its bound: {short(error)} in {rows[i]} at step {steps[j]}, where {short(limit)} is allowed.",
         "Relative error ‖a − b‖ / ‖b‖ of all gradients of a layer as one vector.",
     ]
     if not np.isfinite(errors).all():
@@ -253,7 +260,7 @@ def heat(kind: str, runs: Pair) -> Plot:
     if alone := sorted(a.keys() ^ b.keys()):
         notes.append(f"Recorded on one side alone: {listed(alone)}.")
     label = f"Heat map of the relative error of each layer's gradients over steps, {KINDS[kind]}. {notes[0]}"
-    return Plot(title, figures.heat(f"heat-{kind}", label, rows, steps, errors, compare.STATE), notes)
+    return Plot(title, figures.heat(f"heat-{kind}", label, rows, steps, errors, limits), notes)
 
 
 def memory(runs: Pair) -> Plot:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests import report
+from parity_tests import figures, report
 from parity_tests.verdict import UNEXPLAINED, Cause, Check, Verdict
 
 WHY = "float64: both sides round alike to 1e-15"
@@ -63,9 +63,11 @@ def pair(**options: Any) -> tuple[Stub, Stub]:
     return run("jaxdist", **options), run("torch_ref", **options)
 
 
-def written(folder: Path, verdict: Verdict, pairs: Mapping[str, tuple[Stub, Stub]]) -> str:
+def written(
+    folder: Path, verdict: Verdict, pairs: Mapping[str, tuple[Stub, Stub]], bounds: Mapping[int, float] | None = None
+) -> str:
     file = folder / "report.html"
-    report.write(file, verdict, pairs, {"config": "default & more"})
+    report.write(file, verdict, pairs, {"config": "default & more"}, bounds or {})
     return file.read_text(encoding="utf-8")
 
 
@@ -129,9 +131,22 @@ def test_what_is_no_number_is_a_gap_that_is_named(tmp_path: Path) -> None:
     for said in (
         "torch_ref has no finite number at step 3 (NaN)", "Not within the bound at steps 3, 4, 5 and 6",
         "torch_ref has no finite number at step 5 (∞)", "jaxdist has no finite number at step 4 (NaN)",
-        "Largest ∞, in norm at step 4", "Recorded on one side alone: step 9",
+        "Closest to its bound: ∞ in norm at step 4, where", "Recorded on one side alone: step 9",
     ):  # fmt: skip
         assert said in text, said
+
+
+def test_layers_are_red_beyond_the_bound_of_their_step(tmp_path: Path) -> None:
+    def red(bounds: Mapping[int, float]) -> int:
+        pairs = {"one": pair(noise=1e-9), "policy": pair()}
+        page = written(tmp_path, Verdict(HOLDS), pairs, bounds)
+        heat = page[page.index("Heat map") :]
+        return heat[: heat.index("</svg>")].count(figures.BEYOND)
+
+    none, first, both = red({1: 2e-9, 4: 2e-9}), red({4: 2e-9}), red({})
+    assert none < first < both
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"one": pair(noise=1e-9), "policy": pair()}, {4: 2e-9}))
+    assert "in embed at step 1, where" in text and "beyond its step's bound" in text
 
 
 def test_runs_of_unequal_length(tmp_path: Path) -> None:
