@@ -1,6 +1,7 @@
 """From `--mesh` and `--device` to devices and a `jax.sharding.Mesh`."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -58,8 +59,14 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
             f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(devices)} CPU devices "
             f"(JAX_NUM_CPU_DEVICES); use a smaller mesh or unset it"
         )
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=(AxisType.Auto,) * len(axes))
+    mesh = lay_out(axes, devices)
     return mesh, describe(mesh)
+
+
+def lay_out(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of these axes over as many devices."""
+    kinds = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=kinds)
 
 
 def describe(mesh: Mesh) -> str:

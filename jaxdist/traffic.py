@@ -70,19 +70,20 @@ def count(closed: Any) -> list[Collective]:
 def equations(closed: Any) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
     """Each equation of a traced program that its results need: with how often it runs, and over which mesh."""
     live, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    yield from _walk(live, 1, {})
+    yield from walk(live, 1, {})
 
 
-def _walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
+def walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any, int, Mapping[str, int]]]:
+    """Each equation of a jaxpr, needed or not, those within it first."""
     for equation in jaxpr.eqns:
-        yield equation, times, mesh
         parameters, primitive = equation.params, equation.primitive.name
         repeats = times * (parameters["length"] if primitive == "scan" else 1)
         inner = dict(parameters["mesh"].shape) if primitive == "shard_map" else mesh
         for value in parameters.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(part, ClosedJaxpr | Jaxpr):
-                    yield from _walk(getattr(part, "jaxpr", part), repeats, inner)
+                    yield from walk(getattr(part, "jaxpr", part), repeats, inner)
+        yield equation, times, mesh
 
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jaxdist import metrics, models, optim, traffic
 from jaxdist.config import ConfigError, Experiment, Optimizer
 from jaxdist.config import Parallel as ParallelSection
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.data import Batch as Tokens
-from jaxdist.mesh import axes_of
+from jaxdist.mesh import axes_of, lay_out
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.sharding import Layout
@@ -100,8 +100,7 @@ class Sharded:
                 f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(devices)}; on a CPU set "
                 f"JAX_NUM_CPU_DEVICES={needed} in the environment"
             )
-        kinds = (AxisType.Auto,) * len(axes)
-        return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices[:needed], axis_types=kinds)
+        return lay_out(axes, devices[:needed])
 
     def program(self, alone: bool, dtype: str, optimizer: Optimizer, steps: int, batch: Batch) -> OwnProgram:
         """On one device or on the mesh. Raises ConfigError where model, batch and mesh do not fit."""
@@ -197,7 +196,7 @@ class ShardedSide(JaxSide):
 
     def step(self, batch: Batch) -> Values:
         self.count += 1
-        self.state, told = self.program.step(self.state, self.ready(batch))
+        self.state, told = self.compiled(self.state, self.ready(batch))
         rate = optim.learning_rate(self.optimizer, self.steps, jnp.asarray(self.count))
         return {"loss": float(told["loss"]), "grad_norm": float(told["grad_norm"]), "learning_rate": float(rate)}
 
@@ -219,8 +218,17 @@ class ShardedSide(JaxSide):
     def traced(self) -> Any:
         return self.program.step.trace(self.program.abstract, self.program.abstract_batch)
 
+    @cached_property
+    def compiled(self) -> Any:
+        """The step, for training and for what it says of its memory."""
+        return self.traced.lower().compile()
+
+    @cached_property
+    def collectives(self) -> list[traffic.Collective]:
+        return traffic.count(self.traced.jaxpr)
+
     def sent(self, batch: Batch) -> float:
-        return math.fsum(collective.bytes for collective in traffic.count(self.traced.jaxpr))
+        return math.fsum(collective.bytes for collective in self.collectives)
 
     def narrow(self, batch: Batch) -> str:
         return narrower(self.traced.jaxpr, self.dtype)
@@ -246,9 +254,9 @@ class ShardedSide(JaxSide):
             "devices": program.mesh.size,
             "mesh": mesh,
             "strategy": program.experiment.parallel.strategy,
-            "memory": metrics.memory(program, self.traced.lower().compile())
+            "memory": metrics.memory(program, self.compiled)
             | {kind: max(bytes_on.values()) for kind, bytes_on in held.items()},
-            "collectives": [asdict(collective) for collective in traffic.count(self.traced.jaxpr)],
+            "collectives": [asdict(collective) for collective in self.collectives],
             "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
             "shares": {
                 "parameters": self.shares(program.strategy.parameters),

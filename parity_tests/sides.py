@@ -6,7 +6,7 @@ and by what modules put out. Nothing that computes is shared, as everywhere.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -361,23 +360,16 @@ class _Narrow(TorchDispatchMode):
 
 def narrower(jaxpr: Any, dtype: str) -> str:
     """The first operation of a jaxpr whose result has fewer bits than `dtype`, with its own; empty if none."""
-    return next(_narrow(jaxpr, jnp.finfo(dtype).bits), "")
-
-
-def _narrow(jaxpr: Any, bits: int) -> Iterator[str]:
-    """Operations of a jaxpr, and of those within, whose result has fewer than `bits`."""
-    for equation in jaxpr.eqns:
-        inner = [part for value in equation.params.values() for part in jax.tree.leaves(value, is_leaf=_is_jaxpr)]
-        for part in filter(_is_jaxpr, inner):
-            yield from _narrow(getattr(part, "jaxpr", part), bits)
+    for equation, *_ in traffic.walk(jaxpr, 1, {}):
         for variable in equation.outvars:
-            dtype = getattr(variable.aval, "dtype", None)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < bits:
-                yield f"{equation.primitive.name} in {dtype}"
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
+            found = getattr(variable.aval, "dtype", None)
+            if (
+                found is not None
+                and jnp.issubdtype(found, jnp.floating)
+                and jnp.finfo(found).bits < jnp.finfo(dtype).bits
+            ):
+                return f"{equation.primitive.name} in {found}"
+    return ""
 
 
 def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
