@@ -1,8 +1,9 @@
 """How often the proof calls equal runs different: `python -m parity_tests.false_alarms --output DIR`, a slow job.
 
 Both sides train each seed's weights and data order on every combination of family, mesh and precision, and the proof
-itself judges. It is made of the same commands as a proof by hand, but they are run within one process per side, which
-imports and compiles once, and a run that several proofs need is made once. Started again, it goes on.
+itself judges. It is made of the same commands as a proof by hand, of fewer steps, but they are run within one process
+per side, which imports, traces and compiles once, and a run that several proofs need is made once. Started again, it
+goes on.
 """
 
 import json
@@ -12,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -32,12 +33,15 @@ from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
+from jaxdist.program import Program
+from jaxdist.record import Recorder
 from parity_tests import cases
-from parity_tests.proof import STEPS, Proof
+from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
 from parity_tests.verdict import LEVELS, Check, Verdict
 
 SEEDS = 100
+STEPS = 8
 MESHES: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": "4x1", "strategy": "ddp"},
     "fsdp": {"mesh": "4x1"},
@@ -48,7 +52,7 @@ DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
 ALARM = 3  # the exit code when a proof was anything but equivalent
-RUNS_OF_A_WORKER = 40  # then it is started anew: JAX keeps what it traced and loaded
+RUNS_OF_A_WORKER = 1000  # then it is started anew, for the little that each of them leaves behind
 
 
 class Case(NamedTuple):
@@ -103,8 +107,28 @@ def share(check: Check) -> float:
 
 
 def prepare(log: Path) -> None:
-    """A new process and its own processes complain into `log`."""
+    """A new process and its own processes complain into `log`; what one run has compiled, the next ones find."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    inherit(Program, lambda program: (compiled_from(program.experiment), program.mesh))
+    inherit(Recorder, lambda recorder: (compiled_from(recorder.program.experiment), recorder.program.mesh))
+
+
+def inherit(cls: type[Any], key: Callable[[Any], Hashable]) -> None:
+    """From here on an instance of `cls` begins with all that the first one of its `key` has computed and cached."""
+    initialize, first = cls.__init__, dict[Hashable, Any]()
+
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        initialize(self, *arguments, **named)
+        earlier = vars(first.setdefault(key(self), self))
+        vars(self).update({name: earlier[name] for name in earlier.keys() - vars(self).keys()})
+
+    cls.__init__ = __init__
+
+
+def compiled_from(experiment: Experiment) -> str:
+    """What a compiled program depends on: all but the data and their order."""
+    values = experiment.model_dump(exclude={"data": {"path", "fingerprint"}, "train": {"seed"}})
+    return json.dumps(values, sort_keys=True, default=str)
 
 
 def work(module: str, arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,19 @@ import pytest
 
 from jaxdist.config import ConfigError, Experiment
 from parity_tests import cases, false_alarms
-from parity_tests.false_alarms import ALARM, MESHES, RESULTS, Case, Result, SharedProof, closest, main, share
-from parity_tests.proof import STEPS
+from parity_tests.false_alarms import (
+    ALARM,
+    MESHES,
+    RESULTS,
+    STEPS,
+    Case,
+    Result,
+    SharedProof,
+    closest,
+    compiled_from,
+    main,
+    share,
+)
 from parity_tests.run import Run
 from parity_tests.verdict import Check, Verdict
 
@@ -131,6 +143,31 @@ def test_runs_are_shared(tmp_path: Path) -> None:
     assert made[3]["jaxdist", "one"] is made[8]["jaxdist", "one"]  # fsdp and 2x2
     assert made[3]["jaxdist", "one"] is not made[0]["jaxdist", "one"]  # ddp
     assert made[3]["torch_ref", "policy"] is made[5]["torch_ref", "mesh"]
+
+
+def test_what_is_compiled_is_inherited() -> None:
+    """By a run of another seed, which keeps its own; and by no other precision, mesh, length or rate."""
+
+    class Machine:
+        def __init__(self, experiment: Experiment) -> None:
+            self.experiment = experiment
+
+        @cached_property
+        def compiled(self) -> object:
+            return object()
+
+    def machine(overrides: dict[str, Any], train: dict[str, Any] | None = None) -> Any:
+        values = cases.experiment("llama", Path("documents"), STEPS)
+        return Machine(Experiment.parse(values | overrides | {"train": values["train"] | (train or {})}, source="test"))
+
+    false_alarms.inherit(Machine, lambda one: compiled_from(one.experiment))
+    first = machine({})
+    compiled = first.compiled
+    assert machine({}, {"seed": 7}).compiled is compiled
+    assert machine({}, {"seed": 7}).experiment.train.seed == 7
+    for other in ({"parallel": {"mesh": "2x2"}}, {"precision": {"policy": "bf16"}}, {"optimizer": {"beta2": 0.9}}):
+        assert machine(other).compiled is not compiled
+    assert machine({}, {"steps": STEPS + 1}).compiled is not compiled
 
 
 @pytest.mark.parametrize(
