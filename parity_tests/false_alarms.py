@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain, groupby, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,6 @@ DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
 ALARM = 3  # the exit code when a proof was anything but equivalent
-RUNS_OF_A_WORKER = 1000  # then it is started anew, for the little that each of them leaves behind
 
 
 class Case(NamedTuple):
@@ -157,14 +157,11 @@ class Workers:
         }
         self.before = dict(os.environ)
         self.pools: dict[str, ProcessPoolExecutor] = {}
-        self.pending: list[tuple[str, Future[int]]] = []
 
     def __enter__(self) -> "Workers":
         os.environ |= self.environment  # to be inherited: a worker begins by importing this file, and with it jax
         for side in SIDES:
-            self.pools[side] = ProcessPoolExecutor(
-                1, get_context("spawn"), prepare, (self.folder / side,), max_tasks_per_child=RUNS_OF_A_WORKER
-            )
+            self.pools[side] = ProcessPoolExecutor(1, get_context("spawn"), prepare, (self.folder / side,))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,18 +171,15 @@ class Workers:
             os.environ.pop(name, None)
         os.environ |= self.before
 
-    def submit(self, module: str, arguments: Sequence[str]) -> None:
+    def submit(self, module: str, arguments: Sequence[str]) -> Future[int]:
         """Run a command when those before it on its side have ended."""
-        self.pending.append((module, self.pools[module.partition(".")[0]].submit(work, module, arguments)))
+        return self.pools[module.partition(".")[0]].submit(work, module, arguments)
 
-    def wait(self) -> None:
-        """Until all commands have ended. Raises ConfigError or TrainingError where one failed."""
-        pending, self.pending = self.pending, []
-        for module, future in pending:
-            if code := future.result():
-                self.__exit__()
-                said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
-                raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
+    def check(self, module: str, code: int) -> None:
+        """Raises ConfigError or TrainingError where `code` is no success."""
+        if code:
+            said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
+            raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
 
 
 @dataclass
@@ -193,6 +187,7 @@ class SharedProof(Proof):
     """A proof whose commands are queued, and which takes a run of the same config from another proof."""
 
     workers: Workers | None = None
+    pending: list[tuple[str, Future[int]]] = field(default_factory=list)
 
     def train(self, side: str, config: str, path: Path, *arguments: str) -> Run:
         if path in {run.path for run in self.known.values()}:
@@ -201,7 +196,14 @@ class SharedProof(Proof):
 
     def finish(self, module: str, *arguments: str) -> None:
         assert self.workers is not None
-        self.workers.submit(module, arguments)
+        self.pending.append((module, self.workers.submit(module, arguments)))
+
+    def verdict(self) -> Verdict:
+        """What the runs show when they have ended. Raises ConfigError or TrainingError where one failed."""
+        assert self.workers is not None
+        for module, future in self.pending:
+            self.workers.check(module, future.result())
+        return super().verdict()
 
 
 def draw(model: Llama | GPT2, seed: int, folder: Path) -> Path:
@@ -216,25 +218,34 @@ def draw(model: Llama | GPT2, seed: int, folder: Path) -> Path:
     return folder
 
 
-def judge(group: Sequence[Case], folder: Path, workers: Workers) -> Iterator[Result]:
-    """The proofs of one family and seed, from the same starting weights, in `folder`."""
+class Group(NamedTuple):
+    """The proofs of one family and seed, from the same starting weights, whose runs are made in `folder`."""
+
+    folder: Path
+    proofs: dict[Case, SharedProof]
+
+
+def begin(group: Sequence[Case], work_folder: Path, workers: Workers) -> Group:
+    """Queue all runs of the proofs of a group."""
+    seed, family, *_ = group[0]
+    folder = work_folder / f"{family}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start left
+    folder.mkdir()
     documents, start = folder / "documents.jsonl", folder / "start"
     cases.write_documents(documents)
     known: dict[tuple[str, ...], Run] = {}
-    proofs = []
+    proofs = {}
     for case in group:
-        values = cases.experiment(case.family, documents, STEPS)
-        values["train"] |= {"seed": case.seed}
+        values = cases.experiment(family, documents, STEPS)
+        values["train"] |= {"seed": seed}
         values |= {"parallel": MESHES[case.mesh], "precision": {"policy": case.precision}}
         proof = SharedProof.of(Experiment.parse(values, source=str(case)), folder, "cpu")
-        proofs.append(replace(proof, workers=workers, known=known))
-    draw(proofs[0].experiment.model, group[0].seed, start)
-    for proof in proofs:
+        proofs[case] = replace(proof, workers=workers, known=known)
+    draw(proofs[group[0]].experiment.model, seed, start)
+    for proof in proofs.values():
         for side, kind in proof.needed():
             proof.run(side, kind, start)
-    workers.wait()
-    for case, proof in zip(group, proofs, strict=True):
-        yield Result.of(case, proof.verdict())
+    return Group(folder, proofs)
 
 
 # ---- the job
@@ -246,9 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     results = [result for result in resumed(output / RESULTS) if result.case in wanted]
     missing = sorted(wanted - {result.case for result in results})
-    groups: dict[tuple[int, str], list[Case]] = {}
-    for case in missing:
-        groups.setdefault((case.seed, case.family), []).append(case)
     say(f"{len(wanted)} proofs, {len(missing)} left to make")
     work_folder = output.absolute() / "work"
     work_folder.mkdir(exist_ok=True)
@@ -256,14 +264,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(work_folder))
         advance = stack.enter_context(shown(len(wanted), len(results)))
-        for (seed, family), group in groups.items():
-            folder = work_folder / f"{family}-{seed}"
-            shutil.rmtree(folder, ignore_errors=True)  # what an interrupted start left
-            folder.mkdir()
-            found = list(judge(group, folder, workers))
+        begun = (begin(list(group), work_folder, workers) for _, group in groupby(missing, lambda case: case[:2]))
+        for group, _ in pairwise(chain(begun, [None])):  # the next one trains while this one is judged
+            assert group is not None
+            found = [Result.of(case, proof.verdict()) for case, proof in group.proofs.items()]
             if any(result.alarm for result in found):  # its runs are worth more than the room that they take
-                shutil.copytree(folder, output / "alarms" / folder.name, dirs_exist_ok=True)
-            shutil.rmtree(folder)
+                shutil.copytree(group.folder, output / "alarms" / group.folder.name, dirs_exist_ok=True)
+            shutil.rmtree(group.folder)
             with (output / RESULTS).open("a", encoding="utf-8") as file:
                 file.writelines(result.line() + "\n" for result in found)
             results += found

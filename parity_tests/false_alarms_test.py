@@ -1,10 +1,11 @@
 """The job that counts false alarms: what it makes, shares, takes up again and reports; only one test trains, slowly."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from parity_tests.false_alarms import (
     RESULTS,
     STEPS,
     Case,
+    Group,
     Result,
     SharedProof,
     closest,
@@ -37,24 +39,27 @@ FAILS = Check("memory", "parameters", 1.0, 0.0, "why")
 
 
 class Judged(list[Case]):
-    """Stands for `judge`: keeps what it was asked, finds `alarms` to be such, and is interrupted after `most` calls."""
+    """Stands for `begin`: keeps what it was asked, finds `alarms` to be such, and is interrupted after `most` calls."""
 
     def __init__(self, alarms: Sequence[Case] = (), most: int = 1000) -> None:
         self.alarms, self.most = alarms, most
 
-    def __call__(self, group: Sequence[Case], folder: Path, _: Any) -> Iterator[Result]:
+    def __call__(self, group: Sequence[Case], work_folder: Path, _: Any) -> Group:
         if not self.most:
             raise KeyboardInterrupt
         self.most -= 1
-        (folder / "runs").mkdir()
-        for case in group:
-            self.append(case)
-            yield Result.of(case, Verdict([FAILS if case in self.alarms else HALF]))
+        folder = work_folder / f"{group[0].family}-{group[0].seed}"
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+        self += group
+        proofs: dict[Case, Any] = {case: Mock() for case in group}
+        for case, proof in proofs.items():
+            proof.verdict.return_value = Verdict([FAILS if case in self.alarms else HALF])
+        return Group(folder, proofs)
 
 
 def made(monkeypatch: pytest.MonkeyPatch, judged: Judged, output: Path, *argv: str) -> int:
     """The exit code of the job over fake proofs."""
-    monkeypatch.setattr(false_alarms, "judge", judged)
+    monkeypatch.setattr(false_alarms, "begin", judged)
     try:
         main(["--output", str(output), *argv])
     except SystemExit as end:
@@ -64,13 +69,13 @@ def made(monkeypatch: pytest.MonkeyPatch, judged: Judged, output: Path, *argv: s
 
 def test_a_second_start_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     only = ("--seeds", "2", "--only", "ddp,fsdp,fp64")
-    before, after, done = Judged(most=1), Judged(), Judged()
+    before, after, done = Judged(most=2), Judged(), Judged()
     with pytest.raises(KeyboardInterrupt):
         made(monkeypatch, before, tmp_path, *only)
     with (tmp_path / RESULTS).open("a") as file:
         file.write('{"seed": 1, "fam')  # cut short by a kill
     assert made(monkeypatch, after, tmp_path, *only) == 0
-    assert len(before) == 2 and len(after) == 6 and not set(before) & set(after)
+    assert len(before) == 4 and len(after) == 6 and len({*before, *after}) == 8  # one group was begun and not judged
     assert made(monkeypatch, done, tmp_path, *only) == 0 and not done
     assert len((tmp_path / RESULTS).read_text().splitlines()) == 8
 
