@@ -5,6 +5,7 @@ import tempfile
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "32"  # as `make_mesh` has it
 # LLVM's optimizations double the time to compile, and what is tested here is the program that it is given.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 # Many tests compile the same program; what one of them compiled serves the others, and only this session.

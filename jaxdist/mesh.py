@@ -1,12 +1,17 @@
 """From `--mesh` and `--device` to devices and a `jax.sharding.Mesh`."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxdist.config import ConfigError, Experiment, whole_number
+
+# Of XLA, per virtual CPU device. Each collective in progress holds one, and a device may be in one while the others are
+# in another that does not depend on it: with as many threads as devices, which is XLA's choice, that can be a deadlock.
+THREADS = 4
 
 
 def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
@@ -35,6 +40,8 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         jax.config.update("jax_platforms", "cpu")
     if fixed and not preset:
         jax.config.update("jax_num_cpu_devices", math.prod(fixed.values()))
+    virtual = preset or math.prod((fixed or {}).values())
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS * virtual)))  # XLA's name for it
     try:
         accelerators = [d for d in jax.devices() if d.platform != "cpu"]
     except (RuntimeError, AssertionError) as error:  # a platform that was asked for, by JAX_PLATFORMS, and is not here

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -175,8 +175,12 @@ class Workers:
         """Run a command when those before it on its side have ended."""
         return self.pools[module.partition(".")[0]].submit(work, module, arguments)
 
-    def check(self, module: str, code: int) -> None:
-        """Raises ConfigError or TrainingError where `code` is no success."""
+    def wait(self, module: str, future: Future[int]) -> None:
+        """Until a command has ended. Raises ConfigError or TrainingError where it failed."""
+        try:
+            code = future.result()
+        except BrokenExecutor:
+            code = -1
         if code:
             said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
             raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
@@ -202,7 +206,7 @@ class SharedProof(Proof):
         """What the runs show when they have ended. Raises ConfigError or TrainingError where one failed."""
         assert self.workers is not None
         for module, future in self.pending:
-            self.workers.check(module, future.result())
+            self.workers.wait(module, future)
         return super().verdict()
 
 
