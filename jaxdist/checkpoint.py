@@ -1,13 +1,16 @@
 """Checkpoints of a run, by Orbax: `checkpoints/<step>/` with the items `parameters`, `optimizer` and `experiment`.
 
 Arrays are saved under their global shapes, so a checkpoint can be restored on any mesh and under any strategy. Saves
-are asynchronous and appear whole or not at all: Orbax writes a temporary folder and renames it.
+are asynchronous: the step goes on when the arrays are copied, and a thread writes, seals and names the checkpoint
+(`jaxdist/config/checkpoints.py`).
 """
 
 import json
 import logging
+import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +20,22 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.config import ConfigError, Experiment, RunFolder, check_shapes, checkpoint_in
+from jaxdist.config import (
+    Checkpoint,
+    ConfigError,
+    Experiment,
+    RunFolder,
+    TrainingError,
+    check_shapes,
+    checkpoint_in,
+    whole,
+)
+from jaxdist.config.checkpoints import newest, publish, thin, unfinished
+from jaxdist.config.display import say
+from jaxdist.config.experiment import Verify
 from jaxdist.step import TrainState
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every save; we report ours
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
 
@@ -36,49 +51,88 @@ class Saved(NamedTuple):
 class Checkpoints:
     """The checkpoints of one run folder, of which a run in progress is the only writer."""
 
-    def __init__(self, folder: Path, keep: int = 0) -> None:
-        """`keep`: how many of the newest stay; 0 for all."""
-        self.folder, self.keep = folder.resolve(), keep
+    def __init__(self, folder: Path, config: Checkpoint) -> None:
+        """`config`: how many stay, and what a failure to write means."""
+        self.folder, self.config = folder.resolve(), config
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.writing: tuple[int, Future[None]] | None = None  # the step whose checkpoint has no name yet
 
     @cached_property
-    def manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager. Making it creates the folder and drops what an interrupted save left: on the first need."""
-        return manager(self.folder, max_to_keep=self.keep or None, cleanup_tmp_directories=True)
+    def checkpointer(self) -> ocp.AsyncCheckpointer:
+        return ocp.AsyncCheckpointer(items(ocp.StandardCheckpointHandler))
 
     def save(self, step: int, experiment: Experiment, parameters: Any, optimizer: Any = None) -> None:
-        """Start writing `step`; returns once the arrays are copied, so that training can go on."""
-        items: dict[str, Any] = {
+        """Start writing `step`; returns once the arrays are copied, so that training can go on.
+
+        Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
+        """
+        self.wait()
+        values: dict[str, Any] = {
             "parameters": ocp.args.StandardSave(parameters),
             "experiment": ocp.args.JsonSave(experiment.model_dump(exclude_none=True)),
         }
         if optimizer is not None:
-            items["optimizer"] = ocp.args.StandardSave(optimizer)
-        self.manager.save(step, args=ocp.args.Composite(**items))
+            values["optimizer"] = ocp.args.StandardSave(optimizer)
+        with self.failing(step):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
+            self.writing = step, self.thread.submit(self._finish, step)
+
+    def _finish(self, step: int) -> None:
+        """In the thread: when all files are written, give the checkpoint its name."""
+        self.checkpointer.wait_until_finished()
+        publish(self.folder, step)
+        thin(self.folder, self.config)
+
+    def wait(self) -> None:
+        """Until what is being written has its name. Raises TrainingError as `save` does."""
+        writing, self.writing = self.writing, None
+        if writing:
+            step, future = writing
+            with self.failing(step):
+                future.result()
+
+    @contextmanager
+    def failing(self, step: int) -> Iterator[None]:
+        """Whatever a write raises becomes a TrainingError, or a line where training is to go on."""
+        try:
+            yield
+        except Exception as error:  # of Orbax and TensorStore, many kinds
+            for left in self.folder.glob(f"{unfinished(self.folder, step).name}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            last = newest(self.folder)
+            message = (
+                f"the checkpoint of step {step} could not be written to {self.folder}: "
+                f"{textwrap.shorten(str(error), 200)}"
+            )
+            if self.config.failure == "stop":
+                rest = "there is no earlier one" if last is None else f"that of step {last} is whole: go on by --resume"
+                raise TrainingError(f"{message}; {rest}, after there is room or permission again") from None
+            say(f"{message}; training goes on without it")
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""
         path = self.folder / str(step)
         if not (path / "optimizer").is_dir():
             raise ConfigError(f"checkpoint {path} has weights only; start from it by --init instead")
-        items = restore(path, parameters=abstract.parameters, optimizer=abstract.optimizer)
-        return TrainState(items.parameters, items.optimizer)
+        found = restore(path, parameters=abstract.parameters, optimizer=abstract.optimizer)
+        return TrainState(found.parameters, found.optimizer)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:
         """Wait for what is being written."""
-        if "manager" in self.__dict__:
-            self.manager.wait_until_finished()
-            self.manager.close()
+        with self.thread:
+            self.wait()
+        if "checkpointer" in self.__dict__:
+            self.checkpointer.close()
 
 
-def manager(
-    folder: Path, arrays: type[ocp.CheckpointHandler] = ocp.StandardCheckpointHandler, **options: Any
-) -> ocp.CheckpointManager:
-    """Orbax's manager of a folder of checkpoints; `arrays` handles what is not JSON."""
+def items(arrays: type[ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
+    """The items of a checkpoint; `arrays` handles what is not JSON."""
     handlers = {"parameters": arrays(), "optimizer": arrays(), "experiment": ocp.JsonCheckpointHandler()}
-    return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(**options), item_handlers=handlers)
+    return ocp.CompositeCheckpointHandler(**handlers)
 
 
 @contextmanager
@@ -92,25 +146,27 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: Path, **how: Any) -> Iterator[ocp.CheckpointManager]:
-    """The manager that reads the checkpoint `path`. Raises ConfigError for a damaged one."""
-    with manager(path.parent, read_only=True, **how) as reader, reading(path):
+def opened(
+    path: Path, arrays: type[ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
+) -> Iterator[ocp.Checkpointer]:
+    """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
+    with ocp.Checkpointer(items(arrays)) as reader, reading(path):
         yield reader
 
 
 def described(path: Path) -> dict[str, Any]:
     """What the checkpoint `path` says of its parameters before they are read: shape and dtype. Raises ConfigError."""
     with opened(path) as reader:
-        return dict(reader.item_metadata(int(path.name))["parameters"])
+        return dict(reader.metadata(path).item_metadata["parameters"])
 
 
 def restore(path: Path, **abstract: Any) -> Any:
     """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
     wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
     with opened(path) as reader:
-        found, here = dict(reader.item_metadata(int(path.name))["parameters"]), abstract["parameters"]
+        found, here = dict(reader.metadata(path).item_metadata["parameters"]), abstract["parameters"]
         check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
-        return reader.restore(int(path.name), args=ocp.args.Composite(**wanted))
+        return reader.restore(path, args=ocp.args.Composite(**wanted))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -118,19 +174,20 @@ def is_checkpoint(path: Path) -> bool:
     return (checkpoint_in(path) / "parameters" / "_METADATA").exists()
 
 
-def locate(path: Path) -> Path:
-    """The checkpoint that `path` names: itself, or the newest of a run folder. Raises ConfigError."""
-    found = checkpoint_in(path).resolve()
-    if not is_checkpoint(path) or not found.name.isdigit():
+def locate(path: Path, verify: Verify = "checksums") -> Path:
+    """The checkpoint that `path` names: itself, or the newest whole one of a run folder. Raises ConfigError.
+
+    All of its files are read to verify it, once: what takes a checkpoint's own path trusts it.
+    """
+    if not is_checkpoint(path):
         raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
-    return found
+    return whole(path, verify).resolve()
 
 
 def read_experiment(path: Path) -> Experiment:
-    """The experiment that a checkpoint or run folder belongs to. Raises ConfigError."""
-    found = locate(path)
-    with reading(found):
-        values = json.loads((found / "experiment" / "metadata").read_text(encoding="utf-8"))
+    """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
+    with reading(path):
+        values = json.loads((path / "experiment" / "metadata").read_text(encoding="utf-8"))
     return Experiment.parse(values, source=str(path))
 
 
@@ -139,15 +196,15 @@ def read(path: Path) -> Saved:
     found = locate(path)
 
     def arrays(item: str) -> Any:
-        with opened(found, arrays=ocp.PyTreeCheckpointHandler) as reader:
-            tree = reader.item_metadata(int(found.name))[item].tree
+        with opened(found, ocp.PyTreeCheckpointHandler) as reader:
+            tree = reader.metadata(found).item_metadata[item].tree
             to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
             args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})
-            return reader.restore(int(found.name), args=args)[item]
+            return reader.restore(found, args=args)[item]
 
     has_optimizer = (found / "optimizer").is_dir()
     return Saved(
-        int(found.name), read_experiment(path), arrays("parameters"), arrays("optimizer") if has_optimizer else None
+        int(found.name), read_experiment(found), arrays("parameters"), arrays("optimizer") if has_optimizer else None
     )
 
 
@@ -155,5 +212,5 @@ def write(path: Path, experiment: Experiment, parameters: Mapping[str, np.ndarra
     """A run folder at `path` whose checkpoint 0 holds these weights. Raises ConfigError when it is occupied."""
     folder = RunFolder(path, experiment)
     folder.create(experiment)
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, experiment.checkpoint) as checkpoints:
         checkpoints.save(0, experiment, dict(parameters))

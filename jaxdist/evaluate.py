@@ -17,7 +17,7 @@ from jaxdist.config.display import console, perplexity, say
 from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.program import Program
-from jaxdist.weights import load_weights, source_experiment
+from jaxdist.weights import load_weights, located, source_experiment
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,6 +96,7 @@ def arguments(argv: Sequence[str]) -> Any:
     a = parser.parse_args(argv)
     if not a.checkpoint.exists():
         raise ConfigError(f"--checkpoint {a.checkpoint}: no such folder; give a checkpoint that exists")
+    a.checkpoint = located(a.checkpoint)
     if bool(a.tokens) != bool(a.logits):
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
     if a.logits and not a.logits.parent.is_dir():

@@ -19,7 +19,7 @@ from jaxdist.optim import learning_rate
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.step import TrainState
-from jaxdist.weights import load_weights, placed
+from jaxdist.weights import load_weights, located, placed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = experiment.on_data(dataset.fingerprint)
     program = Program(experiment, mesh)
 
-    keep = experiment.checkpoint.keep
-    saving = checkpoint.Checkpoints(folder.checkpoints, keep) if folder else nullcontext()
+    saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
     with folder or nullcontext(), saving as checkpoints:
         start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
@@ -78,7 +77,7 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
-    weights = load_weights(program, init)
+    weights = load_weights(program, located(init, program.experiment.checkpoint.verify))
     make = jax.jit(program.state_from, out_shardings=program.shardings(program.specs), donate_argnums=0)
     return 0, make(weights)
 

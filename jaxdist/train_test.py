@@ -13,6 +13,7 @@ import pytest
 
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError, read_metrics
+from jaxdist.config.checkpoints import MANIFEST, damage
 from jaxdist.evaluate import main as evaluate
 from jaxdist.train import main
 
@@ -89,7 +90,7 @@ def test_resume_is_bitwise(straight: Path, tmp_path: Path) -> None:
     path = tmp_path / "resumed"
     first = [*TINY, "--mesh", "2x2", "--output", str(path)]
     main([*first, "--steps", "3"])
-    (path / "checkpoints" / "4.orbax-checkpoint-tmp").mkdir()  # as an interrupted save leaves it
+    (path / "checkpoints" / "4.unfinished.orbax-checkpoint-tmp").mkdir()  # as an interrupted save leaves it
     main([*first, "--steps", "8", "--checkpoint.every", "2", "--checkpoint.keep", "2", "--resume"])
     assert_same(straight, path)
     assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["6", "8"]
@@ -190,27 +191,64 @@ def test_bad_evaluation(case: str, straight: Path, tmp_path: Path, monkeypatch: 
     assert not Path("l.npy").exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coroutines that Orbax leaves behind
-@pytest.mark.parametrize(("how", "damage"), {"gone": None, "empty": 0, "half": 0.5}.items())
-def test_damaged_checkpoints_are_named(how: str, damage: float | None, straight: Path, tmp_path: Path) -> None:
-    """Every file of a checkpoint, gone or cut short: an error that names the checkpoint, or what was saved."""
-    right = weights(straight)
-    files = [f.relative_to(straight) for f in (straight / "checkpoints" / "8").rglob("*") if f.is_file()]
-    refused = 0
-    for file in files:
-        copy = tmp_path / "copy"
-        shutil.copytree(straight, copy)
-        content = (copy / file).read_bytes()
-        (copy / file).unlink() if damage is None else (copy / file).write_bytes(content[: int(len(content) * damage)])
-        try:
-            found = weights(copy)
-        except ConfigError as error:
-            assert str(copy) in str(error)
-            refused += 1
-        else:
-            assert all(np.array_equal(found[name], right[name]) for name in right), file
-        shutil.rmtree(copy)
-    assert refused >= 4  # experiment, and the index or data of parameters and optimizer
+def damaged(content: bytes, other: bytes) -> dict[str, bytes | None]:
+    """All that a file may become: None is gone; `other` is what another file holds."""
+
+    def flipped(place: int) -> bytes:
+        return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+    size = len(content)
+    places = {"first": 0, "early": size // 4, "middle": size // 2, "last": size - 1} if content else {}
+    flips = {f"{where} bit": flipped(place) for where, place in places.items()}
+    return {"gone": None, "empty": b"", "half": content[: len(content) // 2], "swapped": other, **flips}
+
+
+def test_every_damage_to_every_file_is_found(straight: Path, tmp_path: Path) -> None:
+    """By name; or what is restored is what was saved."""
+    right, copy = weights(straight), tmp_path / "run"
+    shutil.copytree(straight, copy)
+    found = copy / "checkpoints" / "8"
+    files = [file for file in sorted(found.rglob("*")) if file.is_file()]
+    contents = {file: file.read_bytes() for file in files}
+    cases = harmless = 0
+    for file, other in zip(files, [*files[1:], files[0]], strict=True):
+        for how, content in damaged(contents[file], contents[other]).items():
+            file.unlink() if content is None else file.write_bytes(content)
+            if how == "swapped":
+                other.write_bytes(contents[file])
+            cases += 1
+            if reason := damage(found):
+                said_by_another = MANIFEST in (file.name, other.name)
+                assert said_by_another or any(str(f.relative_to(found)) in reason for f in (file, other)), how
+            else:
+                harmless += 1
+                assert all(np.array_equal(array, right[name]) for name, array in weights(copy).items()), (file, how)
+            file.write_bytes(contents[file])
+            other.write_bytes(contents[other])
+    assert cases >= 200 and harmless < cases / 10
+    assert damage(found) is None
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Orbax restores the flipped bits as weights, without a word."""
+    path = tmp_path / "run"
+    main([*TINY, "--mesh", "2x2", "--output", str(path), "--steps", "6", "--checkpoint.every", "2"])
+    file = max((path / "checkpoints" / "6" / "parameters").rglob("d/*"), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    name = f"its file {file.relative_to(path / 'checkpoints' / '6')} has changed"
+    with pytest.raises(ConfigError, match=rf"checkpoint .*/6 is damaged: {name}"):
+        checkpoint.read(path / "checkpoints" / "6")
+    with pytest.raises(ConfigError, match=name):
+        evaluate(["--checkpoint", str(path / "checkpoints" / "6"), "--device", "cpu"])
+    main([*TINY, "--mesh", "2x2", "--output", str(path), "--steps", "8", "--resume"])
+    said = capsys.readouterr().out
+    assert f"6 is damaged: {name}" in said and "going back to step 4" in said
+    assert_same(straight, path)
+    assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["2", "4", "6.damaged", "8"]
 
 
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
@@ -251,7 +289,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "another run": (["--output", "occupied"], r"--output occupied already holds a run"),
     "another model": (
         ["--init", "occupied"],
-        r"model.dim = 128, but occupied holds another model, with 32",
+        r"model.dim = 128, but .*occupied/checkpoints/0 holds another model, with 32",
     ),
     "no checkpoint": (["--init", "empty.txt"], r"empty.txt"),
     "no gpu": (["--device", "gpu"], r"--device gpu: .*--device cpu"),

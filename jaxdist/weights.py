@@ -7,10 +7,16 @@ import jax
 
 from jaxdist import checkpoint
 from jaxdist.config import Experiment, same_model
+from jaxdist.config.experiment import Verify
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.hf import read_hf
 from jaxdist.convert.kinds import kind_of
 from jaxdist.program import Program
+
+
+def located(path: Path, verify: Verify = "checksums") -> Path:
+    """The verified checkpoint that a run folder or checkpoint stands for; a Hugging Face folder. Raises ConfigError."""
+    return checkpoint.locate(path, verify) if kind_of(path) == "orbax" else path
 
 
 def source_experiment(path: Path) -> Experiment:
@@ -21,14 +27,14 @@ def source_experiment(path: Path) -> Experiment:
 
 
 def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
-    """The weights of a jaxdist checkpoint or a Hugging Face folder, laid out for the program.
+    """The weights of a `located` checkpoint or Hugging Face folder, laid out for the program.
 
     Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window.
     """
     same_model(program.experiment.model, source_experiment(path).model, str(path))
     abstract = placed(program, program.abstract.parameters, program.specs.parameters)
     if checkpoint.is_checkpoint(path):
-        return checkpoint.restore(checkpoint.locate(path), parameters=abstract).parameters
+        return checkpoint.restore(path, parameters=abstract).parameters
     _, arrays = read_hf(path)
 
     def put(a: Any, array: Any) -> jax.Array:

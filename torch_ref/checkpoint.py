@@ -1,8 +1,8 @@
 """Distributed checkpoints (torch.distributed.checkpoint): parameters and AdamW's moments by parameter name.
 
 Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, exp_avg_sq}`,
-`step`; beside it the experiment as `experiment.json`. Every rank writes its pieces; a restore reads what its own layout
-needs, so mesh and strategy may differ.
+`step`; beside it the experiment as `experiment.json`, and the manifest (`jaxdist/config/checkpoints.py`). Every rank
+writes its pieces; a restore reads what its own layout needs, so mesh and strategy may differ.
 """
 
 import json
@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model
+from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
+from jaxdist.config.checkpoints import publish, thin, unfinished
 from torch_ref import hf
+from torch_ref.launch import from_first
 from torch_ref.optim import AdamW
 from torch_ref.weights import fill, named
 
-EXPERIMENT, UNFINISHED = "experiment.json", ".tmp"
+INDEX, EXPERIMENT = ".metadata", "experiment.json"
 DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 
@@ -37,29 +39,19 @@ def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
-    """Write `folder/<step>`, by all ranks; so named only once whole. Keeps the newest `checkpoint.keep`, 0: all."""
-    final, unfinished = folder / str(step), folder / f"{step}{UNFINISHED}"
-    first, keep = dist.get_rank() == 0, experiment.checkpoint.keep
+    """Write `folder/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
+    beside, first = unfinished(folder, step), dist.get_rank() == 0
     if first:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
     dist.barrier()
     state = state_of(model, optimizer) | {"step": torch.tensor(step)}
-    dcp.save(state, checkpoint_id=unfinished)
+    dcp.save(state, checkpoint_id=beside)
     if first:
-        (unfinished / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
-        shutil.rmtree(final, ignore_errors=True)
-        unfinished.rename(final)
-        steps = sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
-        for old in steps[: -keep or len(steps)] if keep else []:
-            shutil.rmtree(folder / str(old))
+        (beside / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
+        publish(folder, step)
+        thin(folder, experiment.checkpoint)
     dist.barrier()
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Drop what an interrupted save left."""
-    for entry in folder.glob(f"*{UNFINISHED}"):
-        shutil.rmtree(entry, ignore_errors=True)
 
 
 def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> None:
@@ -68,10 +60,11 @@ def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> No
     load(path, state_of(model, optimizer))
 
 
-def initialize(path: Path, model: nn.Module, config: Model) -> None:
+def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     """Starting weights from a run or checkpoint of torch_ref or a Hugging Face folder. Raises ConfigError."""
-    found = checkpoint_in(path)
-    if (found / ".metadata").exists():
+    config = experiment.model
+    if (checkpoint_in(path) / INDEX).exists():
+        found = from_first(lambda: whole(path, experiment.checkpoint.verify))
         same_model(config, read_experiment(found).model, f"--init {path}")
         load(found, {"model": dict(named(model))})
     elif (path / "config.json").exists():
@@ -120,7 +113,7 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
     Returns its step, and `model`, `exp_avg` and `exp_avg_sq`, each parameter name -> whole tensor. Raises
     ConfigError.
     """
-    path = checkpoint_in(path)
+    path = whole(path)
     flat: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in metadata(path).state_dict_metadata.items()

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
+
+Result = TypeVar("Result")
 
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
@@ -91,6 +94,20 @@ def process_group(plan: Plan) -> Iterator[DeviceMesh]:
         dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
+
+
+def from_first(function: Callable[[], Result]) -> Result:
+    """On every rank what `function` returns on the first, the only one to call it; a ConfigError is raised on all."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [function()]
+        except ConfigError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    return found[0]
 
 
 def start(plan: Plan, function: Callable[[], None]) -> None:

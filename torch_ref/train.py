@@ -60,7 +60,6 @@ def train(
         if first:
             if folder:
                 folder.create(experiment, from_step=start)
-                checkpoint.remove_unfinished(folder.checkpoints)
             say(str(plan))
             show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
         traffic, arithmetic = Traffic(mesh), Arithmetic()
@@ -87,14 +86,14 @@ def starting_state(
     model: nn.Module, optimizer: AdamW, experiment: Experiment, init: Path | None, folder: RunFolder | None
 ) -> int:
     """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
-    step = folder.resume_from(marker=".metadata") if folder else None
+    step = launch.from_first(lambda: folder.resume_from(checkpoint.INDEX)) if folder else None
     if step is not None and folder:
         checkpoint.restore(folder.checkpoints / str(step), model, optimizer, experiment.model)
         return step
     if folder and folder.resume and dist.get_rank() == 0:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is not None:
-        checkpoint.initialize(init, model, experiment.model)
+        checkpoint.initialize(init, model, experiment)
     else:
         fill(model, partial(draw, experiment.model, experiment.train.seed))
     return 0

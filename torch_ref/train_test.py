@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jaxdist.config import ConfigError, Parallel, read_metrics
+from jaxdist.config.checkpoints import MANIFEST
 from torch_ref import checkpoint, launch
 from torch_ref.conftest import ROOT, Run, Train, command, distance
 from torch_ref.train import main
@@ -59,14 +60,19 @@ def test_a_planted_mistake_is_seen(train: Train, planted: str) -> None:
 
 def continued(train: Train, tmp_path: Path, first: str, then: str) -> Run:
     """Two steps with the arguments `first`, and the rest of the run with `then`."""
-    started = train(f"{first} --train.steps 2")
     folder = tmp_path / "run"
-    shutil.copytree(started.folder, folder)
+    shutil.copytree(train(f"{first} --train.steps 2").folder, folder)
+    resume(folder, then)
+    return Run(folder)
+
+
+def resume(folder: Path, then: str) -> str:
+    """What the run in `folder`, taken to its end with the arguments `then`, says."""
     path = next(line for line in (folder / "config.toml").read_text().splitlines() if line.startswith("path"))
     data = path.split('"')[1]
     result = command("--data.path", data, "--output", str(folder), "--resume", *then.split())
     assert result.returncode == 0, result.stdout + result.stderr
-    return Run(folder)
+    return result.stdout
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(train: Train, tmp_path: Path) -> None:
@@ -196,29 +202,39 @@ def test_other_data_are_refused(train: Train, tmp_path: Path) -> None:
         main(["--config", str(folder / "config.toml"), "--output", str(folder), "--resume", "--device", "cpu"])
 
 
-@pytest.mark.parametrize("damage", [None, 0, 0.5])
-def test_damaged_checkpoints_are_named(damage: float | None, train: Train, tmp_path: Path) -> None:
-    """Every file of a checkpoint, gone or cut short."""
+@pytest.mark.parametrize("how", ["gone", "empty", "half", "flipped"])
+def test_damaged_checkpoints_are_named(how: str, train: Train, tmp_path: Path) -> None:
+    """Every file of a checkpoint; without its manifest it is as torch itself writes them."""
     source = train(ONE).folder / "checkpoints" / "4"
+    right = checkpoint.read(source)[1]
     for file in source.iterdir():
         copy = tmp_path / "4"
         shutil.copytree(source, copy)
-        content = file.read_bytes()
-        (copy / file.name).unlink() if damage is None else (copy / file.name).write_bytes(
-            content[: int(len(content) * damage)]
-        )
-        with pytest.raises(ConfigError, match=str(copy)):
-            checkpoint.read(copy)
-            checkpoint.read_experiment(copy)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        spoilt = {"empty": b"", "half": bytes(content[: len(content) // 2]), "flipped": bytes(content)}.get(how)
+        (copy / file.name).unlink() if spoilt is None else (copy / file.name).write_bytes(spoilt)
+        if how == "gone" and file.name == MANIFEST:
+            found = checkpoint.read(copy)[1]
+            assert all(torch.equal(found[kind][name], a) for kind in right for name, a in right[kind].items())
+        else:
+            with pytest.raises(ConfigError, match=f"checkpoint {copy} is damaged: its"):
+                checkpoint.read(copy)
         shutil.rmtree(copy)
 
 
-def test_what_an_interrupted_save_left_is_removed(train: Train, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    (folder / "3.tmp").mkdir(parents=True)
-    (folder / "2").mkdir()
-    checkpoint.remove_unfinished(folder)
-    assert [entry.name for entry in folder.iterdir()] == ["2"]
+def test_a_damaged_checkpoint_is_passed_over(train: Train, tmp_path: Path) -> None:
+    """By all ranks, once; and the run ends as one that was not interrupted."""
+    right, folder = train("--mesh 2x1 --checkpoint.every 2"), tmp_path / "run"
+    shutil.copytree(right.folder, folder)
+    file = next((folder / "checkpoints" / "4").glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    said = resume(folder, "--mesh 2x1")
+    assert said.count(f"its file {file.name} has changed") == said.count("going back to step 2") == 1
+    assert distance(Run(folder), right) == (0, 0)
+    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["2", "4", "4.damaged"]
 
 
 FAILING_RANK = """

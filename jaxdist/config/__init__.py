@@ -1,6 +1,7 @@
 """What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
 
 from jaxdist.config.arguments import Arguments, load, parse
+from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import ConfigError, TrainingError, check_finite, exit_codes
 from jaxdist.config.experiment import (
@@ -17,7 +18,7 @@ from jaxdist.config.experiment import (
     Precision,
     Train,
 )
-from jaxdist.config.folder import RunFolder, check_new, check_writable, checkpoint_in, differences, newest, read_metrics
+from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
 from jaxdist.config.record import Record, read_record, write_record
 
@@ -55,6 +56,7 @@ __all__ = [
     "read_metrics",
     "read_record",
     "same_model",
+    "whole",
     "whole_number",
     "write_record",
 ]

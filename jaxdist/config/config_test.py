@@ -19,6 +19,7 @@ from jaxdist.config import (
     parse,
 )
 from jaxdist.config.arguments import fields, find_config, load
+from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.display import show_end
 from jaxdist.config.hf import read_model
 from jaxdist.config.model import GPT2, Llama
@@ -301,7 +302,8 @@ class TestRunFolder:
     def test_the_other_backends_checkpoint(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment())
         assert RunFolder(tmp_path, Experiment(), resume=True).resume_from(marker="parameters") is None
-        (tmp_path / "checkpoints" / "3" / "parameters").mkdir(parents=True)
+        (unfinished(tmp_path / "checkpoints", 3) / "parameters").mkdir(parents=True)
+        publish(tmp_path / "checkpoints", 3)
         folder = RunFolder(tmp_path, Experiment(), resume=True)
         assert folder.resume_from(marker="parameters") == 3
         with pytest.raises(ConfigError, match=r"checkpoints/3 is no checkpoint of this backend, it lacks .metadata"):

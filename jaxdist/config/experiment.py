@@ -218,13 +218,24 @@ class Memory(Section):
     """Apply `remat` to every n-th block, from the first."""
 
 
+Verify = Literal["checksums", "sizes"]
+
+
 class Checkpoint(Section):
-    """When a run is saved."""
+    """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/config/interrupt.py`."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0: only after the last step."""
+    minutes: NotNegative = 0.0
+    """Minutes without a checkpoint after which one is written at the end of the step; 0: never."""
     keep: CountOrZero = 0
     """How many of the newest are kept; 0: all."""
+    keep_every: CountOrZero = 0
+    """Checkpoints of multiples of this many steps are kept whatever `keep` says; 0: none of them."""
+    verify: Verify = "checksums"
+    """What a restore compares with the manifest: checksums reads every file once more; sizes takes no time."""
+    failure: Literal["stop", "go on"] = "stop"
+    """When a checkpoint cannot be written, as on a full disk: stop with exit code 1, or say so and train on."""
 
 
 class Metrics(Section):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdist.config.checkpoints import clean, newest_whole
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.record import write_record
@@ -66,10 +67,12 @@ class RunFolder:
     def resume_from(self, marker: str) -> int | None:
         """The step to go on from; None for a start, also where a run was killed before its first checkpoint.
 
-        `marker` is what each checkpoint of the caller's backend holds.
-        Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend.
+        It is that of the newest whole checkpoint. `marker` is what each one of the caller's backend holds.
+        Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend, or none of
+        its checkpoints is whole.
         """
-        step, steps = newest(self.checkpoints) if self.resume else None, self.experiment.train.steps
+        e = self.experiment
+        step, steps = newest_whole(self.checkpoints, e.checkpoint.verify) if self.resume else None, e.train.steps
         if step is not None and step > steps:
             raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
         if step is not None and not (self.checkpoints / str(step) / marker).exists():
@@ -84,8 +87,9 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def create(self, experiment: Experiment, from_step: int = 0) -> None:
-        """Write the config, and drop the metrics after `from_step`: those steps are about to be done again."""
+        """Write the config; drop metrics and set aside checkpoints after `from_step`, whose steps come once more."""
         kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
+        clean(self.checkpoints, from_step)
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / "config.toml", experiment.to_toml())
         replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
@@ -151,18 +155,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return records
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
-
-
-def newest(checkpoints: Path) -> int | None:
-    """The newest whole step below a run's `checkpoints`; None when there is none. A folder named by digits is whole."""
-    steps = [int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdigit()]
-    return max(steps, default=None)
-
-
-def checkpoint_in(path: Path) -> Path:
-    """A run folder stands for its newest whole checkpoint; any other path for itself."""
-    step = newest(path / "checkpoints")
-    return path if step is None else path / "checkpoints" / str(step)
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:

@@ -46,9 +46,10 @@ def _read_orbax(path: Path) -> tuple[Experiment, Parameters]:
 
 
 def _inspect_orbax(path: Path) -> tuple[str, dict[str, Tensor]]:
-    found = checkpoint.described(checkpoint.locate(path))
-    tensors = {name: Tensor(tuple(array.shape), np.dtype(array.dtype)) for name, array in found.items()}
-    return checkpoint.read_experiment(path).model.family, tensors
+    found = checkpoint.locate(path)
+    described = checkpoint.described(found)
+    tensors = {name: Tensor(tuple(array.shape), np.dtype(array.dtype)) for name, array in described.items()}
+    return checkpoint.read_experiment(found).model.family, tensors
 
 
 KINDS = {

@@ -1,0 +1,164 @@
+"""The checkpoints of a run, the same for both backends: what makes one whole, which is the newest, which stay.
+
+A checkpoint is written under another name. When all its files are there, `manifest.json` gets the size and SHA-256 of
+each, and the folder takes its name, the step. So a folder named by a step was whole once, and the manifest shows
+whether it still is: the libraries that write the files restore flipped bits as weights.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxdist.config.display import say
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.experiment import Checkpoint, Verify
+
+MANIFEST = "manifest.json"
+UNFINISHED, DAMAGED = ".unfinished", ".damaged"
+
+
+def unfinished(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written, until `publish`."""
+    return checkpoints / f"{step}{UNFINISHED}"
+
+
+def publish(checkpoints: Path, step: int) -> None:
+    """All files of the checkpoint of `step` are written: seal it, and give it its name in place of one that had it."""
+    folder, final = unfinished(checkpoints, step), checkpoints / str(step)
+    seal(folder)
+    if final.exists():
+        shutil.rmtree(final)
+    folder.rename(final)
+    synchronize(checkpoints)
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of all files below `folder`, when they and it have reached the disk."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    for path in (folder, *folder.rglob("*")):
+        synchronize(path)
+    with ThreadPoolExecutor() as pool:
+        sums = dict(zip(files, pool.map(sha256, files), strict=True))
+    entries = {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
+        for file, digest in sums.items()
+    }
+    beside = folder / f"{MANIFEST}.tmp"
+    beside.write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
+    synchronize(beside)
+    beside.rename(folder / MANIFEST)
+    synchronize(folder)
+
+
+def synchronize(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlast a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def damage(folder: Path, verify: Verify = "checksums") -> str | None:
+    """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        expected = {within(folder, name): (int(e["bytes"]), str(e["sha256"])) for name, e in entries.items()}
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"its {MANIFEST} cannot be read"
+    for file, (size, _) in expected.items():
+        name = file.relative_to(folder)
+        if not file.is_file():
+            return f"its file {name} is missing"
+        if file.stat().st_size != size:
+            return f"its file {name} has {file.stat().st_size:,} bytes instead of {size:,}"
+    if verify == "sizes":
+        return None
+    with ThreadPoolExecutor() as pool:
+        for (file, (_, digest)), found in zip(expected.items(), pool.map(sha256, expected), strict=True):
+            if found != digest:
+                return f"its file {file.relative_to(folder)} has changed since it was written (SHA-256)"
+    return None
+
+
+def within(folder: Path, name: str) -> Path:
+    """The file that an index in `folder` calls `name`. Raises ValueError for one that lies outside, also by a link."""
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} is outside of {folder}")
+    return file
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    """The steps of which there are checkpoints, the newest last."""
+    return sorted(int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdigit())
+
+
+def newest(checkpoints: Path) -> int | None:
+    """The newest step, whole or not; None when there is none."""
+    return max(steps_in(checkpoints), default=None)
+
+
+def newest_whole(checkpoints: Path, verify: Verify = "checksums") -> int | None:
+    """The newest step whose checkpoint is whole; says what is wrong with newer ones. None where there are none.
+
+    Raises ConfigError where there are some and none is whole.
+    """
+    wrong: list[str] = []
+    for step in reversed(steps_in(checkpoints)):
+        if (reason := damage(checkpoints / str(step), verify)) is None:
+            for line in wrong:
+                say(f"{line}; going back to step {step}")
+            return step
+        wrong.append(f"checkpoint {checkpoints / str(step)} is damaged: {reason}")
+    if wrong:
+        raise ConfigError(f"{wrong[0]}; no other is whole: use a copy of it, or begin a new run")
+    return None
+
+
+def checkpoint_in(path: Path) -> Path:
+    """A run folder stands for its newest checkpoint, whole or not; any other path for itself. Only looks at names."""
+    step = newest(path / "checkpoints")
+    return path if step is None else path / "checkpoints" / str(step)
+
+
+def whole(path: Path, verify: Verify = "checksums") -> Path:
+    """A run folder stands for its newest whole checkpoint; a checkpoint for itself, if it is whole.
+
+    What has no manifest and is in no run folder was written by another program, and passes. Raises ConfigError.
+    """
+    step = newest_whole(path / "checkpoints", verify)
+    if step is not None:
+        return path / "checkpoints" / str(step)
+    if (path / MANIFEST).exists() and (reason := damage(path, verify)):
+        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it")
+    return path
+
+
+def clean(checkpoints: Path, step: int) -> None:
+    """Before a run goes on from `step`: drop what interrupted saves left, and rename checkpoints of later steps."""
+    for entry in checkpoints.glob(f"*{UNFINISHED}*"):
+        shutil.rmtree(entry)
+    for later in steps_in(checkpoints):
+        if later > step:
+            aside = checkpoints / f"{later}{DAMAGED}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (checkpoints / str(later)).rename(aside)
+
+
+def thin(checkpoints: Path, config: Checkpoint) -> None:
+    """Remove what neither `checkpoint.keep` nor `checkpoint.keep_every` keeps."""
+    steps = steps_in(checkpoints)
+    for step in steps[: -config.keep] if config.keep else []:
+        if not config.keep_every or step % config.keep_every:
+            shutil.rmtree(checkpoints / str(step))

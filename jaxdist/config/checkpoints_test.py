@@ -1,0 +1,160 @@
+"""What makes a checkpoint whole, whatever its files hold; `*_train_test.py` damage real ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import Checkpoint, ConfigError
+from jaxdist.config.checkpoints import (
+    MANIFEST,
+    checkpoint_in,
+    clean,
+    damage,
+    newest,
+    newest_whole,
+    publish,
+    steps_in,
+    thin,
+    unfinished,
+    whole,
+)
+
+
+def write(checkpoints: Path, step: int) -> Path:
+    """A checkpoint of three files."""
+    folder = unfinished(checkpoints, step)
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a").write_bytes(b"first" * 50 + bytes([step]))
+    (folder / "deep" / "b").write_bytes(b"other" * 50 + bytes([step]))
+    (folder / "empty").touch()
+    publish(checkpoints, step)
+    return checkpoints / str(step)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[7] ^= 16
+    file.write_bytes(content)
+
+
+def swap(file: Path) -> None:
+    other = file.parent / "deep" / "b"
+    one, two = file.read_bytes(), other.read_bytes()
+    file.write_bytes(two)
+    other.write_bytes(one)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (Path.unlink, "its file a is missing"),
+    "empty": (lambda file: file.write_bytes(b""), "its file a has 0 bytes instead of 251"),
+    "cut short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "its file a has 250 bytes instead of 251"),
+    "longer": (lambda file: file.write_bytes(file.read_bytes() + b"!"), "its file a has 252 bytes instead of 251"),
+    "flipped": (flip, "its file a has changed since it was written"),
+    "swapped": (swap, "its file a has changed since it was written"),
+    "elsewhere": (lambda file: file.rename(file.with_name("c")), "its file a is missing"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
+    spoil, says = DAMAGES[how]
+    folder = write(tmp_path, 3)
+    assert damage(folder) is None
+    spoil(folder / "a")
+    assert says in (damage(folder) or "")
+    by_size = damage(folder, "sizes")
+    assert by_size is None if how in ("flipped", "swapped") else says in (by_size or "")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "3", '{"files": {"a": {}}}', '{"files": []}', '{"files": {"a": {"bytes": "x"}}}']
+)
+def test_a_manifest_that_is_none(tmp_path: Path, content: str) -> None:
+    folder = write(tmp_path, 3)
+    (folder / MANIFEST).write_text(content)
+    assert damage(folder) == f"its {MANIFEST} cannot be read"
+    (folder / MANIFEST).unlink()
+    assert damage(folder) == f"it has no {MANIFEST}"
+
+
+def test_no_flip_in_a_manifest_makes_another_checkpoint_whole(tmp_path: Path) -> None:
+    """Each bit: found, or the manifest still says the same of the same files."""
+    folder = write(tmp_path, 3)
+    content = (folder / MANIFEST).read_bytes()
+    entries = json.loads(content)["files"]
+    for place in range(len(content)):
+        for bit in range(8):
+            (folder / MANIFEST).write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            if damage(folder, "sizes") is None and damage(folder) is None:
+                assert json.loads((folder / MANIFEST).read_text())["files"] == entries
+
+
+def test_a_manifest_names_no_file_outside(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", write(tmp_path / "checkpoints", 3)
+    outside.write_text("secret")
+    for name in ("../../outside", str(outside), "deep/../../../outside"):
+        entry = {"bytes": 6, "sha256": "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"}
+        (folder / MANIFEST).write_text(json.dumps({"files": {name: entry}}))
+        assert damage(folder) == f"its {MANIFEST} cannot be read"
+
+
+def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "checkpoints"
+    for step in (2, 4, 10):
+        write(run, step)
+    assert newest_whole(run) == 10 and not capsys.readouterr().out
+    flip(run / "10" / "deep" / "b")
+    (run / "4" / MANIFEST).unlink()
+    assert newest(run) == 10 and newest_whole(run, "sizes") == 10
+    assert newest_whole(run) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(" is damaged: ")[1] for line in said] == [
+        "its file deep/b has changed since it was written (SHA-256); going back to step 2",
+        f"it has no {MANIFEST}; going back to step 2",
+    ]
+    assert whole(tmp_path) == run / "2" and checkpoint_in(tmp_path) == run / "10"
+    with pytest.raises(ConfigError, match=r"checkpoint .*/10 is damaged: its file deep/b has changed"):
+        whole(run / "10")
+    flip(run / "2" / "a")
+    with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is whole"):
+        newest_whole(run)
+
+
+def test_what_others_wrote_has_no_manifest_and_passes(tmp_path: Path) -> None:
+    assert whole(tmp_path) == tmp_path and newest_whole(tmp_path / "none") is None
+
+
+def test_what_was_interrupted_is_dropped_and_what_comes_later_set_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 10):
+        write(tmp_path, step)
+    (tmp_path / "10.damaged").mkdir()
+    unfinished(tmp_path, 12).mkdir()
+    (tmp_path / f"{unfinished(tmp_path, 12).name}.orbax-checkpoint-tmp").mkdir()
+    clean(tmp_path, 4)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["10.damaged", "2", "4"]
+    assert damage(tmp_path / "10.damaged") is None
+
+
+def test_a_step_that_is_written_again_replaces_the_first(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    flip(tmp_path / "3" / "a")
+    assert damage(write(tmp_path, 3)) is None and steps_in(tmp_path) == [3]
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (Checkpoint(), [0, 5, 10, 15, 20, 25]),
+        (Checkpoint(keep=2), [20, 25]),
+        (Checkpoint(keep=2, keep_every=10), [0, 10, 20, 25]),
+        (Checkpoint(keep_every=10), [0, 5, 10, 15, 20, 25]),
+        (Checkpoint(keep=9), [0, 5, 10, 15, 20, 25]),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> None:
+    for step in (5, 10, 15, 20, 25, 0):
+        write(tmp_path, step)
+    thin(tmp_path, config)
+    assert steps_in(tmp_path) == left
