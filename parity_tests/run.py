@@ -55,7 +55,7 @@ class Run:
         newest = checkpoint_in(self.path)
         for marker, read in (("parameters", _jax_states), (".metadata", _torch_states)):
             if (newest / marker).exists():
-                return read(self.path)
+                return read(newest)
         last = self.records[max(self.records)] if self.records else {}
         return {name: a for name, a in last.items() if name.partition("/")[0] in STATES}
 
