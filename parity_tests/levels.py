@@ -89,14 +89,10 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
 
 
 def apart(a: Run, b: Run) -> dict[str, float]:
-    """How far two runs are from each other, relative, over all tensors of a kind as one vector."""
-    gradients = {
-        f"gradients at step {step}": compare.whole(a.kept("gradient", step), b.kept("gradient", step))
-        for step in a.gradient_steps[:1]  # later ones differ by their weights as well
-    }
-    return gradients | {
-        f"{kind} at the end": compare.whole(a.kept_states(kind), b.kept_states(kind)) for kind in ("weights", "exp_avg")
-    }
+    """How far two runs are from each other, relative, over all tensors of a kind that `a` has as one vector."""
+    kinds = {f"gradients at step {s}": (a.kept("gradient", s), b.kept("gradient", s)) for s in a.gradient_steps[:1]}
+    kinds |= {f"{kind} at the end": (a.kept_states(kind), b.kept_states(kind)) for kind in ("weights", "exp_avg")}
+    return {name: compare.whole(ours, theirs) for name, (ours, theirs) in kinds.items() if ours}
 
 
 def precision(policy: Pair, double: Pair, compute: str, reordered: Pair | None = None) -> Iterator[Check]:
