@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxdist import checkpoint, metrics
 from jaxdist.config import RunFolder, check_finite, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
+from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = notes(metrics.memory(program, compiled), compile_seconds)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints)
+        with Saving(experiment.checkpoint) as schedule:
+            state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
         validation = validation_loss(program, state, dataset)
         check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept
         if checkpoints and newest(checkpoints.folder) != experiment.train.steps:
@@ -90,10 +92,14 @@ def loop(
     start: int,
     folder: RunFolder | None,
     checkpoints: checkpoint.Checkpoints | None,
+    schedule: Saving,
 ) -> tuple[TrainState, list[dict[str, Any]]]:
-    """Steps `start + 1` to `train.steps`: the state after the last, and a record per step."""
+    """Steps `start + 1` to `train.steps`: the state after the last, and a record per step.
+
+    Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
+    """
     experiment = program.experiment
-    train, every = experiment.train, experiment.checkpoint.every
+    train = experiment.train
     sharding = program.shardings(program.batch_specs)
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
     tokens = train.batch * experiment.data.sequence
@@ -127,8 +133,11 @@ def loop(
             show(record)
             if folder:
                 folder.log(record)
-            if checkpoints and every and step % every == 0:
+            due = schedule.due(step)
+            if due and checkpoints:
                 checkpoints.save(step, experiment, state.parameters, state.optimizer)
+            if due is Due.STOP:
+                raise schedule.interrupted(step, kept=checkpoints is not None)
     return state, records
 
 

@@ -4,8 +4,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError, read_metrics
-from jaxdist.config.checkpoints import MANIFEST, damage
+from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.evaluate import main as evaluate
 from jaxdist.train import main
 
@@ -24,13 +27,17 @@ TINY = [
 ]  # fmt: skip
 
 
+def outside() -> dict[str, str]:
+    """The environment without what it holds for these tests."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+
+
 def command(*argv: str, module: str = "jaxdist.train", **env: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.run(
         [sys.executable, "-m", module, *argv],
         capture_output=True,
         text=True,
-        env=inherited | env,
+        env=outside() | env,
         timeout=600,
     )
 
@@ -249,6 +256,35 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert f"6 is damaged: {name}" in said and "going back to step 4" in said
     assert_same(straight, path)
     assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["2", "4", "6.damaged", "8"]
+
+
+def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
+    """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""
+    straight, path = tmp_path / "straight", tmp_path / "run"
+    line = [sys.executable, "-m", "jaxdist.train", *TINY, "--mesh", "2x2", "--steps", "9999", "--output", str(path)]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=outside())
+
+    def wait(until: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not until():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait(lambda: (path / "metrics.jsonl").exists() and len(read_metrics(path)) >= 3)
+    process.send_signal(signal.SIGUSR1)
+    wait(lambda: steps_in(path / "checkpoints"))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    first, last = steps_in(path / "checkpoints")
+    assert first < last == len(read_metrics(path)) < 9999
+    assert f"ended by SIGTERM after step {last}; step {last} is saved" in said
+    assert not (path / "summary.json").exists()
+    end = str(last + 5)
+    for output, more in ((path, ["--resume"]), (straight, [])):
+        done = command(*TINY, "--mesh", "2x2", "--steps", end, "--output", str(output), *more)
+        assert done.returncode == 0, done.stderr
+    assert_same(straight, path)
 
 
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jaxdist.config import ConfigError, Parallel, TrainingError, exit_codes, whole_number
+from jaxdist.config.saving import SAVE, STOP
 
 Result = TypeVar("Result")
 
@@ -110,6 +111,13 @@ def from_first(function: Callable[[], Result]) -> Result:
     return found[0]
 
 
+def as_first(value: int, device: str) -> int:
+    """The first rank's value, on every rank."""
+    agreed = torch.tensor(value, device=device)
+    dist.broadcast(agreed, 0)
+    return int(agreed)
+
+
 def start(plan: Plan, function: Callable[[], None]) -> None:
     """Run `function` in every rank of `plan`, each a fork of this process; ends it where a rank fails.
 
@@ -120,14 +128,20 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def rank_main(rank: int) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in before:
+                signal.signal(number, signal.SIG_DFL)
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
             os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
             torch.set_num_threads(threads)
             exit_codes(function, quiet())
 
+        def pass_on(number: int, _: Any) -> None:
+            for process in ranks:
+                if process.pid and process.is_alive():
+                    os.kill(process.pid, number)
+
         ranks = [get_context("fork").Process(target=rank_main, args=(rank,)) for rank in range(plan.ranks)]
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        before = {number: signal.signal(number, pass_on) for number in (*STOP, SAVE)}
         try:
             for process in ranks:
                 process.start()
@@ -142,12 +156,15 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
         finally:
             for process in ranks:
                 if process.is_alive():
-                    process.terminate()
+                    process.kill()  # a rank that waits for another heeds nothing else
+            for number, handler in before.items():
+                signal.signal(number, handler)
     if (code := min(first)) < 0:
+        hint = ", often for want of memory" if -code == signal.SIGKILL else ""
         raise TrainingError(
-            f"rank {first.index(code)} was ended by {signal.Signals(-code).name} (SIGKILL is often for want of "
-            "memory); the run stops, and --resume goes on from its newest checkpoint"
+            f"rank {first.index(code)} was ended by {signal.Signals(-code).name}{hint}; the run stops, and --resume "
+            "goes on from its newest checkpoint"
         )
-    codes = [process.exitcode for process in ranks]
-    if any(codes):
-        sys.exit(2 if 2 in codes else 1)
+    codes = {process.exitcode or 0 for process in ranks} - {0}
+    if codes:
+        sys.exit(codes.pop() if len(codes) == 1 else min(codes & {1, 2}, default=1))

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist.config import Experiment, RunFolder, check_finite, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
+from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, open_dataset
 from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.arithmetic import Arithmetic
@@ -65,8 +66,8 @@ def train(
         traffic, arithmetic = Traffic(mesh), Arithmetic()
         peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
         meters = traffic, arithmetic, peak
-        with reporting(experiment, folder, start) as report:
-            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters)
+        with reporting(experiment, folder, start) as report, Saving(experiment.checkpoint) as schedule:
+            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
 
         steps = experiment.train.steps
         validation = validation_loss(model, dataset, experiment, mesh)
@@ -109,9 +110,13 @@ def loop(
     folder: RunFolder | None,
     report: Report,
     meters: Iterable[AbstractContextManager[Any]],
+    schedule: Saving,
 ) -> list[dict[str, Any]]:
-    """Steps `start + 1` to `train.steps`: what is logged of each. One of them is taken within `meters`."""
-    config, every = experiment.train, experiment.checkpoint.every
+    """Steps `start + 1` to `train.steps`: what is logged of each. One of them is taken within `meters`.
+
+    Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
+    """
+    config = experiment.train
     tokens = config.batch * experiment.data.sequence
     recorder = Recorder(model, optimizer, experiment, mesh, folder)
     measured = metered(range(start + 1, config.steps + 1), recorder.steps)
@@ -130,8 +135,11 @@ def loop(
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
         records.append(record)
         report(record)
-        if folder and every and step % every == 0:
+        due = launch.as_first(schedule.due(step), mesh.device_type)
+        if folder and due:
             checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
+        if due == Due.STOP:
+            raise schedule.interrupted(step, kept=folder is not None)
     return records
 
 

@@ -1,8 +1,10 @@
 """Every strategy and mesh against one rank, in float64, through the command line."""
 
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,9 @@ import pytest
 import torch
 
 from jaxdist.config import ConfigError, Parallel, read_metrics
-from jaxdist.config.checkpoints import MANIFEST
+from jaxdist.config.checkpoints import MANIFEST, steps_in
 from torch_ref import checkpoint, launch
-from torch_ref.conftest import ROOT, Run, Train, command, distance
+from torch_ref.conftest import FIELDS, ROOT, Run, Train, command, distance
 from torch_ref.train import main
 
 ONE = "--mesh 1x1"
@@ -235,6 +237,37 @@ def test_a_damaged_checkpoint_is_passed_over(train: Train, tmp_path: Path) -> No
     assert said.count(f"its file {file.name} has changed") == said.count("going back to step 2") == 1
     assert distance(Run(folder), right) == (0, 0)
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["2", "4", "4.damaged"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: signal.Signals) -> None:
+    """It comes to the one process that started the ranks; they agree on the step."""
+    right, folder = train("--mesh 2x1 --strategy ddp"), tmp_path / "run"
+    slow = "import time\nfrom torch_ref import train\nright = train.train_step\n" + (
+        "train.train_step = lambda *a: (time.sleep(1), right(*a))[1]"
+    )
+    shutil.copytree(right.folder, folder)
+    config = (folder / "config.toml").read_text()
+    data = next(line for line in config.splitlines() if line.startswith("path")).split('"')[1]
+    shutil.rmtree(folder)
+    line = ["--data.path", data, "--output", str(folder), "--mesh", "2x1", "--strategy", "ddp"]
+    code = f"{slow}\ntrain.exit_codes(train.main)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *FIELDS, *line],
+        cwd=ROOT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not ((folder / "metrics.jsonl").exists() and read_metrics(folder)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    (last,) = steps_in(folder / "checkpoints")
+    assert last == len(read_metrics(folder)) < 4
+    assert said.count(f"error: ended by {number.name} after step {last}; step {last} is saved") == 1
+    resume(folder, "--mesh 2x1 --strategy ddp")
+    assert distance(Run(folder), right) == (0, 0)
 
 
 FAILING_RANK = """

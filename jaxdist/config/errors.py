@@ -15,14 +15,21 @@ class TrainingError(Exception):
     """The run cannot go on. The message says where it stopped and what to try; the process ends with 1."""
 
 
+class Interrupted(Exception):
+    """A signal ended the run between two steps; the process ends with 75, and --resume goes on."""
+
+
+CODES: dict[type[BaseException], int] = {ConfigError: 2, TrainingError: 1, Interrupted: 75, KeyboardInterrupt: 130}
+
+
 def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
-    """Run `main` and end the process: 0 done, 2 bad input, 1 failed. `quiet`: another rank says why."""
+    """Run `main` and end the process: 0 done, or one of CODES and one message. `quiet`: another rank says why."""
     try:
         main()
-    except (ConfigError, TrainingError) as error:
+    except tuple(CODES) as error:
         if not quiet:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+            print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
+        sys.exit(next(code for kind, code in CODES.items() if isinstance(error, kind)))
     sys.exit(0)
 
 

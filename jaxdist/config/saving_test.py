@@ -1,0 +1,88 @@
+"""When a run is saved and ended; `*train_test.py` send signals to real ones."""
+
+import os
+import signal
+
+import pytest
+
+from jaxdist.config import Checkpoint
+from jaxdist.config.errors import Interrupted, exit_codes
+from jaxdist.config.saving import Due, Saving
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def steps(saving: Saving, clock: Clock, seconds: float, last: int = 10) -> list[int]:
+    """The steps after which a run of `last` steps is saved, each of so many seconds."""
+    found = []
+    for step in range(1, last + 1):
+        clock.now += seconds
+        if saving.due(step):
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "seconds", "saved"),
+    [
+        (Checkpoint(), 1000, []),
+        (Checkpoint(every=3), 1000, [3, 6, 9]),
+        (Checkpoint(minutes=0.5), 10, [3, 6, 9]),
+        (Checkpoint(minutes=0.5), 40, list(range(1, 11))),
+        (Checkpoint(every=4, minutes=0.5), 10, [3, 4, 7, 8]),  # counted from the last, whatever it was for
+    ],
+)
+def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[int]) -> None:
+    clock = Clock()
+    assert steps(Saving(config, clock), clock, seconds) == saved
+
+
+def test_signals() -> None:
+    clock = Clock()
+    with Saving(Checkpoint(), clock) as saving:
+        assert saving.due(1) is Due.NOTHING
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert saving.due(2) is Due.SAVE and saving.due(3) is Due.NOTHING
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert saving.due(4) is Due.STOP
+        assert str(saving.interrupted(4, kept=True)).startswith("ended by SIGTERM after step 4; step 4 is saved")
+        assert "nothing is kept" in str(saving.interrupted(4, kept=False))
+
+
+def test_a_second_interrupt_is_heeded_at_once() -> None:
+    clock = Clock()
+    with Saving(Checkpoint(), clock) as saving:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same one, passed on
+        clock.now += 5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert saving.due(1) is Due.STOP
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    with Saving(Checkpoint()):
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(Interrupted("ended by SIGTERM"), 75, "error: ended by SIGTERM"), (KeyboardInterrupt(), 130, "interrupted")],
+)
+def test_exit_codes(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        exit_codes(main)
+    assert end.value.code == code and capsys.readouterr().err == f"{said}\n"
