@@ -121,6 +121,18 @@ class Recorder:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         return {f"{kind}/{name}": np.asarray(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
 
+    def first_nonfinite(self, state: TrainState, batch: Batch) -> str | None:
+        """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
+        activations = self.forward(state, batch)
+        kinds = {"weight": state.parameters, "activation": activations["activation"]}
+        kinds |= {"gradient of activation": activations["activation_gradient"]}
+        kinds |= {"gradient": dict(reversed(self.update(state, batch)["gradient"].items()))}
+        for kind, arrays in kinds.items():
+            for name, array in arrays.items():
+                if not bool(jnp.isfinite(array).all()):
+                    return f"{kind} {name}"
+        return None
+
     def mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
         """`function` of (state, batch) on every device."""
         inputs = (self.program.specs, self.program.batch_specs)
@@ -137,7 +149,7 @@ class Recorder:
             gradients = step.reduce(gradients)
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
-            after = step.update(state, gradients, norm)
+            after = step.update(state, gradients, norm, jnp.isfinite(loss + norm))
             mu, nu = (optax.tree.get(after.optimizer, name) for name in ("mu", "nu"))
             stages = {"gradient": gradients, "clipped": clipped, "exp_avg": mu, "exp_avg_sq": nu}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}

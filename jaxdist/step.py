@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,13 +44,14 @@ class Step:
         loss, gradients = self.accumulate(state.parameters, batch)
         gradients = self.reduce(gradients)
         norm = self.norm(gradients)
-        return self.update(state, gradients, norm), {"loss": loss, "grad_norm": norm}
+        return self.update(state, gradients, norm, jnp.isfinite(loss + norm)), {"loss": loss, "grad_norm": norm}
 
-    def update(self, state: TrainState, gradients: Arrays, norm: jax.Array) -> TrainState:
-        """Clip and AdamW."""
+    def update(self, state: TrainState, gradients: Arrays, norm: jax.Array, finite: jax.Array) -> TrainState:
+        """Clip and AdamW; where the step is not `finite` nothing, but the schedule goes on."""
         pieces = self.pieces(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm)
-        return TrainState(self.whole(optax.apply_updates(pieces, updates)), optimizer)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm, finite=finite)
+        after = jax.tree.map(partial(jnp.where, finite), optax.apply_updates(pieces, updates), pieces)
+        return TrainState(self.whole(after), optimizer)
 
     def loss(self, sinks: Arrays | None, parameters: Arrays, batch: Batch) -> jax.Array:
         """Sum of this device's cross-entropy, nats."""

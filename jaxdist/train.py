@@ -1,5 +1,6 @@
 """Train an experiment: `python -m jaxdist.train --mesh 2x4`. `main` reads as the table of contents."""
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import RunFolder, check_finite, exit_codes, newest, parse
+from jaxdist.config import RunFolder, check_finite, diverged, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, open_dataset
@@ -118,8 +119,13 @@ def loop(
             state, values = compiled(state, batch)
             batch = fetch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
-            check_finite(step, loss=loss, grad_norm=norm)
             seconds = time.perf_counter() - began
+            finite = math.isfinite(loss) and math.isfinite(norm)
+            if not finite and train.nonfinite == "stop":
+                tensor = recorder.first_nonfinite(state, fetch(step))
+                if checkpoints:
+                    checkpoints.wait()
+                raise diverged(step, loss, norm, tensor, folder.newest if folder else None)
             record = {
                 "step": step,
                 "loss": loss,
@@ -128,7 +134,7 @@ def loop(
                 "tokens": step * tokens,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
-            }
+            } | ({"skipped": not finite} if train.nonfinite == "skip" else {})
             records.append(record)
             show(record)
             if folder:

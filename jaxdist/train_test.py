@@ -10,14 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxdist import checkpoint
-from jaxdist.config import ConfigError, read_metrics
+from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
+from jaxdist.data import Batch, open_dataset
 from jaxdist.evaluate import main as evaluate
+from jaxdist.sharding import BATCH
+from jaxdist.step import Step
 from jaxdist.train import main
 
 TINY = [
@@ -289,12 +295,49 @@ def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    done = command(
-        *TINY, "--steps", "20", "--optimizer.learning_rate", "1e30", "--optimizer.clip", "0", "--output", str(path)
-    )
+    wild = ["--optimizer.learning_rate", "1e30", "--optimizer.clip", "0", "--checkpoint.every", "1"]
+    done = command(*TINY, "--steps", "20", *wild, "--output", str(path))
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    step = int(re.search(r"step (\d+): .* (nan|inf)", done.stderr)[1])  # type: ignore[index]
+    step = int(re.search(r"step (\d+): .* = (nan|inf)", done.stderr)[1])  # type: ignore[index]
+    assert re.search(r"the first tensor that is not finite is (weight|(gradient of )?activation) \S+\.", done.stderr), (
+        done.stderr
+    )
+    assert f"the last checkpoint is {path}/checkpoints/{step - 1}." in done.stderr
     assert [record["step"] for record in read_metrics(path)] == list(range(1, step))
+
+
+def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and moments stay, the schedule goes on, and so does the run."""
+    path, right = tmp_path / "run", Step.accumulate
+    line = [*TINY, "--mesh", "2x2", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
+    experiment = parse(line, "jaxdist.train", "").experiment
+    third = open_dataset(experiment.data, experiment.model.vocab).batch(3, experiment.train.batch, 0).tokens.sum()
+
+    def accumulate(self: Step, parameters: Any, batch: Batch) -> Any:
+        loss, gradients = right(self, parameters, batch)
+        planted = jnp.where(lax.psum(batch.tokens.sum(), BATCH) == int(third), jnp.inf, 1.0)
+        return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}
+
+    monkeypatch.setattr(Step, "accumulate", accumulate)
+    main([*line, "--train.nonfinite", "skip"])
+    records = read_metrics(path)
+    assert [record["skipped"] for record in records] == [False, False, True, False, False]
+    assert records[2]["grad_norm"] is None and records[2]["loss"] > 0
+    saved = {step: checkpoint.read(path / "checkpoints" / str(step)) for step in (2, 3, 4)}
+    flat = {step: weights(path / "checkpoints" / str(step)) for step in saved}
+    assert all(np.array_equal(flat[2][name], flat[3][name]) for name in flat[2])
+    assert not all(np.array_equal(flat[3][name], flat[4][name]) for name in flat[3])
+    counts = {
+        step: [int(part["count"]) for part in s.optimizer if part and "count" in part] for step, s in saved.items()
+    }
+    assert counts == {2: [2, 2], 3: [2, 3], 4: [3, 4]}  # of Adam, of the schedule
+
+    stopped = tmp_path / "stopped"
+    with pytest.raises(
+        TrainingError, match=r"step 3: grad_norm = inf; .* is gradient norm.scale.*/stopped/checkpoints/2"
+    ):
+        main([*line[:-1], str(stopped)])
+    assert [record["step"] for record in read_metrics(stopped)] == [1, 2]
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -116,11 +116,16 @@ class AdamW:
         self.holder.state[piece] = state
         return state
 
-    def step(self, step: int) -> float:
-        """Update every parameter from its `.grad`. Returns the learning rate of `step`, counted from 1."""
+    def step(self, step: int, finite: bool) -> float:
+        """Update every parameter from its `.grad`, unless the step is not `finite`.
+
+        Returns the learning rate of `step`, counted from 1.
+        """
         rate = learning_rate(self.config, self.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        if not finite:
+            return rate
         for name, parameter in self.parameters.items():
             self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
         self.optimizer.step()

@@ -24,7 +24,7 @@ from jaxdist.config.record import FUNCTIONS, LOGITS
 from torch_ref.models import FAMILIES
 from torch_ref.optim import AdamW
 from torch_ref.step import Tokens, Watch
-from torch_ref.weights import named
+from torch_ref.weights import local, named
 
 Arrays = dict[str, np.ndarray]
 
@@ -104,6 +104,35 @@ class Taps:
             return y
 
         return tapped
+
+
+def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | None:
+    """The first tensor of a `step`, which is taken once more, that is not finite on some rank, in the order of a step.
+
+    Called by all ranks; the step must not update.
+    """
+    plain = getattr(model, "module", model)  # inside of DDP
+    taps, gradients = Taps(), dict[str, Tensor]()
+
+    def watch(stage: str) -> None:
+        if stage == "gradient":
+            gradients.update({n: p.grad.clone() for n, p in named(model) if p.grad is not None})
+
+    with taps.installed(plain, sys.modules[type(plain).__module__]):
+        step(watch)
+    kinds: dict[str, dict[str, list[Tensor]]] = {
+        "weight": {n: [p] for n, p in named(model)},
+        "activation": taps.noted,
+        "gradient of activation": {n: taps.gradients[n] for n in reversed(taps.gradients)},
+        "gradient": {n: [gradients[n]] for n in reversed(gradients)},
+    }
+    names = [f"{kind} {name}" for kind, tensors in kinds.items() for name in tensors]
+    good = torch.stack([
+        torch.stack([torch.isfinite(local(t)).all() for t in parts]).all()
+        for tensors in kinds.values() for parts in tensors.values()
+    ]).to(torch.int32)  # fmt: skip
+    dist.all_reduce(good, dist.ReduceOp.MIN)
+    return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
 
 
 class Recorder:

@@ -1,5 +1,6 @@
 """One optimizer step, from a rank's rows of the global batch to updated parameters."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,7 +46,9 @@ def train_step(
     step: int,
     watch: Watch,
 ) -> Values:
-    """Accumulate -> clip -> update. `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
+    """Accumulate -> clip -> update, if loss and norm are finite.
+
+    `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
 
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
     before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
@@ -63,8 +66,9 @@ def train_step(
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip)
     watch("clipped")
-    rate = optimizer.step(step)
-    return Values(sum_over_batch(total, mesh).item(), norm.item(), rate)
+    loss_value, norm_value = sum_over_batch(total, mesh).item(), norm.item()
+    finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+    return Values(loss_value, norm_value, optimizer.step(step, finite))
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

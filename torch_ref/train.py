@@ -1,5 +1,6 @@
 """Train an experiment in PyTorch: `python -m torch_ref.train --mesh 2x4`."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Experiment, RunFolder, check_finite, exit_codes, newest, parse
+from jaxdist.config import Experiment, RunFolder, check_finite, diverged, exit_codes, newest, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, open_dataset
@@ -22,7 +23,7 @@ from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
 from torch_ref.optim import AdamW
 from torch_ref.parallelize import parallelize
-from torch_ref.record import Recorder
+from torch_ref.record import Recorder, first_nonfinite
 from torch_ref.step import Tokens, evaluate, train_step
 from torch_ref.traffic import Traffic
 from torch_ref.weights import draw, fill
@@ -130,9 +131,15 @@ def loop(
                 measuring.enter_context(meter)
             values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
         seconds = time.perf_counter() - began
-        check_finite(step, loss=values.loss, grad_norm=values.grad_norm)
+        finite = math.isfinite(values.loss) and math.isfinite(values.grad_norm)
+        if not finite and config.nonfinite == "stop":
+            again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
+            tensor, last = first_nonfinite(model, again), folder.newest if folder else None
+            raise diverged(step, values.loss, values.grad_norm, tensor, last)
         record: dict[str, Any] = {"step": step} | values._asdict()
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+        if config.nonfinite == "skip":
+            record["skipped"] = not finite
         records.append(record)
         report(record)
         due = launch.as_first(schedule.due(step), mesh.device_type)

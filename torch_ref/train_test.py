@@ -1,5 +1,6 @@
 """Every strategy and mesh against one rank, in float64, through the command line."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -179,7 +180,46 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     result = command("--mesh", "2x1", "--output", str(path), *wild)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "Traceback" not in result.stderr and result.stderr.count("error: step") == 1
+    assert re.search(
+        r"the first tensor that is not finite is (weight|(gradient of )?activation) \S+\.", result.stderr
+    ), result.stderr
+    assert "there is no checkpoint" in result.stderr
     assert len(read_metrics(path)) < 8
+
+
+INFINITE = """
+import os, torch
+from torch_ref import train
+right = train.train_step
+def train_step(model, optimizer, batch, experiment, mesh, step, watch):
+    def spoil(stage):
+        if step == 3 and stage == "gradient" and os.environ["RANK"] == "1":
+            gradient = model.norm.weight.grad
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(float("inf"))
+        watch(stage)
+    return right(model, optimizer, batch, experiment, mesh, step, spoil)
+train.train_step = train_step
+"""
+
+
+def test_a_step_that_is_not_finite_is_passed_over(train: Train, tmp_path: Path) -> None:
+    """Weights and moments stay, the schedule goes on, and so does the run."""
+    line = "--mesh 2x1 --checkpoint.every 1"
+    run = train(f"{line} --train.nonfinite skip", before=INFINITE)
+    records = read_metrics(run.folder)
+    assert [record["skipped"] for record in records] == [False, False, True, False]
+    assert records[2]["grad_norm"] is None and records[2]["loss"] > 0
+    rates = [record["learning_rate"] for record in records]
+    assert rates == [record["learning_rate"] for record in read_metrics(train(ONE).folder)]
+    saved = {step: checkpoint.read(run.folder / "checkpoints" / str(step))[1] for step in (2, 3, 4)}
+    for kind, tensors in saved[2].items():
+        assert all(torch.equal(t, saved[3][kind][name]) for name, t in tensors.items())
+        assert not all(torch.equal(t, saved[4][kind][name]) for name, t in tensors.items())
+
+    stopped = tmp_path / "stopped"
+    result = command("--model.vocab", "256", "--output", str(stopped), *line.split(), before=INFINITE)
+    assert result.returncode == 1
+    assert re.search(r"step 3: grad_norm = inf; .* is gradient norm.weight\..*checkpoints/2\.", result.stderr)
 
 
 def test_an_output_that_cannot_be_is_refused_before_any_rank_starts(

@@ -3,7 +3,7 @@
 from jaxdist.config.arguments import Arguments, load, parse
 from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
-from jaxdist.config.errors import ConfigError, TrainingError, check_finite, exit_codes
+from jaxdist.config.errors import ConfigError, TrainingError, check_finite, diverged, exit_codes
 from jaxdist.config.experiment import (
     AXES,
     POLICIES,
@@ -49,6 +49,7 @@ __all__ = [
     "check_writable",
     "checkpoint_in",
     "differences",
+    "diverged",
     "exit_codes",
     "load",
     "newest",

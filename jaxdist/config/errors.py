@@ -4,6 +4,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -41,6 +42,18 @@ def check_finite(step: int, **values: float | None) -> None:
                 f"step {step}: {name} = {value}; the run stops, with the steps before this one logged. "
                 "Lower optimizer.learning_rate, lengthen optimizer.warmup, or set optimizer.clip"
             )
+
+
+def diverged(step: int, loss: float, grad_norm: float, tensor: str | None, last: Path | None) -> TrainingError:
+    """What ends a run before the update of a step that is not finite. `tensor`: the first one that is not."""
+    name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", grad_norm)
+    where = f"the first tensor that is not finite is {tensor}" if tensor else "no single tensor shows it"
+    saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
+    return TrainingError(
+        f"step {step}: {name} = {value}; {where}. The update was not made, the steps before this one are logged, "
+        f"{saved}. Lower optimizer.learning_rate, lengthen optimizer.warmup, set optimizer.clip, or pass over such "
+        "steps by --train.nonfinite skip"
+    )
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

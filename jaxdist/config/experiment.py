@@ -66,6 +66,8 @@ class Train(Section):
     """Microbatches per step."""
     seed: Seed = 0
     """Seed of the starting weights and of the data order."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient norm that is NaN or infinite: stop before the update, or pass over the step and its batch."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split evaluated after the last step; 0 for none."""
 

@@ -1,6 +1,7 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config.checkpoints import clean, newest_whole
+from jaxdist.config.checkpoints import clean, newest, newest_whole
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.record import write_record
@@ -83,6 +84,12 @@ class RunFolder:
         return step
 
     @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint."""
+        step = newest(self.checkpoints)
+        return None if step is None else self.checkpoints / str(step)
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -95,9 +102,10 @@ class RunFolder:
         replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one step's record."""
+        """Append one step's record; JSON has no NaN and no infinity: they are null."""
+        finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in record.items()}
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
         if self.experiment.metrics.tensorboard:
             for name, value in record.items():
                 self._events.add_scalar(name, value, record["step"])

@@ -176,8 +176,8 @@ def weights_rounded_after_the_update() -> None:
     right = optim.AdamW.step
 
     @torch.no_grad()
-    def stepped(self: Any, number: int) -> float:
-        rate = right(self, number)
+    def stepped(self: Any, *inputs: Any) -> float:
+        rate = right(self, *inputs)
         for piece in self.locals.values():
             piece.copy_(piece.bfloat16())
         return rate
