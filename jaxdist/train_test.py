@@ -338,6 +338,8 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
     ):
         main([*line[:-1], str(stopped)])
     assert [record["step"] for record in read_metrics(stopped)] == [1, 2]
+    main([*line[:-1], str(stopped), "--resume", "--train.nonfinite", "skip"])  # as the message says
+    assert all(np.array_equal(array, weights(path)[name]) for name, array in weights(stopped).items())
 
 
 def test_tensorboard(tmp_path: Path) -> None:

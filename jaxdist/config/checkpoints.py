@@ -84,10 +84,14 @@ def damage(folder: Path, verify: Verify = "checksums") -> str | None:
             return f"its file {name} has {file.stat().st_size:,} bytes instead of {size:,}"
     if verify == "sizes":
         return None
-    with ThreadPoolExecutor() as pool:
-        for (file, (_, digest)), found in zip(expected.items(), pool.map(sha256, expected), strict=True):
-            if found != digest:
-                return f"its file {file.relative_to(folder)} has changed since it was written (SHA-256)"
+    try:
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(sha256, expected))
+    except OSError as error:
+        return f"its file {Path(error.filename).relative_to(folder)} cannot be read: {error.strerror}"
+    for (file, (_, digest)), now in zip(expected.items(), found, strict=True):
+        if now != digest:
+            return f"its file {file.relative_to(folder)} has changed since it was written (SHA-256)"
     return None
 
 
@@ -101,7 +105,7 @@ def within(folder: Path, name: str) -> Path:
 
 def steps_in(checkpoints: Path) -> list[int]:
     """The steps of which there are checkpoints, the newest last."""
-    return sorted(int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdigit())
+    return sorted(int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdecimal())
 
 
 def newest(checkpoints: Path) -> int | None:

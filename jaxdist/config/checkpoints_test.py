@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import Checkpoint, ConfigError
+from jaxdist.config import Checkpoint, ConfigError, checkpoints
 from jaxdist.config.checkpoints import (
     MANIFEST,
     checkpoint_in,
@@ -66,6 +66,18 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
     assert says in (damage(folder) or "")
     by_size = damage(folder, "sizes")
     assert by_size is None if how in ("flipped", "swapped") else says in (by_size or "")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk with a bad block, or for want of permission."""
+    folder = write(tmp_path, 3)
+
+    def broken(file: Path) -> str:
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr(checkpoints, "sha256", broken)
+    assert damage(folder) == "its file a cannot be read: Input/output error"
+    assert damage(folder, "sizes") is None
 
 
 @pytest.mark.parametrize(

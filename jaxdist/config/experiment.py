@@ -224,7 +224,7 @@ Verify = Literal["checksums", "sizes"]
 
 
 class Checkpoint(Section):
-    """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/config/interrupt.py`."""
+    """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/config/saving.py`."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0: only after the last step."""
