@@ -7,7 +7,6 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 
 import json
 import logging
-import shutil
 import textwrap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +24,11 @@ from jaxdist.config import (
     ConfigError,
     Experiment,
     RunFolder,
-    TrainingError,
     check_shapes,
     checkpoint_in,
     whole,
 )
-from jaxdist.config.checkpoints import newest, publish, thin, unfinished
-from jaxdist.config.display import say
+from jaxdist.config.checkpoints import publish, thin, unfinished, written
 from jaxdist.config.experiment import Verify
 from jaxdist.step import TrainState
 
@@ -73,7 +70,7 @@ class Checkpoints:
         }
         if optimizer is not None:
             values["optimizer"] = ocp.args.StandardSave(optimizer)
-        with self.failing(step):
+        with written(self.folder, step, self.config):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
             self.writing = step, self.thread.submit(self._finish, step)
@@ -89,26 +86,8 @@ class Checkpoints:
         writing, self.writing = self.writing, None
         if writing:
             step, future = writing
-            with self.failing(step):
+            with written(self.folder, step, self.config):
                 future.result()
-
-    @contextmanager
-    def failing(self, step: int) -> Iterator[None]:
-        """Whatever a write raises becomes a TrainingError, or a line where training is to go on."""
-        try:
-            yield
-        except Exception as error:  # of Orbax and TensorStore, many kinds
-            for left in self.folder.glob(f"{unfinished(self.folder, step).name}*"):
-                shutil.rmtree(left, ignore_errors=True)
-            last = newest(self.folder)
-            message = (
-                f"the checkpoint of step {step} could not be written to {self.folder}: "
-                f"{textwrap.shorten(str(error), 200)}"
-            )
-            if self.config.failure == "stop":
-                rest = "there is no earlier one" if last is None else f"that of step {last} is whole: go on by --resume"
-                raise TrainingError(f"{message}; {rest}, after there is room or permission again") from None
-            say(f"{message}; training goes on without it")
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""

@@ -164,7 +164,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
         lines = [json.dumps(record | {"loss": record["loss"] * (1 + 1e-4)}) for record in records]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
-    assert judged(weights) == {"weights at the end"}
+    assert judged(weights) == {"weights at the end", "exp_avg at the end"}
     assert judged(loss) == {"loss"}
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="the parity suite needs torch: pip install '
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 
+from jaxdist.config.checkpoints import seal
 from parity_tests.cases import MODELS, experiment, write_documents
 from parity_tests.run import Run, run
 
@@ -105,4 +106,5 @@ def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model"] |= {name.removeprefix("model."): value for name, value in wrong.items()}
     file.write_text(json.dumps(values), encoding="utf-8")
+    seal(file.parent)
     return copy

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
-from jaxdist.config.checkpoints import publish, thin, unfinished
+from jaxdist.config.checkpoints import publish, thin, unfinished, written
 from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.optim import AdamW
@@ -40,18 +40,24 @@ def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
     """Write `folder/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
-    beside, first = unfinished(folder, step), dist.get_rank() == 0
-    if first:
+    beside = unfinished(folder, step)
+
+    def begin() -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-    dist.barrier()
-    state = state_of(model, optimizer) | {"step": torch.tensor(step)}
-    dcp.save(state, checkpoint_id=beside)
-    if first:
+
+    def finish() -> None:
         (beside / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
         publish(folder, step)
         thin(folder, experiment.checkpoint)
-    dist.barrier()
+
+    with written(folder, step, experiment.checkpoint, first=dist.get_rank() == 0):
+        from_first(begin)
+        try:
+            dcp.save(state_of(model, optimizer) | {"step": torch.tensor(step)}, checkpoint_id=beside)
+        except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
+            raise OSError(str(next(iter(error.failures.values()))[0])) from None
+        from_first(finish)
 
 
 def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> None:

@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,15 +99,15 @@ def process_group(plan: Plan) -> Iterator[DeviceMesh]:
 
 
 def from_first(function: Callable[[], Result]) -> Result:
-    """On every rank what `function` returns on the first, the only one to call it; a ConfigError is raised on all."""
+    """On every rank what `function` returns, or raises, on the first, the only one to call it."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             found = [function()]
-        except ConfigError as error:
+        except Exception as error:
             found = [error]
     dist.broadcast_object_list(found)
-    if isinstance(found[0], ConfigError):
+    if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
 
@@ -116,6 +117,14 @@ def as_first(value: int, device: str) -> int:
     agreed = torch.tensor(value, device=device)
     dist.broadcast(agreed, 0)
     return int(agreed)
+
+
+def end_with_parent() -> None:
+    """A rank whose parent was killed must not go on: it would write beside the run that is begun in its place."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def start(plan: Plan, function: Callable[[], None]) -> None:
@@ -133,6 +142,7 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
             os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
             torch.set_num_threads(threads)
+            threading.Thread(target=end_with_parent, daemon=True).start()
             exit_codes(function, quiet())
 
         def pass_on(number: int, _: Any) -> None:

@@ -9,11 +9,14 @@ import hashlib
 import json
 import os
 import shutil
+import textwrap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from jaxdist.config.display import say
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Checkpoint, Verify
 
 MANIFEST = "manifest.json"
@@ -23,6 +26,27 @@ UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 def unfinished(checkpoints: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written, until `publish`."""
     return checkpoints / f"{step}{UNFINISHED}"
+
+
+@contextmanager
+def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True) -> Iterator[None]:
+    """Whatever the writing of a checkpoint raises becomes a TrainingError, or a line where training is to go on.
+
+    Of several processes the `first` cleans up and speaks.
+    """
+    try:
+        yield
+    except Exception as error:  # of Orbax, TensorStore and torch, many kinds
+        for left in checkpoints.glob(f"{unfinished(checkpoints, step).name}*") if first else ():
+            shutil.rmtree(left, ignore_errors=True)
+        reason = textwrap.shorten(str(error), 200)
+        message = f"the checkpoint of step {step} could not be written to {checkpoints}: {reason}"
+        if config.failure == "stop":
+            last = newest(checkpoints)
+            rest = "there is no earlier one" if last is None else f"that of step {last} is there: go on by --resume"
+            raise TrainingError(f"{message}; {rest}, when there is room and permission again") from None
+        if first:
+            say(f"{message}; training goes on without it")
 
 
 def publish(checkpoints: Path, step: int) -> None:
@@ -37,7 +61,7 @@ def publish(checkpoints: Path, step: int) -> None:
 
 def seal(folder: Path) -> None:
     """Write the manifest of all files below `folder`, when they and it have reached the disk."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / MANIFEST]
     for path in (folder, *folder.rglob("*")):
         synchronize(path)
     with ThreadPoolExecutor() as pool:

@@ -68,6 +68,14 @@ def test_damage_is_found_and_named(tmp_path: Path, how: str) -> None:
     assert by_size is None if how in ("flipped", "swapped") else says in (by_size or "")
 
 
+def test_what_is_sealed_again_is_whole_again(tmp_path: Path) -> None:
+    folder = write(tmp_path, 3)
+    flip(folder / "a")
+    assert damage(folder)
+    checkpoints.seal(folder)
+    assert damage(folder) is None
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a disk with a bad block, or for want of permission."""
     folder = write(tmp_path, 3)

@@ -1,18 +1,22 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from jaxdist.config.checkpoints import clean, newest, newest_whole
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.display import say
+from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.record import write_record
 
@@ -30,6 +34,7 @@ class RunFolder:
     def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
         """Raises ConfigError when `path` cannot be written, or holds a run that this one is not to continue."""
         self.path, self.experiment, self.resume = path, experiment, resume
+        self.unwritten = ""  # lines of metrics.jsonl for which there was no room
         check_writable(path, f"--output {path}")
         occupied = path.is_dir() and any(path.iterdir())
         if occupied and not (path / "config.toml").exists():
@@ -96,23 +101,40 @@ class RunFolder:
     def create(self, experiment: Experiment, from_step: int = 0) -> None:
         """Write the config; drop metrics and set aside checkpoints after `from_step`, whose steps come once more."""
         kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
-        clean(self.checkpoints, from_step)
-        self.path.mkdir(parents=True, exist_ok=True)
-        replace(self.path / "config.toml", experiment.to_toml())
-        replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        try:
+            clean(self.checkpoints, from_step)
+            self.path.mkdir(parents=True, exist_ok=True)
+            replace(self.path / "config.toml", experiment.to_toml())
+            replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        except OSError as error:
+            raise ConfigError(f"--output {self.path}: {error.strerror}; make room, or give another folder") from None
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one step's record; JSON has no NaN and no infinity: they are null."""
         finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in record.items()}
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self.unwritten += json.dumps(finite, allow_nan=False) + "\n"
+        with self.writing():
+            append(self.metrics, self.unwritten)
+            self.unwritten = ""
         if self.experiment.metrics.tensorboard:
             for name, value in record.items():
                 self._events.add_scalar(name, value, record["step"])
 
     def record(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep tensors of a step."""
-        write_record(self.path, step, arrays)
+        with self.writing():
+            write_record(self.path, step, arrays)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What cannot be written becomes a TrainingError, or is said where training is to go on."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            message = f"--output {self.path}: {getattr(error, 'strerror', error)}"
+            if self.experiment.checkpoint.failure == "stop":
+                raise TrainingError(f"{message}; make room, and go on by --resume") from None
+            say(f"{message}; training goes on without it")
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -123,7 +145,18 @@ class RunFolder:
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
-        replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        with self.writing():
+            replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def append(file: Path, text: str) -> None:
+    """Add to `file` all of `text` or nothing of it. Raises OSError."""
+    content = text.encode()
+    with file.open("ab", buffering=0) as opened:
+        size = opened.tell()
+        if opened.write(content) != len(content):
+            opened.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
 
 def replace(file: Path, text: str) -> None:

@@ -1,0 +1,84 @@
+"""Runs that are killed at random moments, half of them while a checkpoint is written, and resumed each time."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdist.config import read_metrics
+from jaxdist.config.checkpoints import UNFINISHED
+from parity_tests.run import SIDES, TRAIN, Run
+
+TINY = [
+    "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
+    "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "0",
+    "--optimizer.warmup", "2", "--optimizer.decay_steps", "200", "--device", "cpu", "--mesh", "2x1",
+    "--checkpoint.every", "7", "--checkpoint.keep", "2",
+]  # fmt: skip
+ENDLESS = 10**6
+
+
+def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
+    """A run of `steps` in a process group of its own; it begins, or goes on."""
+    line = [sys.executable, "-m", TRAIN[side], *TINY, "--steps", str(steps), "--output", str(path), "--resume"]
+    unset = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return subprocess.Popen(
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=unset | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finished(side: str, path: Path, steps: int) -> Run:
+    running = process(side, path, steps)
+    _, said = running.communicate(timeout=300)
+    assert running.returncode == 0, said
+    return Run(side, path)
+
+
+def logged(path: Path) -> int:
+    """The last step in metrics.jsonl."""
+    records = read_metrics(path)
+    return records[-1]["step"] if records else 0
+
+
+def moments(seed: int) -> Iterator[tuple[bool, float]]:
+    """Whether to wait for a save, and the seconds to wait then."""
+    chance = random.Random(seed)
+    while True:
+        yield chance.random() < 0.5, chance.uniform(0, 0.4)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_survives_being_killed(tmp_path: Path, side: str, kills: int) -> None:
+    """Nothing is lost but the steps since the last checkpoint; weights, moments and metrics end equal to the bit."""
+    path = tmp_path / "killed"
+    for _, (at_a_save, seconds) in zip(range(kills), moments(kills), strict=False):
+        running, before = process(side, path, ENDLESS), None
+        deadline = time.monotonic() + 120
+        while True:
+            assert running.poll() is None, running.communicate()[1]
+            assert time.monotonic() < deadline
+            writing = at_a_save and any(UNFINISHED in entry.name for entry in (path / "checkpoints").glob("*"))
+            step = logged(path) if (path / "config.toml").exists() else 0
+            before = step if before is None else min(before, step)  # it falls back to the last checkpoint first
+            if step > before and (writing or not at_a_save):
+                break
+            time.sleep(0.001)
+        time.sleep(seconds / 20 if at_a_save else seconds)
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+    last = logged(path) + 10
+    killed, straight = finished(side, path, last), finished(side, tmp_path / "straight", last)
+    for name, array in straight.states.items():
+        np.testing.assert_array_equal(killed.states[name], array, err_msg=name)
+    timeless = [[{k: v for k, v in r.items() if "second" not in k} for r in run.metrics] for run in (killed, straight)]
+    assert timeless[0] == timeless[1] and [record["step"] for record in timeless[0]] == list(range(1, last + 1))
+    assert not any(UNFINISHED in entry.name for entry in (path / "checkpoints").iterdir())
