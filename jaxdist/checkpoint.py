@@ -19,15 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.config import (
-    Checkpoint,
-    ConfigError,
-    Experiment,
-    RunFolder,
-    check_shapes,
-    checkpoint_in,
-    whole,
-)
+from jaxdist.config import Checkpoint, ConfigError, Experiment, RunFolder, check_shapes, checkpoint_in, whole
 from jaxdist.config.checkpoints import publish, thin, unfinished, written
 from jaxdist.config.experiment import Verify
 from jaxdist.step import TrainState

@@ -96,11 +96,11 @@ def arguments(argv: Sequence[str]) -> Any:
     a = parser.parse_args(argv)
     if not a.checkpoint.exists():
         raise ConfigError(f"--checkpoint {a.checkpoint}: no such folder; give a checkpoint that exists")
-    a.checkpoint = located(a.checkpoint)
     if bool(a.tokens) != bool(a.logits):
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
     if a.logits and not a.logits.parent.is_dir():
         raise ConfigError(f"--logits {a.logits}: no such folder; give a file in one that exists")
+    a.checkpoint = located(a.checkpoint)
     return a
 
 

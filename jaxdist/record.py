@@ -149,7 +149,7 @@ class Recorder:
             gradients = step.reduce(gradients)
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
-            after = step.update(state, gradients, norm, jnp.isfinite(loss + norm))
+            after = step.update(state, gradients, loss, norm)
             mu, nu = (optax.tree.get(after.optimizer, name) for name in ("mu", "nu"))
             stages = {"gradient": gradients, "clipped": clipped, "exp_avg": mu, "exp_avg_sq": nu}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}

@@ -44,10 +44,11 @@ class Step:
         loss, gradients = self.accumulate(state.parameters, batch)
         gradients = self.reduce(gradients)
         norm = self.norm(gradients)
-        return self.update(state, gradients, norm, jnp.isfinite(loss + norm)), {"loss": loss, "grad_norm": norm}
+        return self.update(state, gradients, loss, norm), {"loss": loss, "grad_norm": norm}
 
-    def update(self, state: TrainState, gradients: Arrays, norm: jax.Array, finite: jax.Array) -> TrainState:
-        """Clip and AdamW; where the step is not `finite` nothing, but the schedule goes on."""
+    def update(self, state: TrainState, gradients: Arrays, loss: jax.Array, norm: jax.Array) -> TrainState:
+        """Clip and AdamW; where loss or norm is not finite nothing, but the schedule goes on."""
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         pieces = self.pieces(state.parameters)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm, finite=finite)
         after = jax.tree.map(partial(jnp.where, finite), optax.apply_updates(pieces, updates), pieces)

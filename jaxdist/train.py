@@ -54,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
         validation = validation_loss(program, state, dataset)
         check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept
-        if checkpoints and newest(checkpoints.folder) != experiment.train.steps:
-            checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
+        if checkpoints:
+            checkpoints.wait()  # it may be the last step that is being written
+            if newest(checkpoints.folder) != experiment.train.steps:
+                checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
 
     summary = metrics.summary(program, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint

@@ -293,6 +293,24 @@ def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
     assert_same(straight, path)
 
 
+def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is still being written when the run comes to its end."""
+    saved, publish, save = list[int](), checkpoint.publish, checkpoint.Checkpoints.save
+
+    def slowly(folder: Path, step: int) -> None:
+        time.sleep(2)
+        publish(folder, step)
+
+    def noted(self: checkpoint.Checkpoints, step: int, *state: Any) -> None:
+        saved.append(step)
+        save(self, step, *state)
+
+    monkeypatch.setattr(checkpoint, "publish", slowly)
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", noted)
+    main([*TINY, "--mesh", "2x2", "--steps", "4", "--checkpoint.every", "2", "--output", str(tmp_path / "run")])
+    assert saved == [2, 4] == steps_in(tmp_path / "run" / "checkpoints")
+
+
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "run"
     wild = ["--optimizer.learning_rate", "1e30", "--optimizer.clip", "0", "--checkpoint.every", "1"]

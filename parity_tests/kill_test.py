@@ -14,7 +14,7 @@ import pytest
 
 from jaxdist.config import read_metrics
 from jaxdist.config.checkpoints import UNFINISHED
-from parity_tests.run import SIDES, TRAIN, Run
+from parity_tests.run import SIDES, TRAIN, Run, environment
 
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
@@ -28,11 +28,9 @@ ENDLESS = 10**6
 def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
     """A run of `steps` in a process group of its own; it begins, or goes on."""
     line = [sys.executable, "-m", TRAIN[side], *TINY, "--steps", str(steps), "--output", str(path), "--resume"]
-    unset = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return subprocess.Popen(
-        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=unset | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment()
+    )
 
 
 def finished(side: str, path: Path, steps: int) -> Run:

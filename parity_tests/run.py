@@ -138,13 +138,16 @@ TRAIN = {  # side -> the module of its train command
 }
 
 
-def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ...` in a process of its own, which inherits nothing of this one's settings of JAX."""
+def environment(xla_flags: str = "") -> dict[str, str]:
+    """Of a process that inherits nothing of this one's settings of JAX."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True, text=True, env=inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags},
-    )  # fmt: skip
+    return inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags}
+
+
+def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ...` in a process of its own."""
+    line = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=environment(xla_flags))
 
 
 def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str, xla_flags: str = "") -> Run:

@@ -33,6 +33,11 @@ class Values(NamedTuple):
     grad_norm: float
     learning_rate: float
 
+    @property
+    def finite(self) -> bool:
+        """Whether the step could be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 Watch = Callable[[str], None]
 
@@ -66,9 +71,8 @@ def train_step(
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip)
     watch("clipped")
-    loss_value, norm_value = sum_over_batch(total, mesh).item(), norm.item()
-    finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-    return Values(loss_value, norm_value, optimizer.step(step, finite))
+    values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0)
+    return values._replace(learning_rate=optimizer.step(step, values.finite))
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Train an experiment in PyTorch: `python -m torch_ref.train --mesh 2x4`."""
 
-import math
 import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -131,15 +130,14 @@ def loop(
                 measuring.enter_context(meter)
             values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
         seconds = time.perf_counter() - began
-        finite = math.isfinite(values.loss) and math.isfinite(values.grad_norm)
-        if not finite and config.nonfinite == "stop":
+        if not values.finite and config.nonfinite == "stop":
             again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
             tensor, last = first_nonfinite(model, again), folder.newest if folder else None
             raise diverged(step, values.loss, values.grad_norm, tensor, last)
         record: dict[str, Any] = {"step": step} | values._asdict()
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if config.nonfinite == "skip":
-            record["skipped"] = not finite
+            record["skipped"] = not values.finite
         records.append(record)
         report(record)
         due = launch.as_first(schedule.due(step), mesh.device_type)

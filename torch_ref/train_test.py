@@ -69,11 +69,15 @@ def continued(train: Train, tmp_path: Path, first: str, then: str) -> Run:
     return Run(folder)
 
 
+def data_of(folder: Path) -> str:
+    """The data that a run was trained on."""
+    config = (folder / "config.toml").read_text().splitlines()
+    return next(line for line in config if line.startswith("path")).split('"')[1]
+
+
 def resume(folder: Path, then: str) -> str:
     """What the run in `folder`, taken to its end with the arguments `then`, says."""
-    path = next(line for line in (folder / "config.toml").read_text().splitlines() if line.startswith("path"))
-    data = path.split('"')[1]
-    result = command("--data.path", data, "--output", str(folder), "--resume", *then.split())
+    result = command("--data.path", data_of(folder), "--output", str(folder), "--resume", *then.split())
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -286,11 +290,7 @@ def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: sig
     slow = "import time\nfrom torch_ref import train\nright = train.train_step\n" + (
         "train.train_step = lambda *a: (time.sleep(1), right(*a))[1]"
     )
-    shutil.copytree(right.folder, folder)
-    config = (folder / "config.toml").read_text()
-    data = next(line for line in config.splitlines() if line.startswith("path")).split('"')[1]
-    shutil.rmtree(folder)
-    line = ["--data.path", data, "--output", str(folder), "--mesh", "2x1", "--strategy", "ddp"]
+    line = ["--data.path", data_of(right.folder), "--output", str(folder), "--mesh", "2x1", "--strategy", "ddp"]
     code = f"{slow}\ntrain.exit_codes(train.main)"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *FIELDS, *line],
