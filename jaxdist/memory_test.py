@@ -6,11 +6,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import memory, metrics
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
+from jaxdist.metrics import held
 from jaxdist.models import llama
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
@@ -23,15 +25,6 @@ def program(**sections: Any) -> Program:
 
 def compiled(p: Program) -> Any:
     return p.step.lower(p.abstract, p.abstract_batch).compile()
-
-
-def held(tree: Any) -> int:
-    """Bytes of a tree of arrays on the fullest device, from the real buffers."""
-    totals: dict[Any, int] = {}
-    for array in jax.tree.leaves(tree):
-        for shard in array.addressable_shards:
-            totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
-    return max(totals.values())
 
 
 @pytest.mark.parametrize(
@@ -56,6 +49,17 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
         held(state.parameters),
         held(state.optimizer),
     )
+
+
+def test_what_is_reported_is_what_is_held() -> None:
+    """Of a state that lies otherwise than declared, each device holding all of its moments."""
+    p = program(parallel={"mesh": "8x1"})
+    state, declared = p.initialize(), metrics.memory(p, compiled(p))
+    assert metrics.memory(p, compiled(p), state) == declared
+    everywhere = state._replace(optimizer=jax.device_put(state.optimizer, NamedSharding(p.mesh, P())))
+    reported = metrics.memory(p, compiled(p), everywhere)
+    assert reported["parameters"] == declared["parameters"]
+    assert reported["optimizer_state"] == held(everywhere.optimizer) > 7 * declared["optimizer_state"]
 
 
 def gradients(p: Program, batch: Any) -> Any:

@@ -8,13 +8,15 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxdist import __version__, arithmetic, traffic
-from jaxdist.config import Experiment
+from jaxdist import __version__, arithmetic, optim, traffic
+from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.hardware import peak_flops
 from jaxdist.mesh import axes_of
 from jaxdist.program import Program
 from jaxdist.sharding import Layout
+from jaxdist.step import TrainState
 
 WARM_UP = 2  # steps left out of medians
 
@@ -43,9 +45,16 @@ def utilization(program: Program, tokens_per_second: float) -> float | None:
     return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
 
 
-def memory(program: Program, compiled: Any) -> dict[str, int]:
+def schedule(o: Optimizer, steps: int) -> dict[int, float]:
+    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    return {step: float(optim.learning_rate(o, steps, jnp.asarray(step))) for step in o.landmarks(steps)}
+
+
+def memory(program: Program, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
     """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
     `peak` is arguments + temporaries + outputs - reused arguments.
+
+    Parameters and optimizer state are those that the fullest device holds of `state`; before there is one, as declared.
     """
     mesh, strategy = axes_of(program.mesh), program.strategy
 
@@ -60,16 +69,30 @@ def memory(program: Program, compiled: Any) -> dict[str, int]:
         for name, layout in program.layouts.items()
     )
     analysis = compiled.memory_analysis()
+    if state is None:
+        parameters = size(program.abstract.parameters, program.specs.parameters)
+        optimizer = size(program.abstract.optimizer, program.specs.optimizer)
+    else:
+        parameters, optimizer = held(state.parameters), held(state.optimizer)
     return {
-        "parameters": size(program.abstract.parameters, program.specs.parameters),
+        "parameters": parameters,
         "gradients": gradients,
-        "optimizer_state": size(program.abstract.optimizer, program.specs.optimizer),
+        "optimizer_state": optimizer,
         "temporary": analysis.temp_size_in_bytes,
         "peak": analysis.argument_size_in_bytes
         + analysis.temp_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes,
     }
+
+
+def held(tree: Any) -> int:
+    """Bytes of the arrays of `tree` that lie on the fullest device of this process."""
+    found: dict[Any, int] = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return max(found.values())
 
 
 def allocated(program: Program) -> dict[str, int]:
@@ -79,9 +102,14 @@ def allocated(program: Program) -> dict[str, int]:
 
 
 def summary(
-    program: Program, traced: Any, compiled: Any, compile_seconds: float, records: Sequence[Mapping[str, Any]]
+    program: Program,
+    state: TrainState,
+    traced: Any,
+    compiled: Any,
+    compile_seconds: float,
+    records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """summary.json of the contract; `records` are this process's steps."""
+    """summary.json of the contract; `state` is that after the last step, `records` are this process's steps."""
     rates = [record["tokens_per_second"] for record in records]
     rate = statistics.median(rates[WARM_UP:] or rates) if rates else None
     return {
@@ -94,10 +122,11 @@ def summary(
         "mesh": axes_of(program.mesh),
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,
-        "memory": memory(program, compiled) | allocated(program),
+        "memory": memory(program, compiled, state) | allocated(program),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),
+        "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
         "compile_seconds": compile_seconds,
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if newest(checkpoints.folder) != experiment.train.steps:
                 checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
 
-    summary = metrics.summary(program, traced, compiled, compile_seconds, records)
+    summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
     if folder and (records or not start):  # a finished run, resumed, keeps what it measured

@@ -12,8 +12,9 @@ from rich.progress import track
 
 from jaxdist.config import Arguments, ConfigError, check_new, exit_codes, parse
 from jaxdist.config.display import console, say
+from parity_tests.levels import FEWEST
 from parity_tests.proof import Proof
-from parity_tests.run import REFERENCES, Run
+from parity_tests.run import REFERENCES, Run, settings
 from parity_tests.verdict import Verdict
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     verdict = proof.verdict()
     if bisect and verdict.failed:
         say("looking for where the runs part ...")
-        verdict = replace(verdict, parting=proof.parting(verdict, start))
+        parting = proof.parting(verdict, start)
+        notes = verdict.notes if parting else [*verdict.notes, proof.unfound]
+        verdict = replace(verdict, parting=parting, notes=notes)
     write(proof, verdict)
     for line in (*verdict.notes, verdict.sentence):
         say(line)
@@ -72,8 +75,11 @@ def check(a: Arguments) -> Path:
     if a.output is None:
         raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
     check_new(a.output, f"--output {a.output}")
-    if not a.experiment.train.steps:
-        raise ConfigError("train.steps = 0: there is nothing to prove; give --steps 1 or more")
+    if a.experiment.train.steps < FEWEST:
+        raise ConfigError(
+            f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
+            f"loss to be judged; give --steps {FEWEST} or more, or a longer run"
+        )
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
     if a.more["against"] == "transformers":
@@ -99,7 +105,7 @@ def write(proof: Proof, verdict: Verdict) -> None:
         "steps": str(experiment.train.steps),
         "Python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
-    }
+    } | settings()
     pairs = {kind: proof.pair(kind) for kind in kinds}
     report.write(proof.folder / "report.html", verdict, pairs, facts, proof.bounds)
 

@@ -126,11 +126,11 @@ def cost(
 
     `roundings` are those of the dtypes that are computed and stored in: a side that is exact by chance does not count
     as better. Weights are stored; a single number that Adam sends the other way is chance too, so each is held to the
-    most that both sides lose in any of them.
+    most that both sides lose in any of them. What one side does not keep is passed over.
     """
     x, y = (errors(run, run64, step, zero_gradient) for run, run64 in (a, b))
-    worse = {tensor: max(x[tensor], y.get(tensor, np.inf)) for tensor in x}
-    both = {tensor: min(x[tensor], y.get(tensor, np.inf)) for tensor in x}
+    x = {tensor: error for tensor, error in x.items() if tensor in y}
+    worse, both = ({tensor: f(x[tensor], y[tensor]) for tensor in x} for f in (max, min))
     computed, stored = roundings
 
     def least(tensor: str) -> float:

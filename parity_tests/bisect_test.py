@@ -1,11 +1,13 @@
 """The order within a step, and the search for the step in which two runs part."""
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from parity_tests.bisect import Parting, first, in_order, search
+from parity_tests.bisect import Parting, cost, first, in_order, search
 
 RECORD = [
     "weights/embed.weight", "gradient/embed.weight", "gradient/layers.0.mlp.up.weight", "start/embed.weight",
@@ -63,3 +65,38 @@ def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
 def test_weights_that_differ_from_the_start_are_named() -> None:
     found = search(lambda steps: [Parting(step, "start/w", 1.0, 1e-10, 0.0) for step in steps], 9)
     assert found and (found.step, found.tensor) == (1, "start/w")
+
+
+# ---- under a policy
+
+
+@dataclass
+class Kept:
+    """A run that keeps some tensors of a step, which are off by so much, relative."""
+
+    off: dict[str, float]
+
+    def tensors(self, _: int) -> dict[str, np.ndarray]:
+        return {name: np.full(4, 1 + error) for name, error in self.off.items()}
+
+
+ALL = ("batch/tokens", "start/w", "activation/q", "activation/q_rotated", "gradient/w", "weights/w")
+DOUBLE: Any = Kept(dict.fromkeys(ALL, 0.0))
+
+
+def costs(ours: dict[str, float], theirs: dict[str, float]) -> str | None:
+    """The tensor by which the sides part in float32, each against its own float64 run; theirs may keep fewer."""
+    a, b, b64 = Kept(dict.fromkeys(ALL, 1e-7) | ours), Kept(theirs), Kept(dict.fromkeys(theirs, 0.0))
+    found = cost((a, DOUBLE), (b, b64), 1, 32.0, (2.0**-24, 2.0**-24), False)  # type: ignore[arg-type]
+    return found.tensor if found else None
+
+
+def test_what_a_policy_costs_is_looked_for_in_what_both_keep() -> None:
+    """A loop that keeps its gradients alone, and an implementation without a rotation to look at."""
+    few = {"gradient/w": 1e-7, "weights/w": 1e-7}
+    some = {name: 1e-7 for name in ALL if "rotated" not in name}
+    for right in (few, some, dict.fromkeys(ALL, 1e-7)):
+        assert costs({}, right) is None
+        assert costs({}, right | {"gradient/w": 1e-3}) == "gradient/w"
+        assert costs({"gradient/w": 1e-3}, right) == "gradient/w"
+    assert costs({}, some | {"activation/q": 1e-3}) == "activation/q"

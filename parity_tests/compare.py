@@ -59,6 +59,17 @@ def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str
     return np.where(np.isfinite(bound), bound, np.nan)
 
 
+def amplified(errors: Mapping[str, float]) -> dict[str, float]:
+    """What each tensor of one kind may differ by in float64: K times what a change by rounding has become in it.
+
+    Or in the middle one, since a tensor may agree by chance; not in the largest, since one that is rounding alone would
+    excuse all others. At least STATE; a tensor of zeros, whose error has no scale, has the bound of the middle one.
+    """
+    known = [error for error in errors.values() if error < np.inf]
+    least = max(STATE, K * float(np.median(known))) if known else STATE
+    return {name: max(least, K * error) if error < np.inf else least for name, error in errors.items()}
+
+
 def rms(values: np.ndarray) -> float:
     """Root mean square."""
     return float(np.sqrt(np.mean(values**2)))
@@ -97,6 +108,12 @@ def worst(differences: Mapping[str, float]) -> tuple[str, float]:
     """The name and size of the largest difference."""
     name = max(differences, key=lambda key: differences[key])
     return name, differences[name]
+
+
+def closest(differences: Mapping[str, float], bounds: Mapping[str, float]) -> tuple[str, float, float]:
+    """Name, size and bound of the difference that is the largest multiple of its bound, which is STATE if not given."""
+    name, _ = worst({name: error / bounds.get(name, STATE) for name, error in differences.items()})
+    return name, differences[name], bounds.get(name, STATE)
 
 
 def billed(axis: str) -> str:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the te
 
 from jaxdist.config.checkpoints import seal
 from parity_tests.cases import MODELS, experiment, write_documents
-from parity_tests.run import Run, run
+from parity_tests.run import TRAIN, Run, command
 
 STEPS = 20
 FIGURES = "figures"  # the property under which a comparison records what it measured
@@ -37,6 +37,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for row in rows:
             table.add_row(*row.values())
         Console(width=140).print(table)
+
+
+def run(side: str, path: Path, config: Path, overrides: Mapping[str, Any], *arguments: str, xla_flags: str = "") -> Run:
+    """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
+    flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
+    line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
+    done = command(TRAIN[side], *line, xla_flags=xla_flags)
+    assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return Run(side, path)
 
 
 @pytest.fixture(scope="session")

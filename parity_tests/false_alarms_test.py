@@ -22,9 +22,11 @@ from parity_tests.false_alarms import (
     Result,
     SharedProof,
     closest,
+    code,
     compiled_from,
     main,
     share,
+    table,
 )
 from parity_tests.run import Run
 from parity_tests.verdict import Check, Verdict
@@ -192,6 +194,25 @@ def test_bad_arguments(tmp_path: Path, argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         main([*output, *argv])
     assert not (tmp_path / "new").exists()
+
+
+def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They were judged by other rules; a line without a stamp as well."""
+    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2,fp64,ddp") == 0
+    line = (tmp_path / RESULTS).read_text()
+    assert f'"code": "{code()}"' in line
+    for other in (line.replace(code(), "0" * 12), line.replace(f'"code": "{code()}", ', "")):
+        (tmp_path / RESULTS).write_text(other)
+        with pytest.raises(
+            ConfigError, match=r"other code \((0{12}|unknown)\) made, this is .*; give another --output"
+        ):
+            main(["--output", str(tmp_path), "--seeds", "1"])
+
+
+def test_proofs_of_one_start_are_one_piece_of_evidence() -> None:
+    cases = [CASE._replace(seed=seed, mesh=mesh) for seed in (0, 1) for mesh in MESHES]
+    results = [Result.of(case, Verdict([FAILS if case.seed else HALF])) for case in cases]
+    assert table(results).title == ("8 proofs, 4 false alarms; of 2 independent starts (seed and family) 1 with one")
 
 
 def test_results_that_cannot_be_read(tmp_path: Path) -> None:

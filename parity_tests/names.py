@@ -85,15 +85,14 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
 
 
 def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
-    from jaxdist.convert.tables import TABLES  # imports jax, which most readers of records do not need
+    from jaxdist.convert.tables import HUGGINGFACE  # imports jax, which most readers of records do not need
 
     ours: Arrays = {}
-    for row in TABLES[family].rows:
+    for row in HUGGINGFACE[family].rows:
         theirs = row.names(layers)
         if all(name in arrays for name in theirs):
-            tensors = [arrays[name] for name in theirs]
-            width = (tensors[0].T if row.transpose else tensors[0]).shape[-1] // len(row.ours)
-            ours |= row.to_ours(tensors, dict.fromkeys(row.ours, (width,)))
+            parts = zip(*(row.split(arrays[name]) for name in theirs), strict=True)
+            ours |= {n: np.stack(p) if row.stacked else p[0] for n, p in zip(row.ours, parts, strict=True)}
     return as_torch(ours)
 
 

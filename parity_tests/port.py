@@ -211,8 +211,7 @@ class Port:
                 "versions": {"jax": jax.__version__, "torch": torch.__version__, "numpy": np.__version__},
                 "parameters": sum(w.size for w in side.weights().values()),
                 "devices": 1,
-                "sent_bytes": side.sent(self.batches[0]),
-            } | side.measured()
+            } | side.measured(self.batches[0])
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         return PortRun(name, folder)
 
@@ -250,7 +249,7 @@ class Port:
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
-        verdict = Verdict(checks, notes=list(self.notes()))
+        verdict = Verdict(checks, {} if self.narrow else levels.too_wide(checks), list(self.notes()))
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
             parting = self.parting(folder / "bisection", findings[differ], compared[differ])
@@ -270,6 +269,8 @@ class Port:
         """What the checks could not look at."""
         if self.jax_step is not None:
             yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
+        if len(self.batches) < levels.FEWEST:
+            yield f"What float32 costs the loss is not judged: that takes {levels.FEWEST} batches or more."
         if self.sharded:
             yield "On the mesh JAX is compared with itself on one device, torch runs on one device alone."
             if self.sharded.experiment().parallel.axes()["tensor"] > 1:

@@ -65,24 +65,22 @@ class Findings:
         return found
 
     def bounds(self, step: int) -> dict[str, float]:
-        """What each tensor may differ by: K times what rounding has done to it, or to the middle one of its kind."""
-        errors = self.errors(self.a, self.perturbed, step)
-        kinds: dict[str, list[float]] = {}
-        for name, error in errors.items():
-            kinds.setdefault(name.partition("/")[0], []).append(error)
-        middle = {kind: float(np.median(values)) for kind, values in kinds.items()}
-        return {n: max(K * error, K * middle[n.partition("/")[0]], compare.STATE) for n, error in errors.items()}
+        """What each tensor may differ by, from what rounding has done to those of its kind."""
+        kinds: dict[str, dict[str, float]] = {}
+        for name, error in self.errors(self.a, self.perturbed, step).items():
+            kinds.setdefault(name.partition("/")[0], {})[name] = error
+        return {name: bound for errors in kinds.values() for name, bound in compare.amplified(errors).items()}
 
     def most(self, step: int) -> float:
         """What any gradient of a step may differ by."""
         gradients = [bound for name, bound in self.bounds(step).items() if name.startswith("gradient/")]
-        return max([b for b in gradients if b < np.inf], default=compare.STATE)
+        return max(gradients, default=compare.STATE)
 
     def agreement(self, level: str, about: str = "") -> Iterator[Check]:
         """The common start, curves, and at each recorded step gradients, weights and moments."""
 
-        def check(name: str, value: float, bound: float, why: str) -> Check:
-            return Check(level, name, value, bound, why, about)
+        def check(name: str, value: float, bound: float, why: str, of: str = "") -> Check:
+            return Check(level, name, value, bound, why, about, of)
 
         start = self.errors(self.a, self.b, 1, "start")
         yield check("starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
@@ -96,10 +94,9 @@ class Findings:
             bounds = self.bounds(step)
             for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
-                    tensor, _ = compare.worst({n: e / bounds.get(n, compare.STATE) for n, e in errors.items()})
-                    value, bound = errors[tensor], bounds.get(tensor, compare.STATE)
-                    worst = f"{kind} at step {step}, worst {tensor.partition('/')[2]}"
-                    yield check(worst, value, bound, EXACT if bound == compare.STATE else AMPLIFIED)
+                    tensor, value, bound = compare.closest(errors, bounds)
+                    why = EXACT if bound == compare.STATE else AMPLIFIED
+                    yield check(f"{kind} at step {step}", value, bound, why, tensor.partition("/")[2])
 
     def first_difference(self, step: int) -> Parting | None:
         """The first tensor of a recorded step that leaves the noise; None where all agree.
@@ -133,12 +130,14 @@ def _still(run: PortRun) -> frozenset[str]:
 
 
 def traffic(*runs: PortRun) -> Iterator[Check]:
-    """Bytes that a step sends: none on one device, elsewhere the closed form for parameters."""
+    """Bytes that a step sends: none on one device, elsewhere the closed form for parameters; nothing of torch's side,
+    which is one process without a group.
+    """
     for run in runs:
-        if run.summary["devices"] == 1:
-            yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
-        else:
+        if run.summary["devices"] > 1:
             yield from levels.traffic(run, run.summary["least_bytes"], run.summary["strategy"], unknown=("tensor",))
+        elif "sent_bytes" in run.summary:
+            yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
 
 
 def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:

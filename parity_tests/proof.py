@@ -1,7 +1,8 @@
 """A proof: the runs that it needs, made by their command lines, and the verdict over what they left behind."""
 
+import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ class Proof:
     device: str = "auto"
     reference: str = "torch"
     xla_flags: str = ""
+    whole: int | None = None  # steps of the run, where the proof is of its first ones
     done: dict[tuple[str, str], Run] = field(default_factory=dict)  # by side and kind
     known: dict[tuple[str, ...], Run] = field(default_factory=dict)  # by what made them: module, config, arguments
 
@@ -59,9 +61,8 @@ class Proof:
         """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
         steps = min(experiment.train.steps, STEPS)
         recorded = {step for step in RECORDED if step < steps} | {steps}
-        if len(recorded) == steps > 2:
-            recorded.remove(2)  # one step is measured, and none of those that are recorded
-        return cls(cls.shortened(experiment, steps, recorded), folder, device, reference)
+        short = cls.shortened(experiment, steps, recorded)
+        return cls(short, folder, device, reference, whole=experiment.train.steps)
 
     @classmethod
     def against(cls, reference: Run, experiment: Experiment, folder: Path, device: str = "auto") -> "Proof":
@@ -103,7 +104,19 @@ class Proof:
 
     @property
     def kinds(self) -> list[str]:
-        return [kind for kind in KINDS if kind != "reordered" or (self.noisy and self.reference in REFERENCES)]
+        reordered = self.noisy and self.reference in REFERENCES and self.other_sums is not None
+        return [kind for kind in KINDS if kind != "reordered" or reordered]
+
+    @property
+    def other_sums(self) -> dict[str, Any] | None:
+        """Fields of `train` by which a step on one device sums in another order; None where no field does."""
+        train = self.experiment.train
+        if math.prod(self.experiment.parallel.axes().values()) > 1:
+            return {}  # it is the mesh that sums otherwise
+        if train.accumulation > 1:
+            return {"accumulation": 1}
+        parts = next((n for n in range(2, train.batch + 1) if train.batch % n == 0), None)
+        return {"accumulation": parts} if parts else None
 
     @property
     def zero_gradient(self) -> bool:
@@ -117,8 +130,8 @@ class Proof:
     def config(self, kind: str, **more: dict[str, Any]) -> str:
         """The resolved config of a kind of run, as TOML; `more` are fields by section."""
         values = self.experiment.model_dump(exclude_none=True)
-        if kind == "reordered" and values["parallel"]["mesh"] == "1x1":  # one device already: other microbatches
-            more = {**more, "train": {"accumulation": 1 if values["train"]["accumulation"] > 1 else 2}}
+        if kind == "reordered":
+            more = {**more, "train": self.other_sums or {}}
         for section, fields in [*KINDS[kind].items(), *more.items()]:
             values[section] = fields if section == "precision" else values[section] | fields
         return Experiment.parse(values, source="arguments").to_toml()
@@ -166,7 +179,7 @@ class Proof:
         """A command to its end. Raises ConfigError where its input is bad, TrainingError where it fails otherwise."""
         done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
-            message = done.stderr.strip().removeprefix("error: ")
+            message = done.stderr.strip().removeprefix("error: ") or f"ended with {done.returncode}, without a word"
             raise (ConfigError if done.returncode == 2 else TrainingError)(f"python -m {module}: {message}")
 
     def run(self, side: str, kind: str, start: Path) -> Run:
@@ -204,16 +217,20 @@ class Proof:
     @property
     def bounds(self) -> dict[int, float]:
         """What the gradients of float64 runs may differ by, by recorded step."""
-        return {step: self.noise.gradients(step) for step in self.done[JAX, "one"].gradient_steps}
+        return {step: self.noise.most(step) for step in self.done[JAX, "one"].gradient_steps}
+
+    @property
+    def double(self) -> tuple[Run, Run]:
+        """The float64 runs on the mesh that the policy is held against; ours alone, where the other side has none."""
+        ours = self.done[JAX, "mesh"]
+        return ours, self.done.get((self.sides[1], "mesh"), ours)
 
     def checks(self) -> Iterator[Check]:
         """All levels."""
         for level, what, a, b in self.comparisons():
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
-        policy, reordered = self.pair("policy"), self.pair("reordered") if "reordered" in self.kinds else None
-        a64 = self.done[JAX, "mesh"]
-        double = a64, self.done.get((self.sides[1], "mesh"), a64)
-        yield from levels.precision(policy, double, self.experiment.precision.compute, reordered)
+        policy = self.pair("policy")
+        yield from levels.precision(policy, self.double, self.experiment.precision.compute)
         for run in policy:
             yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
@@ -224,17 +241,18 @@ class Proof:
         ours = policy[0].summary
         for run in policy if self.measured("collectives") else policy[:1]:
             known = run.side == JAX or run.side in REFERENCES.values()
-            most = collectives.most(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
-            yield from levels.traffic(run, ours["least_bytes"], self.experiment.parallel.strategy, most)
+            counts = collectives.expected(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
+            yield from levels.traffic(run, ours["least_bytes"], self.experiment.parallel.strategy, counts)
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
         ours, theirs = (run.summary for run in self.pair("policy"))
-        return bool(theirs.get(what)) and ours["mesh"] == theirs.get("mesh")
+        return theirs.get(what) is not None and ours["mesh"] == theirs.get("mesh")
 
     def verdict(self) -> Verdict:
         """What the runs show."""
-        return Verdict(list(self.checks()), dict(self.open()), list(self.notes()), memory=self.causes())
+        checks = list(self.checks())
+        return Verdict(checks, dict(self.open(checks)), list(self.notes()), memory=self.causes())
 
     @property
     def scratch(self) -> Scratch:
@@ -253,8 +271,9 @@ class Proof:
         known = self.sides == scratch.SIDES and self.measured("memory") and all(m.get("peak") for m in memory.values())
         return self.scratch.causes(memory) if known else []
 
-    def open(self) -> Iterator[tuple[str, str]]:
+    def open(self, checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
         """Levels that the runs cannot decide, with the reason."""
+        yield from levels.too_wide(checks).items()
         if not any(comparison.level == "mathematics" for comparison in self.comparisons()) and self.noisy:
             yield (
                 "mathematics",
@@ -270,14 +289,41 @@ class Proof:
         for run in self.pair("policy"):
             if self.noisy and not run.summary.get("arithmetic"):
                 yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
+        steps, theirs = self.experiment.train.steps, self.pair("policy")[1]
+        if self.whole and self.whole > steps:
+            beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
+            yield f"Steps 1 to {steps} of {self.whole} were run{beyond}."
+        if self.reference not in REFERENCES:
+            yield from self.left_out(theirs)
+        if self.noisy:
+            yield " ".join(self.reach())
+
+    def left_out(self, theirs: Run) -> Iterator[str]:
+        """What cannot be compared with a run that is there already, since it did not keep it."""
+        if not any(comparison.level == "mathematics" for comparison in self.comparisons()):
+            policy = self.experiment.precision.policy
+            yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
+        steps = ", ".join(map(str, theirs.gradient_steps))
+        kept = f"compared of steps {steps} alone, which it kept" if steps else "not compared, it kept none"
+        yield f"gradients: of {theirs.side} {kept}"
+
+    def reach(self) -> Iterator[str]:
+        """What the noise of the policy lets its curves show, and what not."""
+        policy, name = self.pair("policy"), self.experiment.precision.policy
         if "reordered" in self.kinds:
-            floor = levels.reordering(self.pair("policy"), self.pair("reordered"))
-            yield (
-                f"{self.experiment.precision.policy}: each side moves its own loss by {floor / 2:.1g} when its sums "
-                "are taken in another order. The curves of this policy exclude what moves the loss by more than "
-                f"{levels.K * floor:.1g}; what is smaller, as a learning rate, eps or clip that is a little off, they "
-                "cannot show and only the float64 levels exclude."
-            )
+            moved = levels.reordering(policy, self.pair("reordered"))
+            floors = " and ".join(f"{run.side}'s by {x:.1g}" for run, x in zip(policy, moved, strict=True))
+            yield f"{name}: sums taken in another order move {floors} of the loss."
+        elif self.reference in REFERENCES:
+            yield f"{name}: one sequence on one device is summed in one order alone, so what another moves is unknown."
+        lost = levels.lost(policy, self.double)
+        costs = " and ".join(f"{x:.1g} on {run.side}" for run, x in zip(policy, lost, strict=True))
+        most = levels.DRIFT * max(lost)
+        yield (
+            f"{name} costs the loss {costs}, and more than {levels.DRIFT:g} times the other's cost is refused. "
+            f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; what is "
+            "smaller, as a learning rate, eps or clip that is a little off, only the float64 levels exclude."
+        )
 
     # ---- where they part
 
@@ -293,9 +339,26 @@ class Proof:
                 look = partial(self.look, comparison, start)
                 bounds = {name: self.noise.curve(name) for name in compare.FLOOR}
                 return bisect.search(look, bisect.first_step(a, b, bounds))
-        if any(level == "precision" for level, _ in failed):
-            return bisect.search(partial(self.look_at_policy, start), 1)
+        costly = {check.name for check in verdict.failed if check.level == "precision"}
+        if costly:
+            steps = [s for s in self.pair("policy")[0].gradient_steps if f"cost to gradients at step {s}" in costly]
+            suspects = dict.fromkeys((1, min(steps, default=self.experiment.train.steps)))
+            # The first step is the clearest, as noise has not grown yet; what is right in it may go wrong later.
+            found = (bisect.search(partial(self.look_at_policy, start), suspect) for suspect in suspects)
+            return next(filter(None, found), None)
         return None
+
+    @property
+    def unfound(self) -> str:
+        """Why the search may have found nothing."""
+        if self.reference in REFERENCES:
+            return "Where they part is shown by no tensor: memory, traffic and dtypes have none, and all others agree."
+        theirs = self.pair("policy")[1]
+        kept = ", ".join(map(str, theirs.records)) or "none"
+        return (
+            f"Where they part is shown by no tensor that {theirs.side} kept (of steps: {kept}); record its first step "
+            "and the last with all tensors, as jaxdist/config/record.py says, and try again."
+        )
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         """A run like that of `key`, up to the last of `steps`, of which everything is kept."""
@@ -309,7 +372,7 @@ class Proof:
     def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Parting | None]:
         """Where two float64 runs part in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
-        return [bisect.exact(a, b, s, self.noise.tensors(s), self.zero_gradient) for s in steps if s in b.records]
+        return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradient) for s in steps if s in b.records]
 
     def look_at_policy(self, start: Path, steps: list[int]) -> list[Parting | None]:
         """Where, in each of `steps`, one side loses more than the policy explains."""
@@ -320,7 +383,7 @@ class Proof:
 
         a, b = map(runs, self.sides)
         precision = self.experiment.precision
-        limit = levels.HALFWAY.get(precision.compute, 1)
+        limit = levels.LIMIT[precision.compute]
         roundings = levels.ROUNDING[precision.compute], levels.ROUNDING[precision.parameters]
         common = [step for step in steps if step in b[0].records]
         return [bisect.cost(a, b, step, limit, roundings, self.zero_gradient) for step in common]

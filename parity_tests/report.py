@@ -161,7 +161,8 @@ def _bound(field: str, kind: str, runs: Sequence[compare.Records]) -> tuple[np.n
     if len(runs) == 4:
         a, b, a64, b64 = runs
         until = f"{compare.K} × the most that both sides lost until then against their own float64 runs on the mesh"
-        return compare.derived_bound(a, a64, b, b64, field), f"{until}, at least {short(floor)}"
+        drawn = "drawn for the eye: two right float64 runs keep the sides within it, judged is what either side loses"
+        return compare.derived_bound(a, a64, b, b64, field), f"{until}, at least {short(floor)}; {drawn}"
     if field == "loss":
         return None, "none, as there are no float64 runs on the mesh to derive it from"
     return None, "none in this precision; in float64 the norms are among the checks"

@@ -13,14 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, checkpoint_in, read_metrics, read_record
+from jaxdist.config import ConfigError, Experiment, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
 from parity_tests import compare, names
 
-Overrides = Mapping[str, Any]
-
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 METRICS = tuple(compare.FLOOR)
+TEXT, NUMBER, PERHAPS = (str,), (int, float), (int, float, type(None))
+EVERY = "value"  # stands for all names of a mapping
+# What is read of summary.json, where it is there: the kind of each field, and what a mapping or each row of it holds.
+SUMMARY: dict[str, tuple[type, dict[str, tuple[type, ...]]]] = {
+    "memory": (dict, dict.fromkeys(("parameters", "gradients", "optimizer_state"), NUMBER) | {EVERY: PERHAPS}),
+    "collectives": (list, {"op": TEXT, "axis": TEXT, "dtype": TEXT, "count": NUMBER, "bytes": NUMBER}),
+    "arithmetic": (dict, {EVERY: TEXT}),
+    "mesh": (dict, {EVERY: NUMBER}),
+    "schedule": (dict, {EVERY: NUMBER}),
+    "versions": (dict, {EVERY: TEXT}),
+}
 
 
 @dataclass(frozen=True)
@@ -50,19 +59,26 @@ class Run:
     def states(self) -> dict[str, np.ndarray]:
         """Weights and Adam moments at the end: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`.
 
-        From the newest checkpoint of either backend; without one from the last record.
+        From the checkpoint of the last step, of either backend; without one from its record.
         """
-        newest = checkpoint_in(self.path)
-        for marker, read in (("parameters", _jax_states), (".metadata", _torch_states)):
-            if (newest / marker).exists():
-                return read(newest)
-        last = self.records[max(self.records)] if self.records else {}
-        return {name: a for name, a in last.items() if name.partition("/")[0] in STATES}
+        last, checkpoints = self.experiment.train.steps, self.path / "checkpoints"
+        if newest(checkpoints) == last:
+            for marker, read in (("parameters", _jax_states), (".metadata", _torch_states)):
+                if (checkpoints / str(last) / marker).exists():
+                    return read(checkpoints / str(last))
+        return {n: a for n, a in self.records.get(last, {}).items() if n.partition("/")[0] in STATES}
 
     @cached_property
     def records(self) -> dict[int, dict[str, np.ndarray]]:
-        """The tensors kept of single steps, by step and `kind/name` (`jaxdist/config/record.py`)."""
-        files = {int(file.stem): file for file in (self.path / "record").glob("*.safetensors")}
+        """The tensors kept of single steps, by step and `kind/name` (`jaxdist/config/record.py`).
+
+        Raises ConfigError.
+        """
+        files = {}
+        for file in (self.path / "record").glob("*.safetensors"):
+            if not file.stem.isdecimal():
+                raise ConfigError(f"{file} is named by no step; call it STEP.safetensors, or remove it")
+            files[int(file.stem)] = file
         records = {step: read_record(files[step]) for step in sorted(files)}
         return {step: self._renamed(record) for step, record in records.items()}
 
@@ -91,22 +107,27 @@ class Run:
             )
         for record in self.metrics:
             for name in METRICS:
-                if not isinstance(record.get(name), int | float) or not math.isfinite(record[name]):
+                if not one_of(record.get(name), NUMBER):
                     raise ConfigError(
                         f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
                         "number is equal to nothing, mend it first"
                     )
-        for name, kind in (("memory", dict), ("collectives", list), ("arithmetic", dict)):
-            if not isinstance(self.summary.get(name, kind()), kind):
-                raise ConfigError(
-                    f"{self.path / 'summary.json'}: {name} is no {kind.__name__}; mend it or leave it out"
-                )
+        for name, (kind, fields) in SUMMARY.items():
+            if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
+                raise ConfigError(f"{self.path / 'summary.json'}: {name} {wrong}; mend it or leave it out")
         lacking = [kind for kind in STATES if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
                 f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
                 "README, 'A run of your own loop'"
             )
+        for step, tensors in [*self.records.items(), (told, self.states)]:
+            for name, tensor in tensors.items():
+                if not np.isfinite(tensor).all():
+                    raise ConfigError(
+                        f"{self.path}: {name} of step {step} holds what is no number, which is equal to nothing; mend "
+                        "the run first"
+                    )
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
         """The tensors of one kind in the record of a step; none without a record."""
@@ -138,25 +159,48 @@ TRAIN = {  # side -> the module of its train command
 }
 
 
+def one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor are NaN and infinity."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return isinstance(value, kinds) and not isinstance(value, bool) and finite
+
+
+def unlike(value: Any, kind: type, fields: Mapping[str, tuple[type, ...]]) -> str:
+    """In what a field of summary.json is not what is read of it, in words; nothing where it is."""
+    if not isinstance(value, kind):
+        return f"is no {kind.__name__}"
+    for row in value if isinstance(value, list) else [value]:
+        for name, kinds in fields.items():
+            held = row if isinstance(row, dict) else {}
+            for found in held.values() if name == EVERY else [held.get(name)]:
+                if not one_of(found, kinds):
+                    return f"has no {name} that is a {'text' if kinds == TEXT else 'number'}, but {found!r}"
+    return ""
+
+
+DEVICES = "--xla_force_host_platform_device_count="  # each run asks for those of its own mesh
+
+
+def settings() -> dict[str, str]:
+    """The variables of the environment that change what JAX and torch compute, as the runs inherit them."""
+    found = {k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_", "TORCH_", "NVIDIA_TF32"))}
+    found.pop("JAX_NUM_CPU_DEVICES", None)
+    flags = [flag for flag in found.pop("XLA_FLAGS", "").split() if not flag.startswith(DEVICES)]
+    return found | ({"XLA_FLAGS": " ".join(flags)} if flags else {})
+
+
 def environment(xla_flags: str = "") -> dict[str, str]:
-    """Of a process that inherits nothing of this one's settings of JAX."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
-    return inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": xla_flags}
+    """Of a process that runs as this one would, with another number of devices."""
+    dropped = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
+    inherited = {k: v for k, v in os.environ.items() if k not in dropped}
+    flags = f"{settings().get('XLA_FLAGS', '')} {xla_flags}".strip()
+    return inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": flags}
 
 
 def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
     """`python -m MODULE ...` in a process of its own."""
     line = [sys.executable, "-m", module, *arguments]
     return subprocess.run(line, capture_output=True, text=True, env=environment(xla_flags))
-
-
-def run(side: str, path: Path, config: Path, overrides: Overrides, *arguments: str, xla_flags: str = "") -> Run:
-    """Train one side on the CPU into the folder `path`. Raises AssertionError with its output when it fails."""
-    flags = [text for name, value in overrides.items() for text in (f"--{name}", str(value))]
-    line = ["--config", str(config), "--device", "cpu", "--output", str(path), *flags, *arguments]
-    done = command(TRAIN[side], *line, xla_flags=xla_flags)
-    assert done.returncode == 0, f"{side} {' '.join(flags)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return Run(side, path)
 
 
 def _jax_states(path: Path) -> dict[str, np.ndarray]:

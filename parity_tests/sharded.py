@@ -227,9 +227,6 @@ class ShardedSide(JaxSide):
     def collectives(self) -> list[traffic.Collective]:
         return traffic.count(self.traced.jaxpr)
 
-    def sent(self, batch: Batch) -> float:
-        return math.fsum(collective.bytes for collective in self.collectives)
-
     def narrow(self, batch: Batch) -> str:
         return narrower(self.traced.jaxpr, self.dtype)
 
@@ -242,20 +239,15 @@ class ShardedSide(JaxSide):
             "ours_only": sum(math.prod(self.shapes[name]) // ways[name] for name in self.mapping.ours_only),
         }
 
-    def measured(self) -> dict[str, Any]:
-        """What a run's summary.json says of memory and traffic: of the arrays that lie on the fullest device."""
-        held: dict[str, dict[Any, int]] = {"parameters": {}, "optimizer_state": {}}
-        for kind, tree in zip(held, self.state, strict=True):
-            for array in jax.tree.leaves(tree):
-                for shard in array.addressable_shards:
-                    held[kind][shard.device] = held[kind].get(shard.device, 0) + shard.data.nbytes
+    def measured(self, batch: Batch) -> dict[str, Any]:
+        """What a run's summary.json says of memory and traffic."""
         program, mesh = self.program, axes_of(self.program.mesh)
         return {
             "devices": program.mesh.size,
+            "sent_bytes": math.fsum(collective.bytes for collective in self.collectives),
             "mesh": mesh,
             "strategy": program.experiment.parallel.strategy,
-            "memory": metrics.memory(program, self.compiled)
-            | {kind: max(bytes_on.values()) for kind, bytes_on in held.items()},
+            "memory": metrics.memory(program, self.compiled, self.state),
             "collectives": [asdict(collective) for collective in self.collectives],
             "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
             "shares": {

@@ -60,11 +60,8 @@ class Side(Protocol):
     def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
         """The shapes of the activations that `observe` would find, by module."""
 
-    def sent(self, batch: Batch) -> float:
-        """Bytes that a step sends to other devices."""
-
-    def measured(self) -> dict[str, Any]:
-        """What summary.json says of a mesh; nothing of one device."""
+    def measured(self, batch: Batch) -> dict[str, Any]:
+        """What summary.json says of a mesh, or of the bytes that a step sends; nothing where it could not send any."""
 
     def narrow(self, batch: Batch) -> str:
         """The first operation of the loss whose result has fewer bits than the side's dtype, with it; empty if none."""
@@ -209,12 +206,9 @@ class JaxSide:
         found = self.outputs(jax.tree.map(self.cast, batch)).items()
         return {self.common(path): self.laid_out(path, np.empty(y.shape, np.bool_)).shape for path, y in found}
 
-    def sent(self, batch: Batch) -> float:
+    def measured(self, batch: Batch) -> dict[str, Any]:
         traced = jax.make_jaxpr(self.advance)(self.state, jax.tree.map(self.cast, batch))
-        return math.fsum(collective.bytes for collective in traffic.count(traced))
-
-    def measured(self) -> dict[str, Any]:
-        return {}
+        return {"sent_bytes": math.fsum(collective.bytes for collective in traffic.count(traced))}
 
     def narrow(self, batch: Batch) -> str:
         if self.loss is None:
@@ -328,11 +322,8 @@ class TorchSide:
             _, _, values = self.forward(copy.deepcopy(self.module), batch)
         return {path: tuple(y.shape) for path, y in values.items()}
 
-    def sent(self, batch: Batch) -> float:
-        return 0.0  # there is no process group to send to
-
-    def measured(self) -> dict[str, Any]:
-        return {}
+    def measured(self, batch: Batch) -> dict[str, Any]:
+        return {}  # there is no process group to send to
 
     def narrow(self, batch: Batch) -> str:
         if self.loss is None:

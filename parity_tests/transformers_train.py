@@ -134,7 +134,9 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                         folder.record(step, kept)
         held = footprint.held(plain, optimizer, experiment, mesh)
         if first:
-            folder.summarize(summary(experiment, plain, mesh, held, traffic))
+            steps = experiment.optimizer.landmarks(experiment.train.steps)
+            told = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
+            folder.summarize(summary(experiment, plain, mesh, held, traffic) | {"schedule": told})
 
 
 def build(init: Path, weights: dict[str, Tensor], experiment: Experiment, mesh: DeviceMesh) -> nn.Module:

@@ -14,7 +14,10 @@ LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: it holds where `value` is at most `bound`, a finite one, so that a NaN never does."""
+    """One comparison: it holds where `value` is at most `bound`, a finite one, so that a NaN never does.
+
+    Level, name and `about` are the same in every proof; what was measured stands in the other fields.
+    """
 
     level: str
     name: str
@@ -22,14 +25,21 @@ class Check:
     bound: float
     why: str
     about: str = ""  # which runs, where a level compares several
+    of: str = ""  # of which tensor, operation, step or side the value is
 
     @property
     def holds(self) -> bool:
         return self.value <= self.bound < float("inf")
 
     @property
-    def title(self) -> str:
+    def key(self) -> str:
+        """By which it is known within its level."""
         return f"{self.name}, {self.about}" if self.about else self.name
+
+    @property
+    def title(self) -> str:
+        name = f"{self.name}: {self.of}" if self.of else self.name
+        return f"{name}, {self.about}" if self.about else name
 
 
 UNEXPLAINED = "unexplained"

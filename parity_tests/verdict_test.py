@@ -7,6 +7,7 @@ import pytest
 
 from jaxdist.config import ConfigError
 from parity_tests.__main__ import main
+from parity_tests.levels import FEWEST
 from parity_tests.verdict import Check, Verdict
 
 HOLDS = Check("mathematics", "loss", 1e-15, 1e-12, "why")
@@ -24,6 +25,15 @@ def test_what_was_not_checked_leaves_it_open() -> None:
     verdict = Verdict([HOLDS], open={"precision": "no float64 run"})
     assert verdict.word == "undecided" and "precision: no float64 run" in verdict.sentence
     assert Verdict([]).word == "undecided"
+
+
+def test_what_was_measured_is_no_part_of_a_name() -> None:
+    """verdict.json has the tensor in a field of its own."""
+    checks = [Check("mathematics", "gradients at step 1", 1e-15, 1e-10, "why", "on one device", of) for of in "ab"]
+    assert len({check.key for check in checks}) == 1
+    assert [check.title for check in checks] == [f"gradients at step 1: {of}, on one device" for of in "ab"]
+    (written,) = Verdict(checks[:1]).as_json()["checks"]
+    assert (written["name"], written["of"]) == ("gradients at step 1", "a")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2e-12])
@@ -44,7 +54,8 @@ def test_the_output_must_be_new(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a proof is made anew"):
         main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--resume"])
-    with pytest.raises(ConfigError, match=r"train\.steps = 0: there is nothing to prove"):
-        main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--steps", "0"])
+    for steps in (0, FEWEST - 1):
+        with pytest.raises(ConfigError, match=rf"train\.steps = {steps}: a proof needs {FEWEST}"):
+            main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--steps", str(steps)])
     with pytest.raises(ConfigError, match="is not empty"):
         main(["--mesh", "1x1", "--output", str(tmp_path)])

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.hardware import peak_flops
+from torch_ref import optim
 from torch_ref.weights import named
 
 WARM_UP = 2  # steps left out of medians
@@ -42,6 +43,11 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
     return 6.0 * multiplying + 6.0 * c.layers * c.heads * c.head_dim * experiment.data.sequence
 
 
+def schedule(o: Optimizer, steps: int) -> dict[int, float]:
+    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    return {step: optim.learning_rate(o, steps, step) for step in o.landmarks(steps)}
+
+
 def summary(
     experiment: Experiment,
     model: nn.Module,
@@ -63,6 +69,7 @@ def summary(
         "precision": experiment.precision.policy,
         "memory": memory,
         "collectives": collectives,
+        "schedule": schedule(experiment.optimizer, experiment.train.steps),
         "compile_seconds": 0.0,
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(experiment, model),

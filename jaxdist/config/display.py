@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from jaxdist.config.experiment import Experiment
@@ -77,5 +85,24 @@ def progress(total: int, done: int) -> Iterator[Callable[[Mapping[str, Any]], No
             if not console.is_terminal and (record["step"] % every == 0 or record["step"] == total):
                 left = (total - record["step"]) * record["step_seconds"]
                 say(f"step {record['step']}/{total}  {text}  {left:.0f} s left")
+
+        yield update
+
+
+@contextmanager
+def transfer(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over bytes; call what it yields with the number of those just done. Off a terminal, a line every tenth."""
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        done = shown = 0
+
+        def update(count: int) -> None:
+            nonlocal done, shown
+            done += count
+            bar.update(task, completed=done)
+            if not console.is_terminal and done * 10 // total > shown and total > 1e9:
+                shown = done * 10 // total
+                say(f"{megabytes(done)} of {megabytes(total)}")
 
         yield update

@@ -96,6 +96,12 @@ class Optimizer(Section):
     clip: NotNegative = 1.0
     """Largest global gradient norm; 0 for no clip."""
 
+    def landmarks(self, steps: int) -> list[int]:
+        """Steps of a run of `steps` by whose learning rates schedules are told apart."""
+        end = self.decay_steps or steps
+        told = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
+        return sorted(step for step in told if step >= 1)
+
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 AXES = ("data", "fsdp", "tensor")

@@ -14,7 +14,7 @@ import pytest
 
 from jaxdist.config import Experiment
 from jaxdist.convert import experiment_for, read_hf
-from jaxdist.convert.tables import TABLES, Table
+from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
 from jaxdist.models import layers, llama
 from jaxdist.program import Program
@@ -240,6 +240,6 @@ def test_a_mistaken_mapping_is_caught(
 ) -> None:
     right = witness(case)
     family = right.experiment.model.family
-    monkeypatch.setitem(TABLES, family, plant(TABLES[family]))
+    monkeypatch.setitem(HUGGINGFACE, family, plant(HUGGINGFACE[family]))
     _, parameters = read_hf(right.folder)
     assert error(right._replace(parameters=parameters)) > 5 * BOUND

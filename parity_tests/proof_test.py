@@ -1,0 +1,176 @@
+"""What a proof runs, says and searches, over runs that are made up: no training."""
+
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Experiment, TrainingError
+from parity_tests import bisect, levels, proof
+from parity_tests.proof import Proof
+from parity_tests.run import JAX, STATES, Run
+from parity_tests.verdict import Check, Verdict
+
+TORCH = "torch_ref"
+ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+NO_MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state", "peak"), 0)
+LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
+
+
+def experiment(**sections: Any) -> Experiment:
+    values = {"train": {"steps": len(LOSSES)}, "optimizer": {"warmup": 2}, "parallel": {"mesh": "1x1"}}
+    return Experiment.parse(values | sections, source="test")
+
+
+def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1,), **summary: Any) -> Run:
+    """A run whose numbers are all off by so much, relative."""
+    run, tensor = Run(side, Path("nowhere")), np.linspace(1, 2, 50) * (1 + off)
+    records = {step: {"gradient/w": tensor} for step in steps}
+    states = {f"{kind}/w": tensor for kind in STATES}
+    metrics = [
+        {"step": step, "loss": loss * (1 + off), "grad_norm": 1.0 + off, "learning_rate": 0.1}
+        for step, loss in enumerate(LOSSES, 1)
+    ]
+    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": NO_MEMORY} | summary
+    run.__dict__.update(metrics=metrics, records=records, states=states, summary=summary)
+    return run
+
+
+def judged(asked: Proof, **off: float) -> Verdict:
+    """The verdict of a proof whose runs are right, up to those that are `off`, as `torch_ref_policy`."""
+    for side, kind in asked.needed():
+        cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
+        asked.done[side, kind] = made(side, off.get(f"{side}_{kind}", cost))
+    return asked.verdict()
+
+
+def asked(tmp_path: Path, **sections: Any) -> Proof:
+    return Proof.of(experiment(**sections), tmp_path)
+
+
+BF16 = {"policy": "bf16"}
+
+
+def test_steps_that_were_not_run_are_told(tmp_path: Path) -> None:
+    longer = judged(asked(tmp_path, train={"steps": 300}))
+    assert any(note.startswith("Steps 1 to 20 of 300 were run") for note in longer.notes)
+    assert not any(note.startswith("Steps") for note in judged(asked(tmp_path)).notes)
+
+
+def test_nothing_sent_is_compared_on_one_device(tmp_path: Path) -> None:
+    """torch reports no collectives there, and that is a figure."""
+    assert not any(note.startswith("collectives") for note in judged(asked(tmp_path)).notes)
+    other = asked(tmp_path)
+    judged(other)
+    del other.done[TORCH, "policy"].summary["collectives"]
+    assert any(note.startswith("collectives: not compared") for note in other.verdict().notes)
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "other"), [(8, 1, 2), (3, 1, 3), (9, 1, 3), (7, 7, 1), (8, 4, 1)])
+def test_sums_in_another_order_on_one_device(tmp_path: Path, batch: int, accumulation: int, other: int) -> None:
+    train = {"steps": len(LOSSES), "batch": batch, "accumulation": accumulation}
+    one = asked(tmp_path, precision=BF16, train=train)
+    assert "reordered" in one.kinds
+    assert f"accumulation = {other}" in one.config("reordered")
+    assert f"accumulation = {accumulation}" in one.config("policy")
+
+
+def test_one_sequence_has_one_order(tmp_path: Path) -> None:
+    alone = asked(tmp_path, precision=BF16, train={"steps": len(LOSSES), "batch": 1})
+    assert "reordered" not in alone.kinds
+    assert any("summed in one order alone" in note for note in judged(alone).notes)
+
+
+def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
+    mesh = asked(tmp_path, precision=BF16, parallel={"mesh": "2x1"})
+    assert 'mesh = "1x1"' in mesh.config("reordered") and "accumulation = 1" in mesh.config("reordered")
+
+
+def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> None:
+    """What moves one side's loss by more than the note says fails, whatever the noise of reordered sums."""
+    right = asked(tmp_path, precision=BF16)
+    (note,) = (note for note in judged(right).notes if note.startswith("bf16: sums"))
+    assert "jaxdist's by" in note and "torch_ref's by" in note
+    limit = levels.DRIFT * 1e-3
+    assert f"more than {limit:.1g}; what is smaller" in note
+    names = {check.name for check in judged(asked(tmp_path, precision=BF16), torch_ref_policy=2 * limit).failed}
+    assert "cost to loss" in names
+
+
+def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
+    verdict = judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST)
+    assert verdict.word == "undecided" and "mathematics" in verdict.open and "amplifies" in verdict.sentence
+    assert judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST / 8).word == "equivalent"
+    assert judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST, torch_ref_one=1e-3).word == "not_equivalent"
+
+
+# ---- against a run that is there
+
+
+def against(tmp_path: Path, policy: str = "fp32", steps: tuple[int, ...] = (), off: float = 0.0) -> Proof:
+    theirs = made("run mine", off, steps)
+    theirs.__dict__["experiment"] = experiment(precision={"policy": policy})
+    found = Proof.against(theirs, theirs.experiment, tmp_path)
+    for kind in found.kinds:
+        found.done[JAX, kind] = made(JAX, 1e-7 if kind == "policy" else 0.0, steps)
+    if policy == "fp64":
+        found.done[JAX, "policy"] = found.done[JAX, "mesh"]
+    return found
+
+
+def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
+    notes = against(tmp_path).verdict().notes
+    assert "gradients: of run mine not compared, it kept none" in notes
+    assert "mathematics, distribution: of run mine not compared, it ran in fp32 and not in fp64" in notes
+    notes = against(tmp_path, "fp64", (1, 5)).verdict().notes
+    assert "gradients: of run mine compared of steps 1, 5 alone, which it kept" in notes
+    assert not any(note.startswith("mathematics") for note in notes)
+
+
+def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:
+    found = against(tmp_path, steps=(1, 5), off=1e-7)
+    assert found.verdict().word == "equivalent"
+    found.done["run mine", "policy"].records[5] = {"gradient/w": np.linspace(1, 2, 50) * (1 + 1e-4)}
+    assert [check.name for check in found.verdict().failed] == ["cost to gradients at step 5"]
+
+
+# ---- where they part
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("cost to gradients at step 1", [1]), ("cost to weights at the end", [1, 5]), ("cost to loss", [1, 5])],
+)
+def test_the_first_step_is_searched_and_then_where_the_policy_costs_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: list[int]
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(bisect, "search", lambda look, step: begun.append(step))
+    found = asked(tmp_path)
+    judged(found)
+    found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path)
+    assert begun == steps
+    here = bisect.Parting(1, "gradient/w", 1.0, 1e-3, 0.0)
+    monkeypatch.setattr(bisect, "search", lambda look, step: here if step == steps[-1] else None)
+    assert found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path) is here
+
+
+def test_a_search_that_finds_nothing_says_so(tmp_path: Path) -> None:
+    assert "memory, traffic" in asked(tmp_path).unfound
+    assert "run mine kept (of steps: 5); record" in against(tmp_path, steps=(5,)).unfound
+    assert "kept (of steps: none); record" in against(tmp_path).unfound
+
+
+def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(code: int, said: str) -> None:
+        monkeypatch.setattr(proof, "command", lambda module, *_, **__: CompletedProcess([], code, "", said))
+        asked(tmp_path).finish("torch_ref.train")
+
+    with pytest.raises(TrainingError, match=r"^python -m torch_ref\.train: ended with -9, without a word$"):
+        ended(-9, "")
+    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: train\.steps = -1: mend it$"):
+        ended(2, "error: train.steps = -1: mend it\n")
+    with pytest.raises(TrainingError, match="out of memory"):
+        ended(1, "out of memory")

@@ -1,0 +1,133 @@
+"""A run folder is read whole or refused: which states are those of its end, and what is no number."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Experiment, RunFolder, write_record
+from parity_tests.run import STATES, Run, environment, settings
+
+STEPS = 2
+MEMORY = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
+COLLECTIVE = {"op": "all_reduce", "axis": "data", "dtype": "float32", "count": 1, "bytes": 1.0}
+
+
+def states(value: float) -> dict[str, np.ndarray]:
+    return {f"{kind}/w": np.full(2, value) for kind in STATES}
+
+
+def folder(path: Path, recorded: tuple[int, ...] = (STEPS,), **summary: Any) -> Run:
+    """A run of two steps that keeps the states of some of them, filled with the step."""
+    experiment = Experiment.parse({"train": {"steps": STEPS}}, source="test")
+    kept = RunFolder(path, experiment)
+    kept.create(experiment)
+    for step in range(1, STEPS + 1):
+        kept.log({"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1})
+    for step in recorded:
+        kept.record(step, states(step))
+    if summary:
+        kept.summarize(summary)
+    return Run("mine", path)
+
+
+def test_states_are_those_of_the_last_step(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", recorded=(1, STEPS))
+    run.check()
+    assert all((state == STEPS).all() for state in run.states.values()) and len(run.states) == len(STATES)
+
+
+def test_an_earlier_record_is_not_the_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"neither a checkpoint nor a record of weights .* at step {STEPS}"):
+        folder(tmp_path / "run", recorded=(1,)).check()
+
+
+def test_an_earlier_checkpoint_is_not_the_end(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run")
+    (run.path / "checkpoints" / "1" / "parameters").mkdir(parents=True)  # reading it would fail
+    assert (run.states["weights/w"] == STEPS).all()
+    with pytest.raises(ConfigError, match=f"at step {STEPS}"):
+        earlier = folder(tmp_path / "other", recorded=())
+        (earlier.path / "checkpoints" / "1" / "parameters").mkdir(parents=True)
+        earlier.check()
+
+
+def nan_in_the_weights(run: Run) -> None:
+    write_record(run.path, STEPS, states(np.nan))
+
+
+def infinity_in_a_record(run: Run) -> None:
+    write_record(run.path, 1, {"gradient/w": np.array([1.0, np.inf])})
+
+
+def record_without_a_step(run: Run) -> None:
+    shutil.copy(run.path / "record" / f"{STEPS}.safetensors", run.path / "record" / "final.safetensors")
+
+
+def truth_for_a_loss(run: Run) -> None:
+    lines = (run.path / "metrics.jsonl").read_text().replace('"loss": 1.0', '"loss": true', 1)
+    (run.path / "metrics.jsonl").write_text(lines)
+
+
+BAD: dict[Callable[[Run], None], str] = {
+    nan_in_the_weights: f"weights/w of step {STEPS} holds what is no number",
+    infinity_in_a_record: "gradient/w of step 1 holds what is no number",
+    record_without_a_step: r"final\.safetensors is named by no step; call it STEP\.safetensors",
+    truth_for_a_loss: "loss = True at step 1",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_what_is_no_number_or_no_step(tmp_path: Path, damage: Callable[[Run], None]) -> None:
+    damage(folder(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=BAD[damage]):
+        Run("mine", tmp_path / "run").check()
+
+
+GOOD: dict[str, Any] = {
+    "memory": MEMORY | {"peak": None, "temporary": 1.5},
+    "collectives": [COLLECTIVE],
+    "arithmetic": {"rsqrt": "float32"},
+    "mesh": {"data": 1},
+    "versions": {"torch": "2"},
+    "schedule": {"1": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"),
+    [
+        ({"memory": {"peak": 1}}, "memory has no parameters that is a number, but None"),
+        ({"memory": MEMORY | {"peak": "much"}}, "memory has no value that is a number, but 'much'"),
+        ({"memory": MEMORY | {"gradients": True}}, "memory has no gradients that is a number, but True"),
+        ({"memory": 1}, "memory is no dict"),
+        ({"collectives": {}}, "collectives is no list"),
+        ({"collectives": ["all_reduce"]}, "collectives has no op that is a text"),
+        ({"collectives": [COLLECTIVE, {"op": "all_reduce"}]}, "collectives has no axis that is a text, but None"),
+        ({"collectives": [COLLECTIVE | {"bytes": "1"}]}, "collectives has no bytes that is a number, but '1'"),
+        ({"collectives": [COLLECTIVE | {"bytes": np.nan}]}, "collectives has no bytes that is a number, but nan"),
+        ({"arithmetic": {"rsqrt": ["float32"]}}, "arithmetic has no value that is a text"),
+        ({"mesh": "1x1"}, "mesh is no dict"),
+        ({"versions": ["2"]}, "versions is no dict"),
+        ({"schedule": {"1": "slow"}}, "schedule has no value that is a number, but 'slow'"),
+    ],
+)
+def test_a_summary_that_cannot_be_read(tmp_path: Path, summary: dict[str, Any], message: str) -> None:
+    folder(tmp_path / "good", **GOOD).check()
+    with pytest.raises(ConfigError, match=rf"summary\.json: {message}.*mend it or leave it out"):
+        folder(tmp_path / "bad", **GOOD | summary).check()
+
+
+def test_a_run_inherits_all_but_the_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_gpu_deterministic_ops=true")
+    inherited = environment("--xla_backend_optimization_level=0")
+    assert "JAX_NUM_CPU_DEVICES" not in inherited and inherited["JAX_DEFAULT_MATMUL_PRECISION"] == "highest"
+    assert inherited["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true --xla_backend_optimization_level=0"
+    told = settings()
+    assert told["JAX_DEFAULT_MATMUL_PRECISION"] == "highest" and told["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
+    assert all(inherited[name].startswith(value) for name, value in told.items())
