@@ -8,7 +8,7 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 import json
 import logging
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,8 +19,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.config import Checkpoint, ConfigError, Experiment, RunFolder, check_shapes, checkpoint_in, whole
-from jaxdist.config.checkpoints import publish, thin, unfinished, written
+from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
+from jaxdist.config.checkpoints import publish, sweep, thin, unfinished, written
 from jaxdist.config.experiment import Verify
 from jaxdist.step import TrainState
 
@@ -56,6 +56,7 @@ class Checkpoints:
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
         self.wait()
+        sweep(self.folder)  # of a save that failed some files may have come after it was dropped
         values: dict[str, Any] = {
             "parameters": ocp.args.StandardSave(parameters),
             "experiment": ocp.args.JsonSave(experiment.model_dump(exclude_none=True)),
@@ -98,9 +99,10 @@ class Checkpoints:
             self.wait()
         if "checkpointer" in self.__dict__:
             self.checkpointer.close()
+            sweep(self.folder)
 
 
-def items(arrays: type[ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
+def items(arrays: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
     """The items of a checkpoint; `arrays` handles what is not JSON."""
     handlers = {"parameters": arrays(), "optimizer": arrays(), "experiment": ocp.JsonCheckpointHandler()}
     return ocp.CompositeCheckpointHandler(**handlers)
@@ -123,12 +125,6 @@ def opened(
     """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
     with ocp.Checkpointer(items(arrays)) as reader, reading(path):
         yield reader
-
-
-def described(path: Path) -> dict[str, Any]:
-    """What the checkpoint `path` says of its parameters before they are read: shape and dtype. Raises ConfigError."""
-    with opened(path) as reader:
-        return dict(reader.metadata(path).item_metadata["parameters"])
 
 
 def restore(path: Path, **abstract: Any) -> Any:
@@ -177,11 +173,3 @@ def read(path: Path) -> Saved:
     return Saved(
         int(found.name), read_experiment(found), arrays("parameters"), arrays("optimizer") if has_optimizer else None
     )
-
-
-def write(path: Path, experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> None:
-    """A run folder at `path` whose checkpoint 0 holds these weights. Raises ConfigError when it is occupied."""
-    folder = RunFolder(path, experiment)
-    folder.create(experiment)
-    with Checkpoints(folder.checkpoints, experiment.checkpoint) as checkpoints:
-        checkpoints.save(0, experiment, dict(parameters))

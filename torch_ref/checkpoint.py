@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import publish, thin, unfinished, written
+from jaxdist.config.dcp import INDEX, read_index
 from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.optim import AdamW
 from torch_ref.weights import fill, named
 
-INDEX, EXPERIMENT = ".metadata", "experiment.json"
+EXPERIMENT = "experiment.json"
 DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 
@@ -101,16 +102,20 @@ def reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
 
-def load(path: Path, state: dict[str, Any]) -> None:
+class Reader(dcp.FileSystemReader):
+    """Reads tensors alone: neither the index nor an entry is unpickled freely."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        index: Metadata = read_index(Path(self.path))
+        entries = index.state_dict_metadata.items()
+        index.state_dict_metadata = {key: e for key, e in entries if isinstance(e, TensorStorageMetadata)}
+        return index
+
+
+def load(path: Path, state: dict[str, Any], **options: Any) -> None:
     """Fill `state` from the checkpoint at `path`. Raises ConfigError."""
     with reading(path):
-        dcp.load(state, checkpoint_id=path)
-
-
-def metadata(path: Path) -> Metadata:
-    """The index of a checkpoint. Raises ConfigError."""
-    with reading(path):
-        return dcp.FileSystemReader(path).read_metadata()
+        dcp.load(state, storage_reader=Reader(path), **options)
 
 
 def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
@@ -122,13 +127,12 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
     path = whole(path)
     flat: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in metadata(path).state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
+        for key, entry in Reader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)  # all are
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
-        with reading(path):
-            dcp.load(flat, checkpoint_id=path, no_dist=True)
+        load(path, flat, no_dist=True)
 
     def named_so(prefix: str, suffix: str = "") -> dict[str, Tensor]:
         inner = {

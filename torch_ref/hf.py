@@ -1,6 +1,5 @@
 """Weights of a Hugging Face folder for Llama, Mistral, Qwen2, Qwen3 and GPT-2, by their safetensors files."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jaxdist.config import ConfigError, Model, same_model
+from jaxdist.config.foreign import SINGLE, check_header, indexed
 from jaxdist.config.hf import read_model
 
 # Our name -> theirs; "#" is the layer's number. GPT-2 keeps (in, out) matrices, and query, key and value in one.
@@ -46,6 +46,7 @@ GPT2 = {
 }
 TABLES = {"llama": LLAMA, "gpt2": GPT2}
 THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
+DTYPES = ("F64", "F32", "F16", "BF16")  # others hold quantized weights, whose scales lie elsewhere
 
 
 class Weights:
@@ -64,24 +65,25 @@ class Weights:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+        except (OSError, RuntimeError, TypeError, IndexError, SafetensorError) as error:  # also torch's, of shapes
             raise ConfigError(f"--init {self.path}: {error!r}; give a folder with whole safetensors weights") from None
 
     def _index(self) -> dict[str, Path]:
         """Their tensor name -> file."""
-        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
-        if index.exists():
-            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: self.path / file for name, file in places.items()}
+        places, single = indexed(self.path), self.path / SINGLE
+        for path in {single} if places is None else set(places.values()):
+            check_header(path)
+        if places is not None:
+            return places
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)
 
     def _names(self, table: dict[str, str], tied: bool) -> dict[str, str]:
-        """Our name -> their name as it is in the files, for every tensor that is a parameter of ours."""
+        """Our name -> their name as it is in the files, for every tensor that is a parameter. Raises ConfigError."""
         theirs: dict[str, list[str]] = {}
         for ours, name in table.items():
             theirs.setdefault(name, []).append(ours)
-        found = {}
+        found: dict[str, str] = {}
         for name in self.files:
             # GPT-2 files of old have no prefix, and attention masks beside the weights.
             full = name if not self.gpt2 or name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
@@ -90,16 +92,22 @@ class Weights:
             if tied and module == "lm_head":
                 continue
             for ours in theirs.get(re.sub(r"\.\d+\.", ".#.", module), ()):
-                found[f"{ours.replace('#', layer)}.{kind}"] = name
+                known = found.setdefault(f"{ours.replace('#', layer)}.{kind}", name)
+                if known != name:
+                    raise ConfigError(
+                        f"--init {self.path}: tensors {known} and {name} are the same parameter; give each once"
+                    )
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Our name -> shape, from the files' headers."""
+        """Our name -> shape, from the files' headers. Raises ConfigError, also where one is of no weights' dtype."""
         shapes = {}
         for name, theirs in self.names.items():
             with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
-                shape = file.get_slice(theirs).get_shape()
-            shapes[name] = tuple(self._ours(name, torch.empty(shape, device="meta")).shape)
+                view = file.get_slice(theirs)
+                if (dtype := view.get_dtype()) not in DTYPES:
+                    raise ConfigError(f"--init {self.path}: tensor {theirs} is {dtype}; give {', '.join(DTYPES)}")
+                shapes[name] = tuple(self._ours(name, torch.empty(view.get_shape(), device="meta")).shape)
         return shapes
 
     def read(self, name: str) -> Tensor:
@@ -113,5 +121,5 @@ class Weights:
         layer, kind = name.split(".")[-2:]
         if not (self.gpt2 and layer.endswith("_proj")):
             return theirs
-        ours = theirs.T if kind == "weight" else theirs
+        ours = theirs.t() if kind == "weight" else theirs
         return ours.chunk(3)[THIRDS[layer]] if layer in THIRDS else ours

@@ -1,14 +1,19 @@
 """Models and their mapping against transformers, an independent witness in float32."""
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from jaxdist.config import GPT2, ConfigError, Llama, Model
+from jaxdist.config.foreign import INDEX, SINGLE
+from jaxdist.config.hf import to_settings
 from torch_ref import hf
 from torch_ref.models import build
 from torch_ref.weights import fill
@@ -141,3 +146,75 @@ def test_damage_is_named(file: str, content: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         hf.Weights(tmp_path, CASES["qwen2"][1])
+
+
+def folder_of(folder: Path, case: str, tensors: dict[str, Tensor]) -> hf.Weights:
+    """The weights of a folder with these tensors, whose config.json is right."""
+    folder.mkdir(exist_ok=True)
+    model = CASES[case][1]
+    assert isinstance(model, Llama | GPT2)
+    (folder / "config.json").write_text(json.dumps(to_settings(model, "float32")))
+    save_file(tensors, folder / SINGLE)
+    return hf.Weights(folder, model)
+
+
+def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, folder, outside = "model.norm.weight", tmp_path / "folder", tmp_path / "outside.safetensors"
+    folder_of(folder, "qwen2", {})
+    save_file({name: torch.ones(32)}, outside)
+    (folder / "link.safetensors").symlink_to(outside)
+    places = ("../outside.safetensors", str(outside), "link.safetensors")
+
+    def weights(place: str) -> hf.Weights:
+        (folder / INDEX).write_text(json.dumps({"weight_map": {name: place}}))
+        return hf.Weights(folder, CASES["qwen2"][1])
+
+    for place in places:
+        with pytest.raises(ConfigError, match=rf"{INDEX}: .* is outside of .*; give an index"):
+            weights(place)
+    monkeypatch.setattr("jaxdist.config.foreign.within", lambda folder, name: folder / name)
+    for place in places:
+        assert weights(place).read("norm.weight").shape == (32,)
+
+
+def test_an_index_of_the_hugging_face_cache(tmp_path: Path) -> None:
+    blobs, revision = tmp_path / "blobs", tmp_path / "snapshots" / "c0ffee"
+    blobs.mkdir()
+    revision.mkdir(parents=True)
+    folder_of(revision, "qwen2", {"model.norm.weight": torch.ones(32)})
+    (revision / SINGLE).rename(blobs / "5ad1")
+    (revision / "1.safetensors").symlink_to("../../blobs/5ad1")
+    (revision / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "1.safetensors"}}))
+    assert hf.Weights(revision, CASES["qwen2"][1]).read("norm.weight").shape == (32,)
+
+
+def test_a_tensor_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = '"model.norm.weight":{"dtype":"F32","shape":[32],"data_offsets":[0,128]}'
+    folder_of(tmp_path, "qwen2", {})
+    header = f"{{{entry},{entry}}}".encode()
+    (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(128))
+    with pytest.raises(ConfigError, match=rf"{SINGLE}: it gives 'model.norm.weight' twice"):
+        hf.Weights(tmp_path, CASES["qwen2"][1])
+    monkeypatch.setattr(hf, "check_header", lambda path: None)
+    assert hf.Weights(tmp_path, CASES["qwen2"][1]).names == {"norm.weight": "model.norm.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_what_is_no_weight(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Quantized, it would be read without its scales."""
+    weights = folder_of(tmp_path, "qwen2", {"model.norm.weight": torch.ones(32).to(dtype)})
+    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is \w+; give F64, F32, F16, BF16"):
+        weights.shapes()
+
+
+def test_a_parameter_under_two_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensors \S+ and \S+ are the same parameter; give each once"):
+        folder_of(tmp_path, "gpt2", {"ln_f.weight": torch.ones(32), "transformer.ln_f.weight": torch.ones(32)})
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1,) * 70])
+def test_a_shape_that_cannot_be_turned_into_ours(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """GPT-2's query, key and value lie in one tensor, which is cut in three before its shape is compared."""
+    name = "transformer.h.0.attn.c_attn.weight"
+    with pytest.raises(ConfigError, match=r"--init .*; give a folder with whole safetensors weights"):
+        folder_of(tmp_path, "gpt2", {name: torch.ones(shape)}).shapes()

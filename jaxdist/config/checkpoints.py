@@ -10,14 +10,16 @@ import json
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Checkpoint, Verify
+from jaxdist.config.foreign import read_json, within
 
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
@@ -37,8 +39,8 @@ def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True
     try:
         yield
     except Exception as error:  # of Orbax, TensorStore and torch, many kinds
-        for left in checkpoints.glob(f"{unfinished(checkpoints, step).name}*") if first else ():
-            shutil.rmtree(left, ignore_errors=True)
+        if first:
+            sweep(checkpoints)
         reason = textwrap.shorten(str(error), 200)
         message = f"the checkpoint of step {step} could not be written to {checkpoints}: {reason}"
         if config.failure == "stop":
@@ -91,40 +93,58 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+class Entry(NamedTuple):
+    """What a manifest says of a file."""
+
+    file: Path
+    bytes: int
+    sha256: str
+
+
 def damage(folder: Path, verify: Verify = "checksums") -> str | None:
     """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole."""
     try:
-        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {within(folder, name): (int(e["bytes"]), str(e["sha256"])) for name, e in entries.items()}
+        entries = _entries(folder)
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"its {MANIFEST} cannot be read"
-    for file, (size, _) in expected.items():
-        name = file.relative_to(folder)
-        if not file.is_file():
-            return f"its file {name} is missing"
-        if file.stat().st_size != size:
-            return f"its file {name} has {file.stat().st_size:,} bytes instead of {size:,}"
-    if verify == "sizes":
-        return None
+
+    def first(found: Iterable[str | None]) -> str | None:
+        return next((f"its file {name} {what}" for name, what in zip(entries, found, strict=True) if what), None)
+
+    if (reason := first(map(_other_size, entries.values()))) or verify == "sizes":
+        return reason
+    with ThreadPoolExecutor() as pool:
+        return first(pool.map(_other_content, entries.values()))
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """By name. Raises what reading JSON of another form raises."""
+    entries = {
+        name: Entry(within(folder, name), said["bytes"], said["sha256"])
+        for name, said in read_json(folder / MANIFEST)["files"].items()
+    }
+    if not all(type(entry.bytes) is int and type(entry.sha256) is str for entry in entries.values()):
+        raise ValueError("a size is no whole number, or a checksum no text")
+    return entries
+
+
+def _other_size(entry: Entry) -> str | None:
     try:
-        with ThreadPoolExecutor() as pool:
-            found = list(pool.map(sha256, expected))
+        if not entry.file.is_file():
+            return "is missing"
+        found = entry.file.stat().st_size
     except OSError as error:
-        return f"its file {Path(error.filename).relative_to(folder)} cannot be read: {error.strerror}"
-    for (file, (_, digest)), now in zip(expected.items(), found, strict=True):
-        if now != digest:
-            return f"its file {file.relative_to(folder)} has changed since it was written (SHA-256)"
-    return None
+        return f"cannot be read: {error.strerror}"
+    return None if found == entry.bytes else f"has {found:,} bytes instead of {entry.bytes:,}"
 
 
-def within(folder: Path, name: str) -> Path:
-    """The file that an index in `folder` calls `name`. Raises ValueError for one that lies outside, also by a link."""
-    file = folder / name
-    if not file.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{name!r} is outside of {folder}")
-    return file
+def _other_content(entry: Entry) -> str | None:
+    try:
+        return None if sha256(entry.file) == entry.sha256 else "has changed since it was written (SHA-256)"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def steps_in(checkpoints: Path) -> list[int]:
@@ -175,13 +195,18 @@ def whole(path: Path, verify: Verify = "checksums") -> Path:
 
 def clean(checkpoints: Path, step: int) -> None:
     """Before a run goes on from `step`: drop what interrupted saves left, and rename checkpoints of later steps."""
-    for entry in checkpoints.glob(f"*{UNFINISHED}*"):
-        shutil.rmtree(entry)
+    sweep(checkpoints)
     for later in steps_in(checkpoints):
         if later > step:
             aside = checkpoints / f"{later}{DAMAGED}"
             shutil.rmtree(aside, ignore_errors=True)
             (checkpoints / str(later)).rename(aside)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Drop what interrupted saves left."""
+    for entry in checkpoints.glob(f"*{UNFINISHED}*"):
+        shutil.rmtree(entry, ignore_errors=True)
 
 
 def thin(checkpoints: Path, config: Checkpoint) -> None:

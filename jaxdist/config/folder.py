@@ -113,12 +113,15 @@ class RunFolder:
         """Append one step's record; JSON has no NaN and no infinity: they are null."""
         finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in record.items()}
         self.unwritten += json.dumps(finite, allow_nan=False) + "\n"
-        with self.writing():
-            append(self.metrics, self.unwritten)
-            self.unwritten = ""
+        self._flush()
         if self.experiment.metrics.tensorboard:
             for name, value in record.items():
                 self._events.add_scalar(name, value, record["step"])
+
+    def _flush(self) -> None:
+        with self.writing():
+            append(self.metrics, self.unwritten)
+            self.unwritten = ""
 
     def record(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep tensors of a step."""
@@ -139,7 +142,9 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.unwritten:
+            self._flush()
         if "_events" in self.__dict__:
             self._events.close()
 

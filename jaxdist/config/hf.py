@@ -3,22 +3,43 @@
 A key that a file leaves out has the default of transformers' own config class.
 """
 
-import json
+import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxdist.config import GPT2, ConfigError, Data, Experiment, Llama
+from jaxdist.config.foreign import read_json
 
 Settings = dict[str, Any]
 REQUIRED = object()
+MOST_LAYERS = 10_000  # the tensors of each are looked for by name
+SHOWN = reprlib.Repr()  # a value may be as long and as deep as its file
+SHOWN.maxstring = SHOWN.maxother = 80
+
+
+class Kind(NamedTuple):
+    """What a value must be. JSON keeps numbers, text and truth apart; Python would take one for another."""
+
+    title: str
+    holds: Callable[[Any], bool]
+
+
+COUNT = Kind("a whole number from 1", lambda value: type(value) is int and 0 < value < 2**31)
+COUNT_OR_ZERO = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**31)
+LAYERS = Kind(f"a whole number from 1 to {MOST_LAYERS:,}", lambda value: COUNT.holds(value) and value <= MOST_LAYERS)
+NUMBER = Kind("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
+FLAG = Kind("true or false", lambda value: type(value) is bool)
+TABLE = Kind("a table of settings", lambda value: isinstance(value, dict))
 
 
 class Key(NamedTuple):
-    """A key of config.json and what its absence means."""
+    """A key of config.json, the kind of its value, and what its absence means."""
 
     name: str
+    kind: Kind
     default: Any = REQUIRED
 
 
@@ -55,49 +76,55 @@ GPT2_ARCHITECTURE = "GPT2LMHeadModel"
 
 # Our field -> their key. What depends on the architecture (head_dim, window, biases, rotation) is below.
 LLAMA_KEYS = {
-    "layers": Key("num_hidden_layers"),
-    "dim": Key("hidden_size"),
-    "heads": Key("num_attention_heads"),
-    "hidden": Key("intermediate_size"),
-    "vocab": Key("vocab_size"),
-    "positions": Key("max_position_embeddings", 2048),
-    "norm_eps": Key("rms_norm_eps", 1e-6),
-    "tied": Key("tie_word_embeddings", False),
-    "init_std": Key("initializer_range", 0.02),
+    "layers": Key("num_hidden_layers", LAYERS),
+    "dim": Key("hidden_size", COUNT),
+    "heads": Key("num_attention_heads", COUNT),
+    "hidden": Key("intermediate_size", COUNT),
+    "vocab": Key("vocab_size", COUNT),
+    "positions": Key("max_position_embeddings", COUNT, 2048),
+    "norm_eps": Key("rms_norm_eps", NUMBER, 1e-6),
+    "tied": Key("tie_word_embeddings", FLAG, False),
+    "init_std": Key("initializer_range", NUMBER, 0.02),
 }
 GPT2_KEYS = {
-    "layers": Key("n_layer", 12),
-    "dim": Key("n_embd", 768),
-    "heads": Key("n_head", 12),
-    "vocab": Key("vocab_size", 50257),
-    "positions": Key("n_positions", 1024),
-    "norm_eps": Key("layer_norm_epsilon", 1e-5),
-    "tied": Key("tie_word_embeddings", True),
-    "init_std": Key("initializer_range", 0.02),
+    "layers": Key("n_layer", LAYERS, 12),
+    "dim": Key("n_embd", COUNT, 768),
+    "heads": Key("n_head", COUNT, 12),
+    "vocab": Key("vocab_size", COUNT, 50257),
+    "positions": Key("n_positions", COUNT, 1024),
+    "norm_eps": Key("layer_norm_epsilon", NUMBER, 1e-5),
+    "tied": Key("tie_word_embeddings", FLAG, True),
+    "init_std": Key("initializer_range", NUMBER, 0.02),
 }
+# Other names for the same of transformers, which reads them too; the number of heads shows in no tensor.
+GPT2_OTHER_NAMES = {
+    "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}  # fmt: skip
 LLAMA3_KEYS = {
-    "rope_factor": Key("factor"),
-    "rope_low_freq_factor": Key("low_freq_factor"),
-    "rope_high_freq_factor": Key("high_freq_factor"),
-    "rope_original_positions": Key("original_max_position_embeddings"),
+    "rope_factor": Key("factor", NUMBER),
+    "rope_low_freq_factor": Key("low_freq_factor", NUMBER),
+    "rope_high_freq_factor": Key("high_freq_factor", NUMBER),
+    "rope_original_positions": Key("original_max_position_embeddings", COUNT),
 }
+# Of the many keys that transformers writes, these would change the computation in every family.
+WITHOUT = ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+WINDOWS = ("full_attention", "sliding_attention")
 
 
 def read_model(path: Path) -> Llama | GPT2:
     """The model that `path`/config.json describes. Raises ConfigError for what jaxdist cannot compute."""
     file = path / "config.json"
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings = read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}; give a Hugging Face folder with a readable config.json") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: {settings!r} is no table of settings; give a Hugging Face config.json")
+        raise ConfigError(f"{file}: {SHOWN.repr(settings)} is no table of settings; give a Hugging Face config.json")
     try:
         values = from_settings(settings)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    except (AttributeError, IndexError, TypeError) as error:  # a value of another kind than its key's
-        raise ConfigError(f"{file}: {error}; give the config.json that transformers wrote") from None
     return experiment_for(values, source=str(file)).model
 
 
@@ -110,12 +137,16 @@ def from_settings(settings: Settings) -> Settings:
     """The model section, not yet validated, from the settings of a config.json. Raises ConfigError."""
     model_type, named = settings.get("model_type"), settings.get("architectures") or []
     known = {a.model_type: name for name, a in ARCHITECTURES.items()} | {"gpt2": GPT2_ARCHITECTURE}
-    if model_type not in known:
-        raise ConfigError(f"model_type = {model_type!r}; choose a model of type {', '.join(known)}")
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ConfigError(f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}")
     name = known[model_type]
     base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
-    if named and named[0] not in (name, base):
-        raise ConfigError(f"architectures = {named}; jaxdist reads {name} of model_type {model_type}")
+    if not isinstance(named, list) or (named and named[0] not in (name, base)):
+        raise ConfigError(f"architectures = {SHOWN.repr(named)}; jaxdist reads {name} of model_type {model_type}")
+    for key in WITHOUT:
+        if settings.get(key):
+            raise ConfigError(f"{key} = {SHOWN.repr(settings[key])}; jaxdist computes models without it only")
+    _demand(settings, "is_causal", True)
     return _from_gpt2(settings) if model_type == "gpt2" else _from_llama(settings, ARCHITECTURES[name])
 
 
@@ -126,24 +157,23 @@ def to_settings(model: Llama | GPT2, dtype: str) -> Settings:
     return settings | {"bos_token_id": None, "eos_token_id": None, "torch_dtype": dtype}
 
 
-def _value(settings: Settings, key: Key) -> Any:
-    if settings.get(key.name) is not None:
-        return settings[key.name]
-    if key.default is REQUIRED:
-        raise ConfigError(f"{key.name} is missing; give a complete config.json")
-    return key.default
-
-
-def _count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} = {value!r}; give a whole number from 1")
+def _value(settings: Settings, name: str, kind: Kind, default: Any = REQUIRED) -> Any:
+    """The value of a key; null is as good as absent. Raises ConfigError where it is missing or of another kind."""
+    value = settings.get(name)
+    if value is None and default is REQUIRED:
+        raise ConfigError(f"{name} is missing; give a complete config.json")
+    if value is None:
+        return default
+    if not kind.holds(value):
+        raise ConfigError(f"{name} = {SHOWN.repr(value)}; give {kind.title}")
+    return value
 
 
 def _demand(settings: Settings, name: str, *allowed: Any) -> None:
     """Raises ConfigError unless `name` is absent or has one of the values that jaxdist computes."""
     if name in settings and settings[name] not in allowed:
         values = " or ".join(repr(value) for value in allowed)
-        raise ConfigError(f"{name} = {settings[name]!r}; jaxdist computes {values} only")
+        raise ConfigError(f"{name} = {SHOWN.repr(settings[name])}; jaxdist computes {values} only")
 
 
 def _from_gpt2(settings: Settings) -> Settings:
@@ -151,11 +181,11 @@ def _from_gpt2(settings: Settings) -> Settings:
     _demand(settings, "scale_attn_weights", True)
     _demand(settings, "scale_attn_by_inverse_layer_idx", False)
     _demand(settings, "add_cross_attention", False)
-    values = {field: _value(settings, key) for field, key in GPT2_KEYS.items()}
-    for field in ("dim", "positions"):
-        _count(GPT2_KEYS[field].name, values[field])
-    hidden = settings.get("n_inner") or 4 * values["dim"]
-    return {"family": "gpt2", **values, "hidden": hidden}
+    values = {field: _value(settings, *key) for field, key in GPT2_KEYS.items()}
+    for other, name in GPT2_OTHER_NAMES.items():
+        if other in settings and settings[other] != settings.get(name):
+            raise ConfigError(f"{other} = {SHOWN.repr(settings[other])}; give it as {name}, as transformers writes it")
+    return {"family": "gpt2", **values, "hidden": _value(settings, "n_inner", COUNT, 4 * values["dim"])}
 
 
 def _to_gpt2(model: GPT2) -> Settings:
@@ -167,20 +197,18 @@ def _to_gpt2(model: GPT2) -> Settings:
 def _from_llama(settings: Settings, architecture: Architecture) -> Settings:
     _demand(settings, "hidden_act", "silu", "swish")
     defaulted = {**architecture.defaults, **settings}
-    values = {field: _value(defaulted, key) for field, key in LLAMA_KEYS.items()}
-    for field in ("layers", "dim", "heads", "positions"):
-        _count(LLAMA_KEYS[field].name, values[field])
+    values = {field: _value(defaulted, *key) for field, key in LLAMA_KEYS.items()}
     heads = values["heads"]
     qwen2, llama = architecture.model_type == "qwen2", architecture.model_type == "llama"
-    biased = bool(settings.get("attention_bias", False)) and architecture.model_type in ("llama", "qwen3")
+    biased = _value(settings, "attention_bias", FLAG, False) and architecture.model_type in ("llama", "qwen3")
     return {
         "family": "llama",
         **values,
-        "kv_heads": defaulted.get("num_key_value_heads") or heads,
-        "head_dim": defaulted.get("head_dim") or values["dim"] // heads,
+        "kv_heads": _value(defaulted, "num_key_value_heads", COUNT, heads),
+        "head_dim": _value(defaulted, "head_dim", COUNT, values["dim"] // heads),
         "qkv_bias": qwen2 or biased,
         "output_bias": biased,
-        "mlp_bias": llama and bool(settings.get("mlp_bias", False)),
+        "mlp_bias": llama and _value(settings, "mlp_bias", FLAG, False),
         "qk_norm": architecture.model_type == "qwen3",
         "window": _window(settings, architecture.model_type, values["layers"]),
         **_rotation(settings, values["positions"]),
@@ -223,14 +251,16 @@ def _window(settings: Settings, model_type: str, layers: int) -> int:
     if model_type == "llama":
         return 0
     # A null means no window; only an absent key means the default.
-    window = settings.get("sliding_window", 4096) or 0
+    window = _value({"sliding_window": 4096} | settings, "sliding_window", COUNT_OR_ZERO, 0)
     if model_type == "mistral" or not window:
         return window
-    if not settings.get("use_sliding_window", False):
+    if not _value(settings, "use_sliding_window", FLAG, False):
         return 0
     if (kinds := settings.get("layer_types")) is None:
-        full = min(settings.get("max_window_layers", 28), layers)
+        full = min(_value(settings, "max_window_layers", COUNT_OR_ZERO, 28), layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in WINDOWS for kind in kinds):
+        raise ConfigError(f"layer_types = {SHOWN.repr(kinds)}; give {' or '.join(WINDOWS)} for each of {layers} layers")
     if len(set(kinds)) > 1:
         raise ConfigError(
             f"layer_types or max_window_layers mix {', '.join(sorted(set(kinds)))}; "
@@ -241,7 +271,7 @@ def _window(settings: Settings, model_type: str, layers: int) -> int:
 
 def _rotation(settings: Settings, positions: int) -> Settings:
     """The rotary fields, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    rope = _value(settings, "rope_scaling", TABLE, {}) or _value(settings, "rope_parameters", TABLE, {})
     if any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
             f"rope_parameters differ by layer ({', '.join(rope)}); jaxdist has one rotation for all layers"
@@ -250,9 +280,9 @@ def _rotation(settings: Settings, positions: int) -> Settings:
         _demand(source, "partial_rotary_factor", None, 1, 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise ConfigError(f"rope_type = {kind!r}; jaxdist computes 'default' or 'llama3' only")
-    theta = rope.get("rope_theta", settings.get("rope_theta", 10000.0))
+        raise ConfigError(f"rope_type = {SHOWN.repr(kind)}; jaxdist computes 'default' or 'llama3' only")
+    theta = _value(settings | rope, "rope_theta", NUMBER, 10000.0)
     if kind == "default":
         return {"rope_theta": theta}
     rope = {"original_max_position_embeddings": positions} | rope
-    return {"rope_theta": theta, "rope_scaling": kind} | {f: _value(rope, key) for f, key in LLAMA3_KEYS.items()}
+    return {"rope_theta": theta, "rope_scaling": kind} | {f: _value(rope, *key) for f, key in LLAMA3_KEYS.items()}

@@ -1,4 +1,4 @@
-"""Weights between Orbax checkpoints and Hugging Face folders: `python -m jaxdist.convert SOURCE TARGET`."""
+"""Checkpoints of any kind into any other: `python -m jaxdist.convert SOURCE TARGET`."""
 
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.hf import is_hf, read_hf, write_hf

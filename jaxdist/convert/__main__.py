@@ -1,38 +1,33 @@
-"""Convert weights between Orbax checkpoints and Hugging Face folders, or list them."""
+"""Convert checkpoints between Hugging Face, torch, torch's distributed checkpoints and Orbax, or list their tensors."""
 
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
-from jaxdist.config import ConfigError, check_writable, exit_codes, same_model
+from jaxdist.config import ConfigError, TrainingError, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, load, user_path
-from jaxdist.config.display import megabytes, say
+from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.kinds import KINDS, TARGETS, kind_of, target_kind
 from jaxdist.convert.mapped import holds_tensors
 from jaxdist.convert.mapping import KeyMapping
-
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
-# Files of a Hugging Face folder that say nothing of the weights, and go along to another one.
-COMPANIONS = (
-    "tokenizer*.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "generation_config.json",
-)
+from jaxdist.convert.naming import family_of
+from jaxdist.convert.stream import DTYPES, Conversion, cast
+from jaxdist.convert.verify import verify
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> kind of the source -> read -> check -> cast -> write, or list."""
+    """Arguments -> kinds of source and target -> open and check -> plan -> stream -> verify; or list."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
     if a.mapping:
@@ -42,42 +37,75 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.inspect:
         inspect(a.source, kind, a.json)
         return
-    target = a.to or next(other for other in KINDS if other != kind)
-    experiment, parameters = KINDS[kind].read(a.source)
-    if a.model:
-        wanted = load(a.model, {})
-        same_model(wanted.model, experiment.model, str(a.source))
-        experiment = wanted
-    dtype = a.dtype or "float32"
-    parameters = {name: cast(name, array, dtype) for name, array in parameters.items()}
-    with whole_or_nothing(a.target) as folder:
-        KINDS[target].write(folder, experiment, parameters)
-        if kind == target == "hf":
-            for pattern in COMPANIONS:
-                for file in a.source.glob(pattern):
-                    shutil.copy(file, folder)
-    total = sum(array.nbytes for array in parameters.values())
-    say(f"wrote {len(parameters)} parameters, {megabytes(total)} in {dtype}, to {a.target}")
+    source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
+    wanted = load(a.model, {}) if a.model else None
+    content = source.format.opened(a.source, wanted)
+    if not target.state and content.updates is not None:
+        say(f"a {target.title} holds weights alone: moments and step stay behind")
+    content = content if target.state else content.weights()
+    conversion = Conversion(content, target.naming_of(content), a.dtype)
+    say(f"{source.title} {a.source} -> {target.title} {a.target}: {summary(conversion)}")
+    with whole_or_nothing(a.target, a.force) as partial:
+        check_room(a.target, conversion.bytes)
+        if a.dry_run:
+            say("nothing was written: --dry-run")
+            return
+        with writing(a.target), transfer(conversion.bytes) as report:
+            target.format.write(partial, replace(conversion, report=report))
+        if a.verify:
+            for line in verify(conversion, target.format, partial):
+                say(line)
+    say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
+
+
+def summary(conversion: Conversion) -> str:
+    """What is converted, in words."""
+    content, parameters = conversion.content, conversion.groups[PARAMETERS]
+    dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in parameters.values()}))
+    state = f"step {content.step}"
+    if content.updates is not None:
+        state += ", with Adam's moments"
+    what = f"{content.experiment.model.family}, {len(parameters)} parameters in {dtypes}"
+    return f"{what}, {state}, {megabytes(conversion.bytes)}"
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Whatever the writing of a file raises becomes a TrainingError."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:  # of torch and TensorStore, too, where a disk is full
+        reason = textwrap.shorten(str(error), 200)
+        raise TrainingError(f"TARGET {target} could not be written: {reason}; nothing is left of it") from None
+
+
+def check_room(target: Path, needed: int) -> None:
+    """Raises ConfigError where the disk has less room than is needed."""
+    place = next(folder for folder in target.absolute().parents if folder.exists())
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise ConfigError(
+            f"TARGET {target}: {megabytes(needed)} are needed and {megabytes(free)} free; make room, or give another"
+        )
 
 
 def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
     parser = Parser(prog="python -m jaxdist.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a run folder, a checkpoint or a Hugging Face folder"
+        "source", type=Path, metavar="SOURCE", help="a run folder, a checkpoint, a Hugging Face folder or a torch file"
     )
-    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="folder to write; must not exist")
+    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="folder or torch file to write")
     parser.add_argument(
-        "--to", choices=tuple(KINDS), help="kind of the target (default: the one that the source is not)"
+        "--to",
+        choices=TARGETS,
+        help="kind of the target (default: torch for *.pt, hf from orbax, else orbax)",
     )
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="of the written weights (default float32; with --mapping, as they are)"
-    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they are)")
     parser.add_argument(
         "--model",
         type=user_path,
         metavar="CONFIG",
-        help="a TOML file or shipped config that the weights must fit; Orbax keeps it",
+        help="a TOML file or shipped config that the weights must fit; needed where SOURCE does not say its model",
     )
     parser.add_argument(
         "--mapping",
@@ -91,6 +119,9 @@ def arguments(argv: Sequence[str]) -> Any:
         metavar="CHECKPOINT",
         help="with --mapping, from safetensors: an Orbax checkpoint with the tree and shapes to write",
     )
+    parser.add_argument("--verify", action="store_true", help="read TARGET again: every bit, and logits of a batch")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and say what would be written")
+    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists, when the new one is whole")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
     parser.add_argument("--json", action="store_true", help="with --inspect: print one JSON object")
     a = parser.parse_args(argv)
@@ -100,8 +131,9 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
-    for option in ("to", "model", "inspect"):
+    for option in ("to", "model", "inspect", "verify", "dry_run"):
         if a.mapping and getattr(a, option):
+            option = option.replace("_", "-")
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:
         raise ConfigError("--like belongs to --mapping; leave it out")
@@ -119,9 +151,9 @@ def convert_by(mapping: KeyMapping, a: Any) -> None:
         )
 
     def to_dtype(name: str, array: np.ndarray) -> np.ndarray:
-        return cast(name, array, a.dtype) if a.dtype and array.dtype.kind not in "iub" else array
+        return cast(name, array, np.dtype(DTYPES[a.dtype])) if a.dtype and array.dtype.kind not in "iub" else array
 
-    with whole_or_nothing(a.target) as partial:
+    with whole_or_nothing(a.target, a.force) as partial, writing(a.target):
         if theirs:
             written = mapped.to_ours(a.source, partial, mapping, a.like, to_dtype)
         else:
@@ -129,29 +161,24 @@ def convert_by(mapping: KeyMapping, a: Any) -> None:
     say(f"wrote {megabytes(written)} to {a.target}")
 
 
-def cast(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
-    with np.errstate(over="ignore"):
-        result = array.astype(DTYPES[dtype])
-    if not np.array_equal(np.isfinite(result), np.isfinite(array)):
-        raise ConfigError(f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16")
-    return result
-
-
 @contextmanager
-def whole_or_nothing(target: Path) -> Iterator[Path]:
+def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
 
-    Raises ConfigError when `target` exists or cannot be made.
+    Raises ConfigError when `target` cannot be made, or exists and is not to be replaced by `force`.
     """
-    if target.exists():
-        raise ConfigError(f"TARGET {target} exists; give a folder that does not")
-    check_writable(target, f"TARGET {target}")
-    partial = target.parent / f".{target.name}.partial"
+    if target.exists() and not force:
+        raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
+    check_writable(target.parent, f"TARGET {target}")
+    partial, old = (target.parent / f".{target.name}.{part}" for part in ("partial", "old"))
     remove(partial)
     try:
         yield partial
-        partial.rename(target)
+        if partial.exists():
+            if target.exists():
+                target.rename(old)
+            partial.rename(target)
+            remove(old)
     finally:
         remove(partial)
 
@@ -165,8 +192,9 @@ def remove(path: Path) -> None:
 
 
 def inspect(source: Path, kind: str, as_json: bool) -> None:
-    """Print every tensor of the source, and the totals."""
-    family, tensors = KINDS[kind].inspect(source)
+    """Print every tensor of the source's model, and the totals."""
+    tensors = KINDS[kind].format.described(source)
+    family = family_of(tensors)
     rows: list[Mapping[str, Any]] = [
         {"name": name, "shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.bytes}
         for name, t in sorted(tensors.items())
@@ -176,7 +204,7 @@ def inspect(source: Path, kind: str, as_json: bool) -> None:
         listing = {"source": str(source), "kind": kind, "family": family, "tensors": rows, "bytes": total}
         print(json.dumps(listing))
         return
-    width = max(len(row["name"]) for row in rows)
+    width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         shape = "×".join(map(str, row["shape"]))
         say(f"{row['name']:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")

@@ -1,81 +1,115 @@
-"""A Hugging Face folder <-> a model and its parameters, by the family's table."""
+"""Hugging Face folders: config.json, safetensors files, and the tokenizer that goes along."""
 
 import json
 from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jaxdist import models
-from jaxdist.config import GPT2, ConfigError, Llama, check_shapes
-from jaxdist.config.hf import read_model, to_settings
-from jaxdist.convert import safetensors_files
-from jaxdist.convert.safetensors_files import Tensor, Tensors
-from jaxdist.convert.tables import EMBEDDING, HEAD, TABLES
+from jaxdist.config import GPT2, Experiment, Llama
+from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
+from jaxdist.convert import safetensors_writer
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
+from jaxdist.convert.naming import carried, inverted
+from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.stream import Conversion
+from jaxdist.convert.tables import HUGGINGFACE, OWN
 
-WEIGHTS = ("float64", "float32", "float16", "bfloat16")
-Shapes = dict[str, tuple[int, ...]]
+CONFIG = "config.json"
+# Files of a Hugging Face folder that say nothing of the weights, and go along.
+COMPANIONS = (
+    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template*",
+)  # fmt: skip
 
 
 def is_hf(path: Path) -> bool:
     """Whether `path` is a folder with config.json and safetensors weights."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
 
 
-def shapes_of(model: Llama | GPT2) -> Shapes:
-    """The global shape of every parameter that the model declares."""
-    return {name: layout.shape for name, layout in models.layouts(models.build(model)).items()}
+def described(path: Path) -> dict[str, Leaf]:
+    """Every tensor, under the files' names. Raises ConfigError."""
+    return _leaves(Tensors(path))
+
+
+def _leaves(tensors: Tensors) -> dict[str, Leaf]:
+    return {name: Leaf(t.shape, t.dtype, partial(tensors.read, name)) for name, t in tensors.described.items()}
+
+
+def opened(path: Path, wanted: Experiment | None = None) -> Content:
+    """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
+    found = experiment_for(read_model(path).model_dump(), source=str(path))
+    experiment = agreed(str(path), found, wanted)
+    tensors = Tensors(path)
+    table, leaves = HUGGINGFACE[experiment.model.family], _leaves(tensors)
+    names = inverted(str(path), {name: table.full_name(name) for name in leaves})
+    groups = {PARAMETERS: {full: leaves[name] for full, name in names.items()}}
+    kept = carried(names, "huggingface", experiment.model)
+    origin = Origin("hf", "huggingface", kept, tensors.metadata, companions(path))
+    return Content(experiment, "huggingface", groups, origin=origin).checked(path)
+
+
+def companions(folder: Path) -> dict[str, bytes]:
+    """config.json and the tokenizer's files."""
+    files = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted(files)}
+
+
+def write(path: Path, conversion: Conversion) -> None:
+    """Write a Hugging Face folder `path`: weights alone, in files that transformers reads.
+
+    A config.json and names that came with the weights are written again. Raises ConfigError before anything is
+    written if no architecture of transformers can express the model.
+    """
+    content, described = conversion.content, conversion.groups[PARAMETERS]
+    model, origin = content.experiment.model, content.origin
+    table = HUGGINGFACE[model.family]
+    names = origin.names if origin.naming == conversion.naming else {}
+    first = described[table.rows[0].theirs]
+    config = _config(model, str(first.dtype), origin.files.get(CONFIG))
+    described = {names.get(name, name): leaf for name, leaf in described.items()}
+    again = names.get(table.head) if model.tied else None  # the embedding, once more
+    if again:
+        described |= {again: first}
+
+    def named(item: tuple[str, str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+        _, name, array = item
+        twice = [again] if again and name == table.rows[0].theirs else []
+        return [(written, array) for written in (names.get(name, name), *twice)]
+
+    path.mkdir(parents=True, exist_ok=True)
+    metadata = origin.metadata if origin.kind == "hf" else safetensors_writer.FRAMEWORK
+    tensors = chain.from_iterable(map(named, conversion.stream(PARAMETERS)))
+    safetensors_writer.write(path, described, tensors, metadata)
+    for name, file in {**origin.files, CONFIG: config}.items():
+        (path / name).write_bytes(file)
+
+
+def _config(model: Llama | GPT2, dtype: str, before: bytes | None) -> bytes:
+    """The config.json that came with the weights, where it is that of the model still; else ours."""
+    if before:
+        settings = json.loads(before)
+        if experiment_for(from_settings(settings), CONFIG).model == model:
+            now = settings | {key: dtype for key in ("dtype", "torch_dtype") if settings.get(key)}
+            return before if now == settings else _json(now)
+    return _json(to_settings(model, dtype))
+
+
+def _json(settings: dict[str, Any]) -> bytes:
+    return (json.dumps(settings, indent=2) + "\n").encode()
 
 
 def read_hf(path: Path) -> tuple[Llama | GPT2, dict[str, np.ndarray]]:
-    """The model of a Hugging Face folder and its parameters in the files' dtype. Raises ConfigError.
-
-    Each missing, unexpected or wrongly shaped tensor is named, with both shapes.
-    """
-    model = read_model(path)
-    shapes, table = shapes_of(model), TABLES[model.family]
-    rows = table.rows_of(shapes)
-    with Tensors(path) as tensors:
-        theirs: dict[str, str] = {}  # name with prefix -> name in the file
-        for name in tensors.described:
-            if table.ignored.search(name):
-                continue
-            if tensors.described[name].dtype.name not in WEIGHTS:
-                raise ConfigError(
-                    f"{path}: tensor {name} is {tensors.described[name].dtype}; give {', '.join(WEIGHTS)}"
-                )
-            if (full := table.full_name(name)) in theirs:
-                raise ConfigError(f"{path}: tensors {theirs[full]} and {name} are the same parameter; give each once")
-            theirs[full] = name
-        found = {full: tensors.described[name].shape for full, name in theirs.items()}
-        wanted = {name: row.shape(shapes) for row in rows for name in row.names(model.layers)}
-        if model.tied and HEAD in found:
-            wanted[HEAD] = shapes[EMBEDDING]
-        check_shapes(str(path), found, wanted)
-        parameters: dict[str, np.ndarray] = {}
-        for row in rows:
-            parameters |= row.to_ours([tensors.read(theirs[name]) for name in row.names(model.layers)], shapes)
-        if model.tied and HEAD in found and not np.array_equal(tensors.read(theirs[HEAD]), parameters[EMBEDDING]):
-            raise ConfigError(
-                f"{path}: tie_word_embeddings is true, but {HEAD} differs from the embedding; set it to false"
-            )
-    return model, parameters
+    """The model of a Hugging Face folder and our parameters, in the files' dtype. Raises ConfigError."""
+    content = opened(path)
+    return content.experiment.model, {name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 
 def write_hf(path: Path, model: Llama | GPT2, parameters: Mapping[str, np.ndarray]) -> None:
-    """Write config.json and safetensors files, in the parameters' own dtype, into the existing folder `path`.
-
-    Raises ConfigError before anything is written if no architecture of transformers can express the model.
-    """
-    settings = to_settings(model, dtype=str(parameters[EMBEDDING].dtype))
-    shapes = {name: array.shape for name, array in parameters.items()}
-    rows = TABLES[model.family].rows_of(shapes)
-    places = {name: (row, layer) for row in rows for layer, name in enumerate(row.names(model.layers))}
-    described = {n: Tensor(row.shape(shapes), parameters[row.ours[0]].dtype) for n, (row, _) in places.items()}
-
-    def read(name: str) -> np.ndarray:
-        row, layer = places[name]
-        return row.to_theirs(parameters, layer)
-
-    (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    safetensors_files.write(path, described, read)
+    """Write parameters of ours, in their own dtype, as a Hugging Face folder `path`. Raises ConfigError."""
+    content = in_memory(experiment_for(model.model_dump(), "write_hf"), parameters)
+    write(path, Conversion(content, "huggingface"))

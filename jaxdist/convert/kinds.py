@@ -1,61 +1,88 @@
 """The kinds of checkpoint that can be read, written and listed: one row each."""
 
-from collections.abc import Callable, Mapping
+import importlib
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from typing import NamedTuple, Protocol, cast
 
 from jaxdist import checkpoint
-from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert.hf import is_hf, read_hf, write_hf
-from jaxdist.convert.safetensors_files import Tensor, Tensors
+from jaxdist.config import ConfigError, Experiment, checkpoint_in
+from jaxdist.config.dcp import INDEX
+from jaxdist.convert.content import Content, Leaf
+from jaxdist.convert.hf import is_hf
+from jaxdist.convert.stream import Conversion
+from jaxdist.convert.tables import OWN
 
-Parameters = dict[str, np.ndarray]
+
+class Format(Protocol):
+    """What the module of a kind has."""
+
+    def described(self, path: Path) -> dict[str, Leaf]:
+        """Every tensor of the model, under the names of the source. Raises ConfigError."""
+
+    def opened(self, path: Path, wanted: Experiment | None = None) -> Content:
+        """The content, none of its tensors read yet. Raises ConfigError, also where it is not the model `wanted`."""
+
+    def write(self, path: Path, conversion: Conversion) -> None:
+        """Write a new file or folder. Raises ConfigError."""
 
 
 class Kind(NamedTuple):
-    """How one kind is recognized, read, written into a new folder, and listed without reading."""
+    """`naming`: what its tensors are called if they did not come from one; None where it is read alone.
+
+    `state`: whether it holds an optimizer's state and a step.
+    """
 
     title: str
     holds: Callable[[Path], bool]
-    read: Callable[[Path], tuple[Experiment, Parameters]]
-    write: Callable[[Path, Experiment, Mapping[str, np.ndarray]], None]
-    inspect: Callable[[Path], tuple[str, dict[str, Tensor]]]
+    module: str
+    naming: str | None
+    state: bool = True
+
+    @property
+    def format(self) -> Format:
+        """Raises ConfigError where torch is needed and missing."""
+        try:
+            return cast(Format, importlib.import_module(f"jaxdist.convert.{self.module}"))
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ConfigError(f"a {self.title} needs torch; pip install 'jaxdist[torch]'") from None
+
+    def naming_of(self, content: Content) -> str:
+        """What tensors of this content are called when they are written: as they were in a source of this kind."""
+        origin = content.origin
+        return origin.naming if KINDS.get(origin.kind) == self and origin.naming else self.naming or OWN
 
 
-def _read_hf(path: Path) -> tuple[Experiment, Parameters]:
-    model, parameters = read_hf(path)
-    return experiment_for(model.model_dump(), source=str(path)), parameters
+def _is_torch(path: Path) -> bool:
+    """A file of torch.save's: a zip with the pickle, or by its name one of before torch 1.6."""
+    if not path.is_file():
+        return False
+    if not zipfile.is_zipfile(path):
+        return path.suffix in TORCH_SUFFIXES
+    with zipfile.ZipFile(path) as file:
+        return any(name.endswith("/data.pkl") for name in file.namelist())
 
 
-def _write_hf(path: Path, experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> None:
-    path.mkdir(parents=True)
-    write_hf(path, experiment.model, parameters)
+def _is_dcp(path: Path) -> bool:
+    return (checkpoint_in(path) / INDEX).is_file()
 
 
-def _inspect_hf(path: Path) -> tuple[str, dict[str, Tensor]]:
-    with Tensors(path) as tensors:
-        return read_model(path).family, tensors.described
+def _is_meta(path: Path) -> bool:
+    return (path / "params.json").is_file() and any(path.glob("consolidated.*.pth"))
 
 
-def _read_orbax(path: Path) -> tuple[Experiment, Parameters]:
-    saved = checkpoint.read(path)
-    return saved.experiment, saved.parameters
-
-
-def _inspect_orbax(path: Path) -> tuple[str, dict[str, Tensor]]:
-    found = checkpoint.locate(path)
-    described = checkpoint.described(found)
-    tensors = {name: Tensor(tuple(array.shape), np.dtype(array.dtype)) for name, array in described.items()}
-    return checkpoint.read_experiment(found).model.family, tensors
-
-
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KINDS = {
-    "hf": Kind("Hugging Face folder", is_hf, _read_hf, _write_hf, _inspect_hf),
-    "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, _read_orbax, checkpoint.write, _inspect_orbax),
+    "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
+    "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", OWN),
+    "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
+    "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
+    "meta": Kind("folder of Meta's", _is_meta, "meta", None, state=False),
 }
+TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
 
 def kind_of(path: Path) -> str:
@@ -64,7 +91,14 @@ def kind_of(path: Path) -> str:
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         raise ConfigError(
-            f"{path}: {missing}; give a run folder, its checkpoints/<step>, or a folder with "
-            "config.json and *.safetensors"
+            f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
+            "*.safetensors, a torch file, or a folder with .metadata of torch.distributed.checkpoint"
         )
     return found
+
+
+def target_kind(source: str, target: Path) -> str:
+    """What is written where `--to` does not say: a torch file if the name is one's, else Orbax, or from it hf."""
+    if target.suffix in TORCH_SUFFIXES:
+        return "torch"
+    return "hf" if source == "orbax" else "orbax"

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from safetensors.numpy import save_file
 
 from jaxdist.checkpoint import reading
 from jaxdist.config import ConfigError
-from jaxdist.convert import safetensors_files
+from jaxdist.config.foreign import INDEX, SINGLE
+from jaxdist.convert import safetensors_writer
 from jaxdist.convert.mapping import KeyMapping
-from jaxdist.convert.safetensors_files import INDEX, SINGLE, Tensor, Tensors
+from jaxdist.convert.safetensors_files import Tensor, Tensors
 from jaxdist.convert.trees import flatten, shapes, unflatten
 
 METADATA = "_METADATA"
@@ -53,12 +53,12 @@ def to_theirs(source: Path, target: Path, mapping: KeyMapping, cast: Cast, singl
     ours = {name: array.shape for name, array in parameters.items()}
     mapping.check(ours, mapping.their_shapes(ours) | dict.fromkeys(mapping.theirs_only, ()))
     tensors = {name: cast(name, tensor) for name, tensor in mapping.to_theirs(parameters).items()}
+    described = {name: Tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if single:
-        save_file(tensors, target, metadata=safetensors_files.FRAMEWORK)
+        safetensors_writer.write_file(target, described, tensors.items())
     else:
         target.mkdir()
-        described = {name: Tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        safetensors_files.write(target, described, tensors.__getitem__)
+        safetensors_writer.write(target, described, tensors.items())
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -68,9 +68,9 @@ def to_ours(source: Path, target: Path, mapping: KeyMapping, like: Path, cast: C
     Parameters in `ours_only` keep the values that `like` has.
     """
     tree = read_tree(like)
-    with Tensors(source) as tensors:
-        mapping.check(shapes(tree), {name: tensor.shape for name, tensor in tensors.described.items()})
-        read = {name: tensors.read(name) for name in tensors.described if name not in mapping.theirs_only}
+    tensors = Tensors(source)
+    mapping.check(shapes(tree), {name: tensor.shape for name, tensor in tensors.described.items()})
+    read = {name: tensors.read(name) for name in tensors.described if name not in mapping.theirs_only}
     parameters = flatten(tree) | mapping.to_ours(read, shapes(tree))
     parameters = {name: cast(name, np.asarray(array)) for name, array in parameters.items()}
     with ocp.StandardCheckpointer() as writer:

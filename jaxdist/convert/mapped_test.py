@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, TrainingError
 from jaxdist.convert import mapped
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.mapping import KeyMapping, Row
@@ -150,13 +150,11 @@ def test_bad_input(
 def test_nothing_half_written(
     target: str, files: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_: Any, path: Path, **__: Any) -> None:
-        path.write_text("half")
+    def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr(mapped, "save_file", full)
-    monkeypatch.setattr("jaxdist.convert.safetensors_files.save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    monkeypatch.setattr("jaxdist.convert.safetensors_writer._fill", full)
+    with pytest.raises(TrainingError, match="could not be written: No space"):
         main([str(files[0]), str(tmp_path / target), "--mapping", str(files[2])])
     assert sorted(tmp_path.rglob("*")) == before

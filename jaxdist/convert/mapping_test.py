@@ -10,10 +10,9 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import to_settings
 from jaxdist.convert.convert_test import MODELS
-from jaxdist.convert.hf import shapes_of
 from jaxdist.convert.mapping import KeyMapping, Module, Row, Shape, Shapes
 from jaxdist.convert.suggest import Suggestion, suggest
-from jaxdist.convert.tables import TABLES
+from jaxdist.convert.tables import HUGGINGFACE, shapes_of
 from jaxdist.convert.transforms import TRANSFORMS, fitting, result, to_ours, to_theirs
 
 D, H, C, F, L = 12, 3, 4, 20, 3
@@ -127,7 +126,7 @@ class TestSuggestion:
         theirs, ours = shapes(getattr(transformers, class_name)(config)), shapes_of(model)
         right = {
             theirs_name: (row.ours[0], "transpose" if row.transpose else "same")
-            for row in TABLES[model.family].rows_of(ours)
+            for row in HUGGINGFACE[model.family].rows_of(ours)
             for theirs_name in row.names(model.layers)
             if len(row.ours) == 1
         }

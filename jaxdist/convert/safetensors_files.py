@@ -1,22 +1,16 @@
 """The tensors of a Hugging Face folder: model.safetensors, or shards and their index; as numpy arrays."""
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxdist.config import ConfigError
+from jaxdist.config.foreign import SINGLE, check_header, indexed
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FRAMEWORK = {"format": "pt"}  # transformers refuses files whose metadata does not name one
-SHARD_BYTES = 5_000_000_000
 # The format's names of dtypes; what holds no weights is here to be listed.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -38,74 +32,52 @@ class Tensor(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a folder or a file by name: `described` all at once, `read` one at a time. A context manager."""
+    """The tensors of a folder or a file by name: `described` all at once, `read` one at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError when a file is missing or damaged, or a dtype unknown."""
-        self.folder, self._stack = folder, ExitStack()
-        self._files: dict[str, Any] = {}
+        self.folder = folder
         self.described: dict[str, Tensor] = {}
+        self.metadata: dict[str, str] = {}
+        self._places: dict[str, tuple[Path, int]] = {}
         try:
             for path in self._paths():
                 self._add(path)
         except (OSError, SafetensorError) as error:
-            self._stack.close()
             raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, whole."""
-        return self._files[name].get_tensor(name)
+        """One tensor, whole. Raises ConfigError for one that the memory cannot hold.
+
+        Not by the library: it maps files into memory, where what was read stays, and lets no other thread run.
+        """
+        tensor, (path, start) = self.described[name], self._places[name]
+        try:
+            data = np.fromfile(path, np.uint8, tensor.bytes, offset=start)
+            return data.view(tensor.dtype).reshape(tensor.shape)
+        except (OSError, MemoryError, ValueError) as error:
+            raise ConfigError(
+                f"{self.folder}: tensor {name}, {tensor.dtype}{list(tensor.shape)}: {error}; "
+                "give a tensor that fits into memory, in a whole file"
+            ) from None
 
     def _paths(self) -> list[Path]:
         if self.folder.is_file():
             return [self.folder]
-        index = self.folder / INDEX
-        if not index.exists():
-            return [self.folder / SINGLE]
-        try:
-            return [
-                self.folder / file for file in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index}: {error!r}; give an index with a weight_map of names to files") from None
+        places = indexed(self.folder)
+        return [self.folder / SINGLE] if places is None else sorted(set(places.values()))
 
     def _add(self, path: Path) -> None:
-        file = self._stack.enter_context(safe_open(path, framework="numpy"))
-        for name in file.keys():  # noqa: SIM118 - no mapping
-            view = file.get_slice(name)
-            if name in self._files:
-                raise ConfigError(f"{path}: tensor {name} is in another file of the folder too; give each tensor once")
-            if (dtype := view.get_dtype()) not in DTYPES:
-                raise ConfigError(f"{path}: tensor {name} is {dtype}; give one of {', '.join(DTYPES)}")
-            self._files[name] = file
-            self.described[name] = Tensor(tuple(view.get_shape()), np.dtype(DTYPES[dtype]))
-
-
-def write(folder: Path, described: Mapping[str, Tensor], read: Callable[[str], np.ndarray]) -> None:
-    """Write the described tensors into `folder` as one file, or as shards of at most SHARD_BYTES and their index.
-
-    A shard at a time is in memory. A tensor larger than a shard has one of its own.
-    """
-    shards: list[list[str]] = [[]]
-    for name, tensor in described.items():
-        if shards[-1] and sum(described[n].bytes for n in shards[-1]) + tensor.bytes > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(name)
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [SINGLE]
-    for file, shard in zip(files, shards, strict=True):
-        save_file({name: read(name) for name in shard}, folder / file, metadata=FRAMEWORK)
-    if len(shards) > 1:
-        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": sum(t.bytes for t in described.values())}, "weight_map": places}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        starts = check_header(path)
+        with safe_open(path, framework="numpy") as file:
+            self.metadata |= file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                view = file.get_slice(name)
+                if name in self.described:
+                    raise ConfigError(
+                        f"{path}: tensor {name} is in another file of the folder too; give each tensor once"
+                    )
+                if (dtype := view.get_dtype()) not in DTYPES:
+                    raise ConfigError(f"{path}: tensor {name} is {dtype}; give one of {', '.join(DTYPES)}")
+                self.described[name] = Tensor(tuple(view.get_shape()), np.dtype(DTYPES[dtype]))
+                self._places[name] = path, starts[name]

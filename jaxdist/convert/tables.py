@@ -1,22 +1,36 @@
-"""Which tensor of Hugging Face is which parameter of ours: a table per family, read in both directions."""
+"""Which tensor of a file is which parameter of ours: a table per naming and family, read in both directions.
+
+Our parameters of all layers are stacked along the first axis, L. What every naming shares are the *atoms*: one layer of
+one parameter of ours. A tensor of a naming holds one atom or several, and two namings meet in their atoms.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxdist import models
+from jaxdist.config import GPT2, Llama
+
+STRIP = 32  # columns
+Shape = tuple[int, ...]
+Atom = tuple[str, int]  # a parameter of ours and its layer; 0 for what has no layers
 
 
 class Row(NamedTuple):
     """One kind of tensor. `{layer}` in `theirs` is the layer's number, our leading axis L.
 
-    Several parameters of ours are one tensor of theirs, joined along the last axis, the outputs.
-    A transpose is its own inverse.
+    Several parameters of ours are one tensor of theirs: equal parts of its last axis, the outputs. `interleaved` are
+    queries and keys in whose heads the two numbers that a rotation turns are neighbours; in ours they are half a head
+    apart.
     """
 
     ours: tuple[str, ...]
     theirs: str
     transpose: bool = False
+    interleaved: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -26,31 +40,46 @@ class Row(NamedTuple):
         """Their names, in the order of the layers."""
         return [self.theirs.format(layer=i) for i in range(layers)] if self.stacked else [self.theirs]
 
-    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of one of their tensors, given the shapes of our parameters."""
         *rest, _ = shapes[self.ours[0]][1:] if self.stacked else shapes[self.ours[0]]
         shape = (*rest, sum(shapes[name][-1] for name in self.ours))
         return shape[::-1] if self.transpose else shape
 
-    def to_ours(self, tensors: list[np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-        """Our parameters from their tensors, one tensor a layer."""
-        turned = [tensor.T if self.transpose else tensor for tensor in tensors]
-        ends = np.cumsum([shapes[name][-1] for name in self.ours])[:-1]
-        parts = zip(*(np.split(tensor, ends, axis=-1) for tensor in turned), strict=True)
-        return {n: np.stack(p) if self.stacked else p[0] for n, p in zip(self.ours, parts, strict=True)}
+    def split(self, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:
+        """One of their tensors -> that layer of each of `ours`. Views, unless interleaved."""
+        if self.interleaved:
+            tensor = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+        return np.split(tensor.T if self.transpose else tensor, len(self.ours), axis=-1)
 
-    def to_theirs(self, parameters: Mapping[str, np.ndarray], layer: int) -> np.ndarray:
-        """Their tensor of one layer (0 for what has no layers) from our parameters."""
-        parts = [parameters[name][layer] if self.stacked else parameters[name] for name in self.ours]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-        return np.ascontiguousarray(whole.T if self.transpose else whole)
+    def put(self, tensor: np.ndarray, part: int, atom: np.ndarray, head_dim: int = 0) -> None:
+        """Write that layer of `ours[part]` into their tensor."""
+        if self.interleaved:
+            rows = atom.T if self.transpose else atom
+            turned = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2)
+            tensor.reshape(turned.shape)[...] = turned
+        else:
+            copy(self.split(tensor)[part], atom)
 
 
-def _linear(ours: str, theirs: str) -> list[Row]:
+def copy(to: np.ndarray, of: np.ndarray) -> None:
+    """Copy one array into another of its shape and dtype.
+
+    A matrix that is turned on the way goes in strips that stay in the cache: else each number costs a line of it.
+    """
+    bits = f"u{to.itemsize}"  # numpy is slow with dtypes that are not its own
+    to, of = to.view(bits), of.view(bits)
+    turned = to.ndim == 2 and (to.strides[0] < to.strides[1]) != (of.strides[0] < of.strides[1])
+    width = STRIP if turned else to.shape[-1]
+    for start in range(0, to.shape[-1], width):
+        to[..., start : start + width] = of[..., start : start + width]
+
+
+def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
     """torch.nn.Linear: its weight is (out, in), our kernel (in, out)."""
     return [
-        Row((f"{ours}.kernel",), f"{theirs}.weight", transpose=True),
-        Row((f"{ours}.bias",), f"{theirs}.bias"),
+        Row((f"{ours}.kernel",), f"{theirs}.weight", transpose=True, interleaved=interleaved),
+        Row((f"{ours}.bias",), f"{theirs}.bias", interleaved=interleaved),
     ]
 
 
@@ -71,45 +100,46 @@ def _embedding(ours: str, theirs: str) -> list[Row]:
 
 
 class Table(NamedTuple):
-    """A family's rows; those whose parameters a model lacks (biases, norms, an untied head) are left out.
+    """A family's rows, in the order of its modules; those whose parameters a model lacks are left out.
 
     `prefix` is missing in files of a model without its head; names matching `ignored` hold no weights.
     """
 
     rows: list[Row]
-    prefix: str
-    ignored: re.Pattern[str]
+    head: str
+    prefix: str = ""
+    ignored: re.Pattern[str] = re.compile(r"(?!)")
 
-    def rows_of(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Row]:
+    def rows_of(self, shapes: Mapping[str, Shape]) -> list[Row]:
         """The rows of a model with these parameters."""
         return [row for row in self.rows if row.ours[0] in shapes]
 
     def full_name(self, name: str) -> str:
         """`name` with the family's prefix."""
-        return name if name.startswith((self.prefix, HEAD)) else self.prefix + name
+        return name if name.startswith((self.prefix, self.head)) else self.prefix + name
 
 
-HEAD = "lm_head.weight"
 EMBEDDING = "embed.embedding"
 
-TABLES = {
+HUGGINGFACE = {
     "llama": Table(
         [
             *_embedding("embed", "model.embed_tokens"),
-            *_norm("layers.attention_norm", "model.layers.{layer}.input_layernorm"),
             *_linear("layers.attention.q_proj", "model.layers.{layer}.self_attn.q_proj"),
             *_linear("layers.attention.k_proj", "model.layers.{layer}.self_attn.k_proj"),
             *_linear("layers.attention.v_proj", "model.layers.{layer}.self_attn.v_proj"),
             *_linear("layers.attention.o_proj", "model.layers.{layer}.self_attn.o_proj"),
             *_norm("layers.attention.q_norm", "model.layers.{layer}.self_attn.q_norm"),
             *_norm("layers.attention.k_norm", "model.layers.{layer}.self_attn.k_norm"),
-            *_norm("layers.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
             *_linear("layers.mlp.gate_proj", "model.layers.{layer}.mlp.gate_proj"),
             *_linear("layers.mlp.up_proj", "model.layers.{layer}.mlp.up_proj"),
             *_linear("layers.mlp.down_proj", "model.layers.{layer}.mlp.down_proj"),
+            *_norm("layers.attention_norm", "model.layers.{layer}.input_layernorm"),
+            *_norm("layers.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
             *_norm("norm", "model.norm"),
             *_linear("lm_head", "lm_head"),
         ],
+        head="lm_head.weight",
         prefix="model.",
         ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
     ),
@@ -129,7 +159,91 @@ TABLES = {
             *_norm("norm", "transformer.ln_f"),
             *_linear("lm_head", "lm_head"),
         ],
+        head="lm_head.weight",
         prefix="transformer.",
         ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
     ),
 }
+
+# The code that Meta published with Llama 1 to 3: complex rotations, so interleaved queries and keys.
+META = {
+    "llama": Table(
+        [
+            *_embedding("embed", "tok_embeddings"),
+            *_linear("layers.attention.q_proj", "layers.{layer}.attention.wq", interleaved=True),
+            *_linear("layers.attention.k_proj", "layers.{layer}.attention.wk", interleaved=True),
+            *_linear("layers.attention.v_proj", "layers.{layer}.attention.wv"),
+            *_linear("layers.attention.o_proj", "layers.{layer}.attention.wo"),
+            *_linear("layers.mlp.gate_proj", "layers.{layer}.feed_forward.w1"),
+            *_linear("layers.mlp.down_proj", "layers.{layer}.feed_forward.w2"),
+            *_linear("layers.mlp.up_proj", "layers.{layer}.feed_forward.w3"),
+            *_norm("layers.attention_norm", "layers.{layer}.attention_norm"),
+            *_norm("layers.mlp_norm", "layers.{layer}.ffn_norm"),
+            *_norm("norm", "norm"),
+            *_linear("lm_head", "output"),
+        ],
+        head="output.weight",
+        ignored=re.compile(r"^rope\.freqs$"),
+    )
+}
+
+
+def _in_torch_ref(ours: str) -> Row:
+    """`torch_ref` has our modules, a layer each, as plain torch ones."""
+    module, _, kind = ours.rpartition(".")
+    name = module.replace("layers.", "layers.{layer}.", 1) + (".bias" if kind == "bias" else ".weight")
+    return Row((ours,), name, transpose=kind == "kernel")
+
+
+TORCH_REF = {
+    family: Table([_in_torch_ref(name) for row in table.rows for name in row.ours], head="lm_head.weight")
+    for family, table in HUGGINGFACE.items()
+}
+
+# By name of the naming, then family. `jaxdist`, our own, needs no table: see `entries`.
+NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META}
+OWN = "jaxdist"
+
+
+class Entry(NamedTuple):
+    """One tensor of a naming: the atoms that it holds, how it is taken apart into them, and how one is put into it."""
+
+    name: str
+    atoms: tuple[Atom, ...]
+    shape: Shape
+    split: Callable[[np.ndarray], Sequence[np.ndarray]]
+    put: Callable[[np.ndarray, int, np.ndarray], None]
+
+
+def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
+    """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules."""
+    shapes = shapes_of(model)
+    if naming == OWN:
+        return {name: _own(name, shape) for name, shape in shapes.items()}
+    found: dict[str, Entry] = {}
+    for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
+        block = list(rows)
+        for layer in range(model.layers if stacked else 1):
+            found |= {entry.name: entry for entry in (_entry(row, layer, model, shapes) for row in block)}
+    return found
+
+
+def _own(name: str, shape: Shape) -> Entry:
+    if name.startswith("layers."):
+        return Entry(name, tuple((name, i) for i in range(shape[0])), shape, list, lambda out, i, a: copy(out[i], a))
+    return Entry(name, ((name, 0),), shape, lambda tensor: [tensor], lambda out, _, atom: copy(out, atom))
+
+
+def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape]) -> Entry:
+    return Entry(
+        row.theirs.format(layer=layer),
+        tuple((name, layer) for name in row.ours),
+        row.shape(shapes),
+        lambda tensor: row.split(tensor, model.head_dim),
+        lambda tensor, part, atom: row.put(tensor, part, atom, model.head_dim),
+    )
+
+
+def shapes_of(model: Llama | GPT2) -> dict[str, Shape]:
+    """The global shape of every parameter that the model declares."""
+    return {name: layout.shape for name, layout in models.layouts(models.build(model)).items()}

@@ -1,0 +1,53 @@
+"""The index of a checkpoint of torch.distributed.checkpoint, a pickle, read without running what it may say.
+
+A pickle can name any function of any module, and call it. Here a name that is none of the index's own types is refused
+(https://docs.python.org/3/library/pickle.html#restricting-globals). The types are torch's: this imports torch when an
+index is read, and not before.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.foreign import within
+
+INDEX = ".metadata"
+_STATE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
+    "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
+)  # fmt: skip
+ALLOWED = {
+    *((_STATE, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
+    *((_STATE, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *(("torch", name) for name in ("Size", *_DTYPES)),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    ("collections", "OrderedDict"),
+}
+
+
+class Index(pickle.Unpickler):
+    """Unpickles an index."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which belongs to no index of a checkpoint")
+        return super().find_class(module, name)
+
+
+def read_index(folder: Path) -> Any:
+    """The `Metadata` of the checkpoint in `folder`. Raises ConfigError for a damaged or hostile one."""
+    try:
+        with (folder / INDEX).open("rb") as file:
+            index = Index(file).load()
+        for place in index.storage_data.values():
+            within(folder, place.relative_path)
+        dict(index.state_dict_metadata)
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ConfigError(
+            f"checkpoint {folder}: its {INDEX} is refused: {error}; use another, or a copy of it"
+        ) from None
+    return index

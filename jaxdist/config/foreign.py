@@ -1,0 +1,110 @@
+"""Files that others wrote, and in which nothing is believed: JSON, the index of a Hugging Face folder, a header.
+
+Both sides read them by these functions, so that what one refuses no other takes.
+"""
+
+import json
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# A trillion parameters have an index of 14 MB; the worst JSON takes 35 times its bytes of memory.
+MOST_BYTES = 32_000_000
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says.
+
+    Raises OSError, and ValueError for what is no file (a pipe would be waited for), too long, or not to be parsed.
+    """
+    size = _size(path)
+    if size > MOST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
+    return parse(path.read_bytes())
+
+
+def parse(text: bytes) -> Any:
+    """What JSON in UTF-8 says. Raises ValueError where it is none, too deep, has a NaN, or gives a key twice."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeError as error:  # the error itself would show the whole text
+        raise ValueError(str(error)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python and the safetensors library would take the last of two values for one key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it gives {name[:100]!r} twice")
+    for text in (*found, *found.values()):
+        if isinstance(text, str):
+            text.encode()  # half a surrogate pair can be no name of a file, and not be printed
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no number in JSON")
+
+
+def _size(path: Path) -> int:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no file")
+    return status.st_size
+
+
+def within(folder: Path, name: str) -> Path:
+    """The file that an index in `folder` calls `name`. Raises ValueError for one that lies outside, also by a link.
+
+    In the Hugging Face cache the files of snapshots/<revision> are links into the blobs beside `snapshots`: these pass.
+    """
+    file, root = folder / name, folder.resolve()
+    try:
+        found = file.resolve()
+    except (OSError, RuntimeError):  # links in a circle, before Python 3.13
+        raise ValueError(f"{name[:100]!r} leads nowhere") from None
+    inside = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    if Path(name).is_absolute() or ".." in Path(name).parts or not any(map(found.is_relative_to, inside)):
+        raise ValueError(f"{name[:100]!r} is outside of {folder}")
+    return file
+
+
+def indexed(folder: Path) -> dict[str, Path] | None:
+    """Tensor -> file in `folder`, as its index has it; None where it has no index. Raises ConfigError."""
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    try:
+        places = read_json(index)["weight_map"]
+        files = {file: within(folder, file) for file in set(places.values())}
+        return {name: files[file] for name, file in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index}: {error!r}; give an index with a weight_map of names to files in its folder"
+        ) from None
+
+
+def check_header(path: Path) -> dict[str, int]:
+    """Tensor -> where its bytes begin in a safetensors file, once the library has opened it too.
+
+    Raises ConfigError where the file gives a tensor twice, or a header that is longer than itself.
+
+    The library refuses all else: overlaps and gaps, offsets and shapes beyond the file, and what is not of the format.
+    """
+    try:
+        size = _size(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, MOST_BYTES):
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = parse(file.read(length))
+        return {name: 8 + length + said["data_offsets"][0] for name, said in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path}: {error}; give a whole safetensors file") from None

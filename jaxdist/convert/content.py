@@ -1,0 +1,121 @@
+"""What a checkpoint holds, whatever wrote it: tensors that are read when asked for, and all that goes beside them."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
+from jaxdist.convert.tables import NAMINGS, OWN, Entry, Shape, entries
+
+PARAMETERS = "parameters"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, under torch's names: optax's mu and nu
+WEIGHTS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that is read when it is asked for."""
+
+    shape: Shape
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Leaves = Mapping[str, Leaf]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What only the kind that wrote a checkpoint knows of it. It travels along, for the way back to that kind."""
+
+    kind: str = ""
+    naming: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files
+    files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
+    extras: Any = None  # what a torch training script saved besides: scaler, RNG states
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint in the tensors of a `naming`, by group: parameters, and the moments of whoever has an optimizer.
+
+    `step` is the number of steps done, `updates` of those that changed weights; None without an optimizer's state.
+    """
+
+    experiment: Experiment
+    naming: str
+    groups: Mapping[str, Leaves]
+    step: int = 0
+    updates: int | None = None
+    origin: Origin = field(default_factory=Origin)
+    metrics: bytes = b""  # the lines that the run logged
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """The tensors of a group."""
+        return entries(self.naming, self.experiment.model)
+
+    def weights(self) -> "Content":
+        """Without all that training needs."""
+        return replace(self, groups={PARAMETERS: self.groups[PARAMETERS]}, step=0, updates=None)
+
+    def checked(self, source: Path) -> "Content":
+        """Itself, without what is no parameter. Raises ConfigError naming a tensor that is missing or does not fit."""
+        wanted = {name: entry.shape for name, entry in self.entries.items()}
+        groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
+        for group, leaves in groups.items():
+            what = str(source) if group == PARAMETERS else f"{source}, {group}"
+            check_shapes(what, {name: leaf.shape for name, leaf in leaves.items()}, wanted)
+            for name, leaf in leaves.items():
+                if leaf.dtype.name not in WEIGHTS:
+                    raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
+        return replace(self, groups=groups)
+
+    def _without_extras(self, source: Path, leaves: Leaves) -> Leaves:
+        """Without buffers, and without the head where it is the embedding once more."""
+        model = self.experiment.model
+        if self.naming == OWN:
+            return leaves
+        table = NAMINGS[self.naming][model.family]
+        kept = {name: leaf for name, leaf in leaves.items() if not table.ignored.search(name)}
+        if model.tied and table.head in kept:
+            head, embedding = kept.pop(table.head), kept[table.rows[0].theirs]
+            if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+                raise ConfigError(
+                    f"{source}: tie_word_embeddings is true, but {table.head} differs from the embedding; "
+                    "set it to false"
+                )
+        return kept
+
+
+def in_memory(experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> Content:
+    """Parameters of ours as a content."""
+    leaves = {n: Leaf(array.shape, array.dtype, partial(parameters.__getitem__, n)) for n, array in parameters.items()}
+    return Content(experiment, OWN, {PARAMETERS: leaves})
+
+
+def agreed(source: str, found: Experiment | None, wanted: Experiment | None) -> Experiment:
+    """The experiment to go by: `wanted`, which must have the model of the one `found`, or that. Raises ConfigError."""
+    if wanted and found:
+        same_model(wanted.model, found.model, source)
+    if experiment := wanted or found:
+        return experiment
+    raise ConfigError(f"{source} does not say what model it is; give --model, a TOML file or a shipped config")
+
+
+def one_count(source: str, counts: Iterable[int]) -> int:
+    """Steps that an optimizer took, the same for all parameters. Raises ConfigError."""
+    found = sorted(set(counts))
+    if len(found) != 1:
+        raise ConfigError(f"{source}: its optimizer took {found} steps; jaxdist has one number for all parameters")
+    return found[0]

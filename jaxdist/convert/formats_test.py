@@ -1,0 +1,421 @@
+"""Every kind into every other and back: the same names, dtypes and bits, and the same step and moments."""
+
+import json
+import logging
+import pickle
+import tracemalloc
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert import stream
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf
+from jaxdist.convert.convert_test import MODELS, SMALL
+from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.stream import Conversion, units
+from jaxdist.convert.tables import NAMINGS, OWN, entries, shapes_of
+
+torch = pytest.importorskip("torch")
+
+STATEFUL = ("orbax", "dcp", "torch")
+FAMILIES = ["Qwen3ForCausalLM", "LlamaForCausalLM biases", "MistralForCausalLM", "GPT2LMHeadModel"]
+WAYS = [("hf", "orbax"), ("orbax", "dcp"), ("dcp", "torch"), ("torch", "hf")]
+# Every kind with every other for one family, each kind once on either end for the others.
+PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
+PAIRS += [(*way, name) for way, name in product(WAYS, FAMILIES[1:])]
+
+
+def content_of(model: Llama | GPT2, dtype: Any = np.float32, naming: str = OWN) -> Content:
+    """Drawn weights and moments after step 7, of which one was passed over."""
+    random, groups = np.random.default_rng(0), {}
+    for group in (PARAMETERS, *MOMENTS):
+        kind = np.dtype(dtype if group == PARAMETERS else np.float32)
+        arrays = {name: random.normal(size=shape).astype(kind) for name, shape in shapes_of(model).items()}
+        groups[group] = {n: Leaf(a.shape, a.dtype, partial(np.asarray, a)) for n, a in arrays.items()}
+    ours = Content(experiment_for(model.model_dump(), "test"), OWN, groups, 7, 6)
+    if naming == OWN:
+        return ours
+    return Content(ours.experiment, naming, Conversion(ours, naming).groups, 7, 6)
+
+
+def written(path: Path, kind: str, content: Content) -> Path:
+    target = KINDS[kind]
+    content = content if target.state else content.weights()
+    target.format.write(path, Conversion(content, target.naming_of(content)))
+    return path
+
+
+def tensors(path: Path) -> dict[tuple[str, str], tuple[Any, ...]]:
+    """(group, name) -> dtype, shape and bytes of all that a checkpoint holds."""
+    content = KINDS[kind_of(path)].format.opened(path)
+    return {
+        (group, name): (leaf.dtype, leaf.shape, leaf.read().tobytes())
+        for group, leaves in content.groups.items()
+        for name, leaf in leaves.items()
+    } | {("", "steps"): (content.step, content.updates)}
+
+
+@pytest.mark.parametrize(("first", "second", "name"), PAIRS)
+def test_there_and_back(first: str, second: str, name: str, tmp_path: Path) -> None:
+    dtype = ml_dtypes.bfloat16 if first == "hf" else np.float32
+    content = content_of(MODELS[name], dtype)
+    there = written(tmp_path / "first", first, content)
+    main([str(there), str(tmp_path / "second"), "--to", second])
+    main([str(tmp_path / "second"), str(tmp_path / "back"), "--to", first])
+    before, after = tensors(there), tensors(tmp_path / "back")
+    if second == "hf":
+        before = {key: value for key, value in before.items() if key[0] == PARAMETERS}
+        after = {key: value for key, value in after.items() if key[0] == PARAMETERS}
+    assert before == after
+    ours = Conversion(content, OWN)
+    found = KINDS[second].format.opened(tmp_path / "second")
+    for group, key, array in Conversion(found, OWN).stream(*found.groups):
+        assert array.tobytes() == ours.groups[group][key].read().tobytes(), (group, key)
+
+
+def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the comparison of the test above could not fail."""
+    there = written(tmp_path / "first", "orbax", content_of(MODELS["Qwen3ForCausalLM"]))
+    convert = Conversion.convert
+
+    def swapped(self: Conversion, group: str, unit: Any) -> dict[str, np.ndarray]:
+        made = convert(self, group, unit)
+        return {n: np.roll(a, 1) if n.endswith("k_proj.weight") else a for n, a in made.items()}
+
+    monkeypatch.setattr(Conversion, "convert", swapped)
+    main([str(there), str(tmp_path / "second"), "--to", "dcp"])
+    monkeypatch.undo()
+    assert tensors(written(tmp_path / "right", "dcp", content_of(MODELS["Qwen3ForCausalLM"]))) != tensors(
+        tmp_path / "second"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("naming", [*NAMINGS, OWN])
+def test_units_are_the_least_and_hold_all(naming: str, family: str) -> None:
+    model = MODELS["LlamaForCausalLM"] if family == "llama" else MODELS["GPT2LMHeadModel"]
+    if family not in NAMINGS.get(naming, {family: None}):
+        pytest.skip("no such table")
+    for other in ("huggingface", OWN):
+        sources, targets = entries(naming, model), entries(other, model)
+        found = units(sources, targets)
+        for side, given in (("sources", sources), ("targets", targets)):
+            assert sorted(e.name for unit in found for e in getattr(unit, side)) == sorted(given)
+        for unit in found:
+            atoms = [sorted(a for e in entries_ for a in e.atoms) for entries_ in (unit.sources, unit.targets)]
+            assert atoms[0] == atoms[1]
+        if naming == other:
+            assert all(len(unit.sources) == len(unit.targets) == 1 for unit in found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_and_their_order_are_those_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from jaxdist.config.hf import to_settings
+
+    class_name = name.split()[0]
+    config = getattr(transformers, class_name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Config")
+    with torch.device("meta"):
+        module = getattr(transformers, class_name)(config(**to_settings(MODELS[name], "float32")))
+    assert [n for n, _ in module.named_parameters()] == list(entries("huggingface", MODELS[name]))
+
+
+PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.")
+
+
+class TestTorchFiles:
+    model = MODELS["Qwen2ForCausalLM"]
+
+    def saved(self, path: Path, **parts: Any) -> dict[str, Any]:
+        """What a training script saves of a model, an optimizer and a step, with `parts` instead of its own."""
+        written(path, "torch", content_of(self.model))
+        tree = torch.load(path, weights_only=True)
+        tree = {key: value for key, value in (tree | parts).items() if value is not None}
+        torch.save(tree, path)
+        return tree
+
+    def config(self, folder: Path) -> str:
+        file = folder / "model.toml"
+        file.write_text(experiment_for(self.model.model_dump(), "test").to_toml())
+        return str(file)
+
+    @pytest.mark.parametrize("prefix", PREFIXES)
+    def test_wrappers_prefixes(self, prefix: str, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {prefix + name: tensor for name, tensor in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        assert list(torch.load(tmp_path / "b.pt", weights_only=True)["model"]) == list(tree["model"])
+
+    def test_inside_of_a_path(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        wrapped = {name.replace("layers.", "layers._fsdp_wrapped_module.", 1): t for name, t in tree["model"].items()}
+        torch.save(tree | {"model": wrapped}, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_a_bare_state_dict_needs_a_model(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree["model"], tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt does not say what model it is; give --model"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)["model"]
+        assert all(torch.equal(back[name], tensor) for name, tensor in tree["model"].items()) and len(back) == len(
+            tree["model"]
+        )
+
+    def test_the_way_of_a_real_script(self, tmp_path: Path) -> None:
+        """A module and an optimizer of torch's own take what is written, and give it back, the scaler and RNG too."""
+        transformers = pytest.importorskip("transformers")
+        from jaxdist.config.hf import to_settings
+
+        module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**to_settings(self.model, "float32")))
+        named = dict(module.named_parameters())
+        decayed = [item for item in named.items() if item[1].ndim >= 2]
+        others = [item for item in named.items() if item[1].ndim < 2]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(3):
+            module(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        saved = {
+            "model": {f"module.{name}": tensor for name, tensor in module.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "scheduler": schedule.state_dict(),
+            "scaler": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3},
+            "amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 3}},
+            "rng": torch.get_rng_state(),
+            "epoch": 2,
+        }
+        torch.save(saved, tmp_path / "a.pt")
+        config = self.config(tmp_path)
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", config])
+        main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
+        main([str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--verify"])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        for key in ("scaler", "amp", "epoch"):
+            assert back[key] == saved[key]
+        assert torch.equal(back["rng"], saved["rng"]) and back["step"] == back["scheduler"]["last_epoch"] == 3
+        assert list(back["model"]) == list(saved["model"])
+        module.load_state_dict({name.removeprefix("module."): t for name, t in back["model"].items()})
+        optimizer.load_state_dict(back["optimizer"])
+        schedule.load_state_dict(back["scheduler"])
+        after = optimizer.state_dict()
+        for i, state in saved["optimizer"]["state"].items():
+            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *MOMENTS))
+
+    @pytest.mark.parametrize("order", ["one group", "others first", "unnamed", "by name"])
+    def test_orders_of_an_optimizer(self, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        right = tensors(tmp_path / "a.pt")
+        names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
+        by_name = dict(zip(names, optimizer["state"].values(), strict=True))
+        shapes = entries("huggingface", self.model)
+        decayed, others = ([n for n in shapes if (len(shapes[n].shape) >= 2) == wide] for wide in (True, False))
+        groups = {
+            "one group": [list(shapes)],
+            "others first": [others, decayed],
+            "unnamed": [decayed, others],
+            "by name": [names],
+        }[order]
+        order_of = [name for group in groups for name in group]
+        numbers = {name: name if order == "by name" else i for i, name in enumerate(order_of)}
+        changed = {
+            "state": {numbers[name]: by_name[name] for name in order_of},
+            "param_groups": [
+                {"lr": 0.1, "weight_decay": 0.1, "params": [numbers[n] for n in group]} for group in groups
+            ],
+        }
+        self.saved(tmp_path / "a.pt", optimizer=changed)
+        capsys.readouterr()
+        assert tensors(tmp_path / "a.pt") == right
+        assert "other vectors; going on, jaxdist decays matrices alone" in capsys.readouterr().out
+
+    def test_an_order_that_cannot_be(self, tmp_path: Path) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        for group in optimizer["param_groups"]:
+            del group["param_names"]
+        optimizer["param_groups"][0]["params"].reverse()
+        optimizer["param_groups"][1]["params"].reverse()
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"has \d+ entries in 2 groups, in no order"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0], "lr": 0.1}]},
+            {"state": {0: {}}, "param_groups": [{}]},
+            {"state": {0: {}}, "param_groups": [5]},
+            {"state": {"norm": 3}, "param_groups": []},
+            {"state": [1, 2], "param_groups": None},
+        ],
+        ids=str,
+    )
+    def test_an_optimizer_of_another_kind(self, optimizer: dict[str, Any], tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"a.pt: its optimizer"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    def test_a_file_of_old(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_views_and_transposes_are_read_as_they_are(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {n: t.T.contiguous().T if t.ndim == 2 else t for n, t in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+    def test_damage(self, damage: str, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        data = (tmp_path / "a.pt").read_bytes()
+        broken = {"cut": data[:-900], "flipped": data[:70] + b"\xff" * 90 + data[160:], "empty": b"", "text": b"hello"}
+        (tmp_path / "a.pt").write_bytes(broken[damage])
+        with pytest.raises(ConfigError, match=r"a.pt"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+
+
+class Payload:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+class TestPickles:
+    def alone(self, folder: Path) -> Path:
+        """A distributed checkpoint in no run folder, without a manifest: that of another program."""
+        run = written(folder / "dcp", "dcp", content_of(MODELS["Qwen2ForCausalLM"]))
+        (run / "checkpoints" / "7" / "manifest.json").unlink()
+        return (run / "checkpoints" / "7").rename(folder / "alone")
+
+    def test_the_payload_is_one(self, tmp_path: Path) -> None:
+        pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
+        assert (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("new", [True, False])
+    def test_a_torch_file(self, new: bool, tmp_path: Path) -> None:
+        tree = {"model": {"a": torch.ones(2)}, "evil": Payload(tmp_path / "ran")}
+        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+        for command in ([str(tmp_path / "run")], ["--inspect"]):
+            with pytest.raises(ConfigError, match=r"a.pt is refused: it holds more than tensors"):
+                main([str(tmp_path / "a.pt"), *command])
+        assert not (tmp_path / "ran").exists()
+
+    def test_an_index(self, tmp_path: Path) -> None:
+        """Of a distributed checkpoint, for whose index torch itself has no safe way."""
+        alone = self.alone(tmp_path)
+        (alone / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+        with pytest.raises(ConfigError, match=r"its .metadata is refused: it names pathlib.*touch|refused"):
+            main([str(alone), str(tmp_path / "run")])
+        assert not (tmp_path / "ran").exists()
+
+    def test_an_entry(self, tmp_path: Path) -> None:
+        """A tensor's place that holds a pickle."""
+        alone = self.alone(tmp_path)
+        for file in alone.glob("*.distcp"):
+            torch.save(Payload(tmp_path / "ran"), file)
+        with pytest.raises(ConfigError, match=r"alone: tensor"):
+            main([str(alone), str(tmp_path / "run")])
+        assert not (tmp_path / "ran").exists() and not (tmp_path / "run").exists()
+
+    def test_an_index_names_no_file_outside(self, tmp_path: Path) -> None:
+        alone = self.alone(tmp_path)
+        index = pickle.loads((alone / ".metadata").read_bytes())
+        for place in index.storage_data.values():
+            place.relative_path = f"../{place.relative_path}"
+        (alone / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(ConfigError, match=r"is outside of"):
+            main([str(alone), str(tmp_path / "run")])
+
+
+class TestCommandLine:
+    def test_dry_run_and_force(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
+        target = tmp_path / "b"
+        main([str(source), str(target), "--dry-run"])
+        assert not target.exists() and "nothing was written" in capsys.readouterr().out
+        main([str(source), str(target)])
+        with pytest.raises(ConfigError, match=r"TARGET \S+ exists; give another, or --force"):
+            main([str(source), str(target)])
+        before = sorted(target.rglob("*"))
+        with pytest.raises(ConfigError, match=r"another model"):
+            main([str(source), str(target), "--force", "--model", "default"])
+        assert sorted(target.rglob("*")) == before
+        main([str(source), str(target), "--force", "--dtype", "bfloat16"])
+        main([str(target), str(tmp_path / "c"), "--to", "hf"])
+        assert {leaf.dtype for leaf in KINDS["hf"].format.described(tmp_path / "c").values()} == {
+            np.dtype(ml_dtypes.bfloat16)
+        }
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+    @pytest.mark.parametrize("target", ["hf", *STATEFUL])
+    def test_verify(self, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
+        main([str(source), str(tmp_path / "b"), "--to", target, "--verify"])
+        said = capsys.readouterr().out
+        assert "tensors read again are equal to the bit" in said and "logits of a probe batch, 2×12×7" in said
+        main([str(source), str(tmp_path / "c"), "--to", target, "--verify", "--dtype", "bfloat16"])
+        assert "of the largest, in bfloat16" in capsys.readouterr().out
+
+    def test_what_was_carried_along(self, tmp_path: Path) -> None:
+        """config.json and tokenizer through a run folder, to the byte; metadata of the files too."""
+        source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
+        settings = json.loads((source / "config.json").read_text()) | {"bos_token_id": 3, "_mine": "kept"}
+        (source / "config.json").write_text(json.dumps(settings))
+        (source / "tokenizer.json").write_text("{}")
+        for kind in STATEFUL:
+            main([str(source), str(tmp_path / kind), "--to", kind])
+            main([str(tmp_path / kind), str(tmp_path / f"{kind} back"), "--to", "hf"])
+            if kind != "torch":  # a file holds no others
+                for file in source.iterdir():
+                    assert (tmp_path / f"{kind} back" / file.name).read_bytes() == file.read_bytes(), (kind, file)
+
+
+@pytest.mark.parametrize("kind", ["hf", *STATEFUL])
+def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits and what is converted, as numpy counts it; and where all is read first, it is seen."""
+    ahead = 4_000_000
+    model = Llama(**{**SMALL, "layers": 64, "dim": 128, "hidden": 512, "vocab": 1024})
+    shapes = shapes_of(model)
+    leaves = {n: Leaf(s, np.dtype(np.float32), partial(np.full, s, 1.5, np.float32)) for n, s in shapes.items()}
+    content = Content(experiment_for(model.model_dump(), "test"), OWN, {PARAMETERS: leaves})
+    bound = ahead + 2 * max(leaf.bytes for leaf in leaves.values())
+
+    def peak(folder: str) -> int:
+        tracemalloc.start()
+        written(tmp_path / folder, kind, content)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps thousands of DCP's records
+    written(tmp_path / "warm", kind, content)  # imports count too
+    monkeypatch.setattr(stream, "AHEAD", ahead)
+    assert peak("bounded") < bound
+    monkeypatch.setattr(stream, "AHEAD", 10**12)
+    assert peak("unbounded") > bound

@@ -1,0 +1,66 @@
+"""Folders as Meta published Llama 1 to 3: params.json, and a consolidated.*.pth of each model-parallel rank."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.foreign import read_json
+from jaxdist.config.hf import MOST_LAYERS, experiment_for
+from jaxdist.convert import torch_files
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
+from jaxdist.convert.naming import recognized
+from jaxdist.convert.tables import Shape, entries
+
+PARAMS, FILES = "params.json", "consolidated.*.pth"
+LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults
+
+
+def described(path: Path) -> dict[str, Leaf]:
+    """Every tensor of the first rank."""
+    return torch_files.described(min(path.glob(FILES)))
+
+
+def opened(path: Path, wanted: Experiment | None = None) -> Content:
+    """The content of a folder. Raises ConfigError."""
+    ranks = [torch_files.described(file) for file in sorted(path.glob(FILES))]
+    experiment = agreed(str(path), experiment_for(_model(path, ranks), source=str(path / PARAMS)), wanted)
+    shapes = {name: entry.shape for name, entry in entries("meta", experiment.model).items()}
+    _, names = recognized(str(path), ranks[0], experiment.model)
+    leaves = {
+        full: _whole([rank[name] for rank in ranks], shapes[full]) if full in shapes else ranks[0][name]
+        for full, name in names.items()
+    }
+    return Content(experiment, "meta", {PARAMETERS: leaves}, origin=Origin("meta", "meta")).checked(path)
+
+
+def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
+    """The model section, from params.json and what only the tensors' shapes tell. Raises ConfigError."""
+    try:
+        params = read_json(path / PARAMS)
+        dim, heads, layers = (int(params[key]) for key in ("dim", "n_heads", "n_layers"))
+        if layers > MOST_LAYERS:
+            raise ValueError(f"n_layers = {layers}, more than {MOST_LAYERS:,}")
+        hidden = sum(rank["layers.0.feed_forward.w1.weight"].shape[0] for rank in ranks)
+        embeddings = [rank["tok_embeddings.weight"].shape for rank in ranks]
+        values = {
+            "dim": dim, "heads": heads, "layers": layers, "hidden": hidden, "head_dim": dim // heads,
+            "kv_heads": int(params.get("n_kv_heads") or heads), "norm_eps": params["norm_eps"],
+            "rope_theta": params.get("rope_theta", 10000.0), "positions": 8192 if "rope_theta" in params else 4096,
+            "vocab": embeddings[0][0] * (len(ranks) if embeddings[0][1] == dim else 1),
+            "tied": "output.weight" not in ranks[0],
+        }  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError) as error:
+        raise ConfigError(f"{path / PARAMS}: {error!r}; give the folder that Meta published") from None
+    return values | (LLAMA31 if params.get("use_scaled_rope") else {})
+
+
+def _whole(pieces: list[Leaf], shape: Shape) -> Leaf:
+    """The tensor whose pieces the ranks hold, along the one axis in which they are smaller; all alike are copies."""
+    axis = next((i for i, (a, b) in enumerate(zip(pieces[0].shape, shape, strict=False)) if a != b), None)
+    if axis is None:
+        return pieces[0]
+    found = list(pieces[0].shape)
+    found[axis] = sum(piece.shape[axis] for piece in pieces)
+    return Leaf(tuple(found), pieces[0].dtype, lambda: np.concatenate([piece.read() for piece in pieces], axis=axis))

@@ -1,0 +1,52 @@
+"""What the tensors of a torch file are called: the wrappers' prefixes off, and which naming it is."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.convert.tables import HUGGINGFACE, NAMINGS, entries
+
+# What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
+WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def plain(name: str) -> str:
+    """A parameter's name without its wrappers'."""
+    return WRAPPERS.sub("", name)
+
+
+def recognized(source: str, names: Iterable[str], model: Llama | GPT2) -> tuple[str, dict[str, str]]:
+    """The naming that has most of `names`, and its names -> those given. Raises ConfigError where two are one."""
+    given = [(name, plain(name)) for name in names]
+    tables = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
+    found = {n: inverted(source, {name: table.full_name(p) for name, p in given}) for n, table in tables.items()}
+    best = max(found, key=lambda naming: len(found[naming].keys() & entries(naming, model).keys()))
+    return best, found[best]
+
+
+def inverted(source: str, full: Mapping[str, str]) -> dict[str, str]:
+    """Full name -> name in the file. Raises ConfigError where two tensors are the same parameter."""
+    found: dict[str, str] = {}
+    for name, parameter in full.items():
+        if parameter in found:
+            raise ConfigError(f"{source}: tensors {found[parameter]} and {name} are the same parameter; give each once")
+        found[parameter] = name
+    return found
+
+
+def carried(names: Mapping[str, str], naming: str, model: Llama | GPT2) -> dict[str, str]:
+    """Of full name -> name in the file, what a naming does not say itself: prefixes, and a tied head that is stored."""
+    head = NAMINGS[naming][model.family].head
+    return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}
+
+
+def family_of(names: Iterable[str]) -> str:
+    """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
+    given = [re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names]
+    scores = dict.fromkeys(HUGGINGFACE, 0)
+    for families in NAMINGS.values():
+        for family, table in families.items():
+            known = {row.theirs for row in table.rows} | {name for row in table.rows for name in row.ours}
+            scores[family] = max(scores[family], sum({name, table.prefix + name} & known != set() for name in given))
+    best = max(scores, key=lambda family: scores[family])
+    return best if scores[best] else "unknown"

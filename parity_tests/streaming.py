@@ -1,0 +1,137 @@
+"""Memory and speed of conversions of a large checkpoint, each paired with `cp`: `python -m parity_tests.streaming`.
+
+A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back. Of each conversion
+the peak of resident memory is compared with 1 GB and twice the largest tensor, and its bytes a second with those of
+`cp -r` of the same source to the same disk, run right before it.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxdist.config import Llama, check_new
+from jaxdist.config.errors import exit_codes
+from jaxdist.config.hf import to_settings
+from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.safetensors_files import Tensor
+from jaxdist.convert.safetensors_writer import write
+from jaxdist.convert.tables import entries
+
+MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
+PATHS = (("hf", "orbax"), ("orbax", "dcp"), ("dcp", "torch.pt"), ("torch.pt", "orbax2"), ("orbax2", "hf2"))
+
+
+class Pair(NamedTuple):
+    """A conversion and the copy before it. `bound` is of memory, all in bytes or seconds."""
+
+    source: str
+    target: str
+    bytes: int
+    copied: float
+    converted: float
+    peak: int
+    bound: float
+
+    @property
+    def pace(self) -> float:
+        """Share of the pace of cp."""
+        return self.copied / self.converted
+
+    @property
+    def holds(self) -> bool:
+        return self.peak <= self.bound and self.pace >= SPEED
+
+
+def model_of(size: float) -> Llama:
+    """A Llama like the 8B one, in bfloat16 of at least `size` bytes, by its number of layers."""
+    width, hidden, vocab = (4096, 14336, 128256) if size > 4e9 else (512, 1792, 16032)
+    heads, kv = width // 128, max(1, width // 512)
+    layer = 2 * (2 * width * width + 2 * width * kv * 128 + 3 * width * hidden)
+    layers = max(1, -int(-(size - 4 * width * vocab) // layer))
+    return Llama(layers=layers, dim=width, heads=heads, kv_heads=kv, head_dim=128, hidden=hidden, vocab=vocab)
+
+
+def synthesize(folder: Path, model: Llama) -> None:
+    """A Hugging Face folder of random weights, a tensor at a time."""
+    described = {n: Tensor(e.shape, np.dtype(ml_dtypes.bfloat16)) for n, e in entries("huggingface", model).items()}
+    random = np.random.default_rng(0)
+
+    def drawn() -> Iterator[tuple[str, np.ndarray]]:
+        for name, tensor in described.items():
+            # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
+            bits = random.integers(0, 2**16, size=tensor.shape, dtype=np.uint16)
+            yield name, (bits & 0x83FF | 0x3800).view(ml_dtypes.bfloat16)
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_settings(model, "bfloat16")), encoding="utf-8")
+    write(folder, described, drawn())
+
+
+def measure(folder: Path, source: str, target: str) -> Pair:
+    """`cp`, then the conversion, each with what it wrote on the disk before the next begins."""
+    given, copy = folder / source, folder / "copy"
+    size = sum(file.stat().st_size for file in given.rglob("*") if file.is_file()) or given.stat().st_size
+    os.sync()
+    copied, _ = timed(["cp", "-r", str(given), str(copy)])
+    shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+    kind = {"hf2": "hf", "orbax2": "orbax"}.get(target, target.partition(".")[0])
+    converted, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(folder / target), "--to", kind])
+    return Pair(source, target, size, copied, converted, peak, MEMORY + 2 * largest(given, folder / target))
+
+
+def timed(command: Sequence[str]) -> tuple[float, int]:
+    """Seconds until the command has ended and its bytes are on the disk, and its peak of resident memory in bytes.
+
+    Ends the process where it fails.
+    """
+    began = time.perf_counter()
+    with tempfile.TemporaryFile() as output:
+        _, status, used = os.wait4(subprocess.Popen(command, stdout=output, stderr=output).pid, 0)
+        os.sync()
+        if status:
+            output.seek(0)
+            sys.exit(output.read().decode())
+    return time.perf_counter() - began, 1024 * used.ru_maxrss
+
+
+def largest(*paths: Path) -> int:
+    """Bytes of the largest tensor at either end."""
+    return max(leaf.bytes for path in paths for leaf in KINDS[kind_of(path)].format.described(path).values())
+
+
+def main() -> None:
+    """All pairs, in a table."""
+    parser = argparse.ArgumentParser(prog="python -m parity_tests.streaming", description=__doc__)
+    parser.add_argument("--bytes", type=float, default=8.5e9, help="of the synthetic checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder, for six times as many bytes")
+    a = parser.parse_args()
+    check_new(a.output, f"--output {a.output}")
+    a.output.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with console.status("writing the synthetic checkpoint"):
+        synthesize(a.output / "hf", model_of(a.bytes))
+    table = Table("from", "to", "GB", "cp, s", "conversion, s", "pace of cp", "peak, GB", "bound, GB", "holds")
+    for source, target in PATHS:
+        pair = measure(a.output, source, target)
+        console.print(f"{source} -> {target}: {pair.pace:.2f} of the pace of cp, {pair.peak / 1e9:.2f} GB")
+        gigabytes = [f"{x / 1e9:.2f}" for x in (pair.bytes, pair.peak, pair.bound)]
+        times = [f"{x:.1f}" for x in (pair.copied, pair.converted)]
+        table.add_row(source, target, gigabytes[0], *times, f"{pair.pace:.2f}", *gigabytes[1:], str(pair.holds))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    exit_codes(main)
