@@ -8,20 +8,17 @@ goes on.
 
 import hashlib
 import json
-import os
-import runpy
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import chain, groupby, pairwise
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +27,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from jaxdist import models
-from jaxdist.config import GPT2, ConfigError, Experiment, Llama, TrainingError, check_writable, exit_codes
+from jaxdist.config import GPT2, ConfigError, Experiment, Llama, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
-from jaxdist.program import Program
-from jaxdist.record import Recorder
 from parity_tests import cases
 from parity_tests.proof import Proof
-from parity_tests.run import SIDES, Run
+from parity_tests.run import Run
 from parity_tests.verdict import LEVELS, Check, Verdict
+from parity_tests.workers import Workers
 
 SEEDS = 100
 STEPS = 8
@@ -121,86 +117,6 @@ def share(check: Check) -> float:
 
 
 # ---- running
-
-
-def prepare(log: Path) -> None:
-    """A new process and its own processes complain into `log`; what one run has compiled, the next ones find."""
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    inherit(Program, lambda program: (compiled_from(program.experiment), program.mesh))
-    inherit(Recorder, lambda recorder: (compiled_from(recorder.program.experiment), recorder.program.mesh))
-
-
-def inherit(cls: type[Any], key: Callable[[Any], Hashable]) -> None:
-    """From here on an instance of `cls` begins with all that the first one of its `key` has computed and cached."""
-    initialize, first = cls.__init__, dict[Hashable, Any]()
-
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        initialize(self, *arguments, **named)
-        earlier = vars(first.setdefault(key(self), self))
-        vars(self).update({name: earlier[name] for name in earlier.keys() - vars(self).keys()})
-
-    cls.__init__ = __init__
-
-
-def compiled_from(experiment: Experiment) -> str:
-    """What a compiled program depends on: all but the data and their order."""
-    values = experiment.model_dump(exclude={"data": {"path", "fingerprint"}, "train": {"seed"}})
-    return json.dumps(values, sort_keys=True, default=str)
-
-
-def work(module: str, arguments: Sequence[str]) -> int:
-    """`python -m MODULE ...` within this process: its exit code."""
-    sys.argv = [module, *arguments]
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
-        try:
-            runpy.run_module(module, run_name="__main__")
-        except SystemExit as end:
-            return int(end.code or 0)
-    return 0
-
-
-class Workers:
-    """A process for each side, which runs its commands one after the other: imports and compiled programs stay."""
-
-    def __init__(self, folder: Path) -> None:
-        """`folder`: for compiled programs, which a second start finds, and what the processes complain of."""
-        self.folder = folder
-        self.environment = {
-            "OMP_NUM_THREADS": "1",
-            "JAX_NUM_CPU_DEVICES": str(DEVICES),
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
-        self.before = dict(os.environ)
-        self.pools: dict[str, ProcessPoolExecutor] = {}
-
-    def __enter__(self) -> "Workers":
-        os.environ |= self.environment  # to be inherited: a worker begins by importing this file, and with it jax
-        for side in SIDES:
-            self.pools[side] = ProcessPoolExecutor(1, get_context("spawn"), prepare, (self.folder / side,))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pool in self.pools.values():
-            pool.shutdown(cancel_futures=True)
-        for name in self.environment.keys() - self.before.keys():
-            os.environ.pop(name, None)
-        os.environ |= self.before
-
-    def submit(self, module: str, arguments: Sequence[str]) -> Future[int]:
-        """Run a command when those before it on its side have ended."""
-        return self.pools[module.partition(".")[0]].submit(work, module, arguments)
-
-    def wait(self, module: str, future: Future[int]) -> None:
-        """Until a command has ended. Raises ConfigError or TrainingError where it failed."""
-        try:
-            code = future.result()
-        except BrokenExecutor:
-            code = -1
-        if code:
-            said = (self.folder / module.partition(".")[0]).read_text(encoding="utf-8").strip()[-2000:]
-            raise (ConfigError if code == 2 else TrainingError)(f"python -m {module} ended with {code}:\n{said}")
 
 
 @dataclass
@@ -283,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     work_folder.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(work_folder))
+        workers = stack.enter_context(Workers(work_folder, DEVICES))
         advance = stack.enter_context(shown(len(wanted), len(results)))
         begun = (begin(list(group), work_folder, workers) for _, group in groupby(missing, lambda case: case[:2]))
         for group, _ in pairwise(chain(begun, [None])):  # the next one trains while this one is judged

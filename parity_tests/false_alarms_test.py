@@ -23,13 +23,13 @@ from parity_tests.false_alarms import (
     SharedProof,
     closest,
     code,
-    compiled_from,
     main,
     share,
     table,
 )
 from parity_tests.run import Run
 from parity_tests.verdict import Check, Verdict
+from parity_tests.workers import compiled_from, inherit
 
 CASE = Case(0, "llama", "fsdp", "bf16")
 HALF, ALL, NOTHING = (
@@ -167,7 +167,7 @@ def test_what_is_compiled_is_inherited() -> None:
         values = cases.experiment("llama", Path("documents"), STEPS)
         return Machine(Experiment.parse(values | overrides | {"train": values["train"] | (train or {})}, source="test"))
 
-    false_alarms.inherit(Machine, lambda one: compiled_from(one.experiment))
+    inherit(Machine, lambda one: compiled_from(one.experiment))
     first = machine({})
     compiled = first.compiled
     assert machine({}, {"seed": 7}).compiled is compiled

@@ -3,19 +3,18 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
-from parity_tests import compare, names
+from parity_tests import commands, compare, names
 
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 METRICS = tuple(compare.FLOOR)
@@ -197,10 +196,9 @@ def environment(xla_flags: str = "") -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": flags}
 
 
-def command(module: str, *arguments: str, xla_flags: str = "") -> subprocess.CompletedProcess[str]:
+def command(module: str, *arguments: str, xla_flags: str = "") -> CompletedProcess[str]:
     """`python -m MODULE ...` in a process of its own."""
-    line = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, env=environment(xla_flags))
+    return commands.run(module, arguments, environment(xla_flags))
 
 
 def _jax_states(path: Path) -> dict[str, np.ndarray]:
