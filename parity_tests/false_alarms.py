@@ -18,7 +18,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from itertools import chain, groupby, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
 from parity_tests import cases
 from parity_tests.proof import Proof
-from parity_tests.run import Run
+from parity_tests.run import SIDES, TRAIN, Run
 from parity_tests.verdict import LEVELS, Check, Verdict
 from parity_tests.workers import Workers
 
@@ -50,6 +52,8 @@ MESHES: dict[str, dict[str, Any]] = {
 DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
+PACKAGES, CONVERSION = ("jaxdist", "torch_ref", "parity_tests"), "jaxdist.convert"
+LEVEL = attrgetter("level")
 ALARM = 3  # the exit code when a proof was anything but equivalent
 
 
@@ -67,7 +71,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one: the verdict, and of every check how much of its bound it took, 1 being all of it."""
+    """What came of one: the verdict, and how much of its bound the closest check of each level took, 1 being all."""
 
     case: Case
     verdict: str
@@ -77,7 +81,9 @@ class Result:
 
     @classmethod
     def of(cls, case: Case, verdict: Verdict) -> "Result":
-        shares = [(c.level, c.key, share(c)) for c in verdict.checks]
+        by_level = groupby(sorted(verdict.checks, key=LEVEL), key=LEVEL)
+        closest = [max(checks, key=share) for _, checks in by_level]
+        shares = [(c.level, c.key, share(c)) for c in closest]
         return cls(case, verdict.word, verdict.sentence, shares, code())
 
     @property
@@ -102,11 +108,20 @@ class Result:
 def code() -> str:
     """The SHA-256, cut short, of the sources that make and judge a proof: figures of others are not of this code."""
     found = hashlib.sha256()
-    for package in ("jaxdist", "torch_ref", "parity_tests"):
-        root = Path(__file__).parents[1] / package
-        for file in sorted(file for file in root.rglob("*.py") if not file.stem.endswith(("_test", "conftest"))):
-            found.update(file.relative_to(root.parent).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in sources():
+        found.update(file.read_bytes())
     return found.hexdigest()[:12]
+
+
+def sources() -> list[Path]:
+    """This file and all of ours that it and the train commands import.
+
+    But not what converts: it brings the same bits to both sides.
+    """
+    for side in SIDES:
+        import_module(TRAIN[side])
+    ours = [m for name, m in sys.modules.items() if name.startswith(PACKAGES) and not name.startswith(CONVERSION)]
+    return sorted({Path(__file__), *(Path(module.__file__) for module in ours if module.__file__)})
 
 
 def share(check: Check) -> float:
@@ -194,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output.mkdir(parents=True, exist_ok=True)
     results = [result for result in resumed(output / RESULTS) if result.case in wanted]
     missing = sorted(wanted - {result.case for result in results})
-    say(f"{len(wanted)} proofs, {len(missing)} left to make")
+    say(f"{len(wanted)} proofs, {len(missing)} left to make, of code {code()}")
     work_folder = output.absolute() / "work"
     work_folder.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it

@@ -209,6 +209,16 @@ def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
             main(["--output", str(tmp_path), "--seeds", "1"])
 
 
+def test_the_stamp_is_of_what_makes_and_judges_a_proof() -> None:
+    root = Path(false_alarms.__file__).parents[1]
+    names = {file.relative_to(root).as_posix() for file in false_alarms.sources() if not file.stem.endswith("_test")}
+    needed = {
+        f"{side}/{part}.py" for side in ("jaxdist", "torch_ref") for part in ("train", "step", "optim", "traffic")
+    }
+    needed |= {f"parity_tests/{part}.py" for part in ("false_alarms", "workers", "proof", "levels", "scratch", "cases")}
+    assert names >= needed and not any(name.startswith("jaxdist/convert") for name in names)
+
+
 def test_proofs_of_one_start_are_one_piece_of_evidence() -> None:
     cases = [CASE._replace(seed=seed, mesh=mesh) for seed in (0, 1) for mesh in MESHES]
     results = [Result.of(case, Verdict([FAILS if case.seed else HALF])) for case in cases]
