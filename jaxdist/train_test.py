@@ -445,9 +445,12 @@ def test_ranks_of_a_launcher_are_refused() -> None:
 
 
 def test_the_default_run_learns() -> None:
-    """The README's first command: 8 virtual devices, and a loss that only a model that has learnt reaches."""
-    done = command("--mesh", "2x4", "--device", "cpu")
+    """The README's first command, the first quarter of it: 8 virtual devices, and a loss that only words explain.
+
+    Letters by how often they occur cost 3.1 nats.
+    """
+    done = command("--mesh", "2x4", "--device", "cpu", "--steps", "75")
     assert done.returncode == 0, done.stderr
     assert "running on 8 virtual CPU devices" in done.stdout
     validation = float(re.search(r"validation loss (\d+\.\d+)", done.stdout)[1])  # type: ignore[index]
-    assert validation < 2.2, done.stdout
+    assert validation < 2.7, done.stdout
