@@ -447,7 +447,7 @@ def test_ranks_of_a_launcher_are_refused() -> None:
 def test_the_default_run_learns() -> None:
     """The README's first command, the first quarter of it: 8 virtual devices, and a loss that only words explain.
 
-    Letters by how often they occur cost 3.1 nats.
+    Bytes by how often they occur cost 3.3 nats.
     """
     done = command("--mesh", "2x4", "--device", "cpu", "--steps", "75")
     assert done.returncode == 0, done.stderr

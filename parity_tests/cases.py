@@ -24,6 +24,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero2": {"mesh": "8x1", "strategy": "zero2"},
     "fsdp": {"mesh": "8x1", "strategy": "fsdp"},
     "hybrid": {"mesh": "data=2,fsdp=4"},
+    "hybrid-zero1": {"mesh": "data=2,fsdp=4", "strategy": "zero1"},
     "tensor": {"mesh": "1x4"},
     "2x4": {"mesh": "2x4"},
     "2x2x2": {"mesh": "data=2,fsdp=2,tensor=2"},

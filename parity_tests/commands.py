@@ -4,11 +4,13 @@ Importing torch and what is built on it takes longer than a short run. Of each s
 which has computed nothing: a fork of it begins as a new process would.
 """
 
+import atexit
 import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -16,14 +18,19 @@ from runpy import run_module
 from subprocess import PIPE, CompletedProcess, Popen
 from tempfile import TemporaryDirectory
 
-IMPORTED = {"jaxdist": "jaxdist.train", "torch_ref": "torch_ref.train"}  # by the package that a command is about
+NOTHING = "parity_tests"
+IMPORTED = {  # by the package or the module that a command is about
+    "jaxdist": "jaxdist.train",
+    "torch_ref": "torch_ref.train",
+    "parity_tests.transformers_train": "parity_tests.transformers_train",
+}
 OUTPUTS = {1: "stdout", 2: "stderr"}  # by file descriptor
 
 
 def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> CompletedProcess[str]:
     """A command to its end: its exit code and what it said."""
-    about = next((n for n in (module, *arguments) if n.partition(".")[0] in IMPORTED), module)
-    imported = IMPORTED.get(about.partition(".")[0], module)
+    names = (name for word in (module, *arguments) for name in (word, word.partition(".")[0]))
+    imported = next((IMPORTED[name] for name in names if name in IMPORTED), NOTHING)
     with TemporaryDirectory() as folder:
         origin = _origin(imported, frozenset(environment.items()))
         assert origin.stdin and origin.stdout
@@ -38,13 +45,16 @@ def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str])
 def _origin(imported: str, environment: frozenset[tuple[str, str]]) -> Popen[str]:
     """The process to fork from; it ends with this one."""
     line = [sys.executable, "-m", "parity_tests.commands", imported]
-    return Popen(line, stdin=PIPE, stdout=PIPE, text=True, env=dict(environment))
+    origin = Popen(line, stdin=PIPE, stdout=PIPE, text=True, env=dict(environment))
+    atexit.register(origin.communicate)  # closes its input, and waits until it has ended
+    return origin
 
 
 def main(imported: str) -> None:
     """Fork for each line of the input, and answer with the exit code."""
-    import_module(imported)
-    del sys.modules[imported]  # for runpy, which runs modules that nothing has imported
+    with suppress(ImportError):  # the command will say what is missing
+        import_module(imported)
+    sys.modules.pop(imported, None)  # for runpy, which runs modules that nothing has imported
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:
         folder, module, *arguments = json.loads(line)

@@ -22,11 +22,11 @@ from parity_tests.verdict import LEVELS, Check
 QUICK = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": None,
-        "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
+        "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
     },
     "gpt2": {
         "1x1": "selective", "ddp": None, "zero1": None, "zero2": None, "fsdp": "accumulation", "hybrid": None,
-        "tensor": None, "2x4": "full", "2x2x2": None,
+        "hybrid-zero1": "accumulation", "tensor": None, "2x4": "full", "2x2x2": None,
     },
 }  # fmt: skip
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
@@ -245,7 +245,7 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
     assert sum("gradients at step" in check.name for check in verdict.checks) == (1 if mesh == "1x1" else 3) * 2
 
 
-@pytest.mark.parametrize("mesh", ["zero1", "zero2", "fsdp", "hybrid", "2x2x2"])
+@pytest.mark.parametrize("mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2"])
 def test_memory_and_traffic_hold_on(runs: Runs, experiments: dict[str, Path], mesh: str) -> None:
     experiment = Experiment.parse(read_toml(experiments["llama"]) | {"parallel": MESHES[mesh]}, source="test")
     a, b = (runs(side, "llama", settings(mesh, QUICK["llama"][mesh])) for side in SIDES)
