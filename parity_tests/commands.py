@@ -19,18 +19,18 @@ from subprocess import PIPE, CompletedProcess, Popen
 from tempfile import TemporaryDirectory
 
 NOTHING = "parity_tests"
-IMPORTED = {  # by the package or the module that a command is about
+TRAIN = {  # side -> the module of its train command
     "jaxdist": "jaxdist.train",
     "torch_ref": "torch_ref.train",
-    "parity_tests.transformers_train": "parity_tests.transformers_train",
+    "transformers": "parity_tests.transformers_train",
 }
 OUTPUTS = {1: "stdout", 2: "stderr"}  # by file descriptor
 
 
 def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> CompletedProcess[str]:
     """A command to its end: its exit code and what it said."""
-    names = (name for word in (module, *arguments) for name in (word, word.partition(".")[0]))
-    imported = next((IMPORTED[name] for name in names if name in IMPORTED), NOTHING)
+    about = (t for w in (module, *arguments) for side, t in TRAIN.items() if w == t or w.partition(".")[0] == side)
+    imported = next(about, NOTHING)
     with TemporaryDirectory() as folder:
         origin = _origin(imported, frozenset(environment.items()))
         assert origin.stdin and origin.stdout

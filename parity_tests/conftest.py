@@ -17,8 +17,10 @@ pytest.importorskip("torch", reason="the parity suite needs torch: pip install '
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 
 from jaxdist.config.checkpoints import seal
+from jaxdist.config.dcp import EXPERIMENT
 from parity_tests.cases import MODELS, experiment, write_documents
-from parity_tests.run import TRAIN, Run, command
+from parity_tests.commands import TRAIN
+from parity_tests.run import Run, command
 
 STEPS = 20
 FIGURES = "figures"  # the property under which a comparison records what it measured
@@ -111,7 +113,7 @@ def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
     if not wrong:
         return start
     shutil.copytree(start, copy)
-    file = copy / "checkpoints" / "0" / "experiment.json"
+    file = copy / "checkpoints" / "0" / EXPERIMENT
     values = json.loads(file.read_text(encoding="utf-8"))
     values["model"] |= {name.removeprefix("model."): value for name, value in wrong.items()}
     file.write_text(json.dumps(values), encoding="utf-8")

@@ -9,8 +9,9 @@ import pytest
 
 from jaxdist.config import read_metrics
 from jaxdist.config.checkpoints import UNFINISHED, damage, steps_in
+from parity_tests.commands import TRAIN
 from parity_tests.kill_test import TINY
-from parity_tests.run import SIDES, TRAIN, Run, command
+from parity_tests.run import SIDES, Run, command
 
 STEPS = 20
 FIELDS = [*TINY, "--checkpoint.every", "2", "--checkpoint.keep", "0", "--steps", str(STEPS)]

@@ -20,7 +20,6 @@ from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from itertools import chain, groupby, pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +35,9 @@ from jaxdist.config.errors import nearest
 from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
 from parity_tests import cases
+from parity_tests.commands import TRAIN
 from parity_tests.proof import Proof
-from parity_tests.run import SIDES, TRAIN, Run
+from parity_tests.run import SIDES, Run
 from parity_tests.verdict import LEVELS, Check, Verdict
 from parity_tests.workers import Workers
 
@@ -53,7 +53,6 @@ DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
 PACKAGES, CONVERSION = ("jaxdist", "torch_ref", "parity_tests"), "jaxdist.convert"
-LEVEL = attrgetter("level")
 ALARM = 3  # the exit code when a proof was anything but equivalent
 
 
@@ -81,9 +80,8 @@ class Result:
 
     @classmethod
     def of(cls, case: Case, verdict: Verdict) -> "Result":
-        by_level = groupby(sorted(verdict.checks, key=LEVEL), key=LEVEL)
-        closest = [max(checks, key=share) for _, checks in by_level]
-        shares = [(c.level, c.key, share(c)) for c in closest]
+        last = {check.level: check for check in sorted(verdict.checks, key=share)}
+        shares = [(c.level, c.key, share(c)) for c in last.values()]
         return cls(case, verdict.word, verdict.sentence, shares, code())
 
     @property

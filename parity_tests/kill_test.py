@@ -14,7 +14,8 @@ import pytest
 
 from jaxdist.config import read_metrics
 from jaxdist.config.checkpoints import UNFINISHED
-from parity_tests.run import SIDES, TRAIN, Run, environment
+from parity_tests.commands import TRAIN
+from parity_tests.run import SIDES, Run, environment
 
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",

@@ -16,7 +16,8 @@ from jaxdist.config import ConfigError, Experiment, TrainingError, differences
 from jaxdist.sharding import Layout
 from parity_tests import bisect, collectives, compare, levels, scratch
 from parity_tests.bisect import Parting
-from parity_tests.run import JAX, REFERENCES, TRAIN, Run, command
+from parity_tests.commands import TRAIN
+from parity_tests.run import JAX, REFERENCES, Run, command
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Cause, Check, Verdict
 
@@ -211,6 +212,11 @@ class Proof:
         return found
 
     @property
+    def exact(self) -> bool:
+        """Whether the sides are compared in float64."""
+        return any(comparison.level == "mathematics" for comparison in self.comparisons())
+
+    @property
     def noise(self) -> levels.Noise:
         return levels.Noise(self.done[JAX, "one"], self.done[JAX, "perturbed"], self.zero_gradient)
 
@@ -274,7 +280,7 @@ class Proof:
     def open(self, checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
         """Levels that the runs cannot decide, with the reason."""
         yield from levels.too_wide(checks).items()
-        if not any(comparison.level == "mathematics" for comparison in self.comparisons()) and self.noisy:
+        if not self.exact and self.noisy:
             yield (
                 "mathematics",
                 f"{self.sides[1]} ran in {self.experiment.precision.policy}, whose noise hides a learning rate, eps or "
@@ -300,7 +306,7 @@ class Proof:
 
     def left_out(self, theirs: Run) -> Iterator[str]:
         """What cannot be compared with a run that is there already, since it did not keep it."""
-        if not any(comparison.level == "mathematics" for comparison in self.comparisons()):
+        if not self.exact:
             policy = self.experiment.precision.policy
             yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
         steps = ", ".join(map(str, theirs.gradient_steps))

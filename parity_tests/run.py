@@ -151,11 +151,6 @@ class Run:
 JAX = "jaxdist"
 SIDES = (JAX, "torch_ref")
 REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against -> the side
-TRAIN = {  # side -> the module of its train command
-    JAX: "jaxdist.train",
-    "torch_ref": "torch_ref.train",
-    "transformers": "parity_tests.transformers_train",
-}
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:

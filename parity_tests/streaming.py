@@ -31,7 +31,10 @@ from jaxdist.convert.safetensors_writer import write
 from jaxdist.convert.tables import entries
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
-PATHS = (("hf", "orbax"), ("orbax", "dcp"), ("dcp", "torch.pt"), ("torch.pt", "orbax2"), ("orbax2", "hf2"))
+PATHS = (  # source, target, its kind
+    ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
+    ("orbax2", "hf2", "hf"),
+)  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -80,14 +83,13 @@ def synthesize(folder: Path, model: Llama) -> None:
     write(folder, described, drawn())
 
 
-def measure(folder: Path, source: str, target: str) -> Pair:
+def measure(folder: Path, source: str, target: str, kind: str) -> Pair:
     """`cp`, then the conversion, each with what it wrote on the disk before the next begins."""
     given, copy = folder / source, folder / "copy"
     size = sum(file.stat().st_size for file in given.rglob("*") if file.is_file()) or given.stat().st_size
     os.sync()
     copied, _ = timed(["cp", "-r", str(given), str(copy)])
     shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
-    kind = {"hf2": "hf", "orbax2": "orbax"}.get(target, target.partition(".")[0])
     converted, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(folder / target), "--to", kind])
     return Pair(source, target, size, copied, converted, peak, MEMORY + 2 * largest(given, folder / target))
 
@@ -124,8 +126,8 @@ def main() -> None:
     with console.status("writing the synthetic checkpoint"):
         synthesize(a.output / "hf", model_of(a.bytes))
     table = Table("from", "to", "GB", "cp, s", "conversion, s", "pace of cp", "peak, GB", "bound, GB", "holds")
-    for source, target in PATHS:
-        pair = measure(a.output, source, target)
+    for source, target, kind in PATHS:
+        pair = measure(a.output, source, target, kind)
         console.print(f"{source} -> {target}: {pair.pace:.2f} of the pace of cp, {pair.peak / 1e9:.2f} GB")
         gigabytes = [f"{x / 1e9:.2f}" for x in (pair.bytes, pair.peak, pair.bound)]
         times = [f"{x:.1f}" for x in (pair.copied, pair.converted)]

@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import publish, thin, unfinished, written
-from jaxdist.config.dcp import INDEX, read_index
+from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.optim import AdamW
 from torch_ref.weights import fill, named
 
-EXPERIMENT = "experiment.json"
 DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 

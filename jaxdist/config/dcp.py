@@ -13,6 +13,7 @@ from jaxdist.config.errors import ConfigError
 from jaxdist.config.foreign import within
 
 INDEX = ".metadata"
+EXPERIMENT = "experiment.json"  # beside it, of the run
 _STATE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",

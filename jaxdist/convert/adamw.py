@@ -45,11 +45,15 @@ def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[st
     if all("param_names" in group for group in groups):
         yield dict(zip(numbers, [rename(name) for group in groups for name in group["param_names"]], strict=False))
     yield dict(zip(numbers, shapes, strict=False))
-    decayed = [name for name, shape in shapes.items() if len(shape) >= 2]
-    others = [name for name in shapes if name not in decayed]
+    decayed, others = by_decay(shapes)
     for first, second in ((decayed, others), (others, decayed)):
         if [len(group["params"]) for group in groups] == [len(first), len(second)]:
             yield dict(zip(numbers, (*first, *second), strict=True))
+
+
+def by_decay(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
+    """Those of two or more axes, which decay, and all others."""
+    return [name for name, shape in shapes.items() if len(shape) >= 2], [n for n, s in shapes.items() if len(s) < 2]
 
 
 def _fits(entry: Any, shape: Shape | None) -> bool:
@@ -75,10 +79,8 @@ def state_dict(
 
     `moments`: kind -> name -> tensor; `rate`: the learning rate now.
     """
-    decayed = [name for name, shape in shapes.items() if len(shape) >= 2]
-    groups = {o.weight_decay: decayed, 0.0: [name for name in shapes if name not in decayed]}
-    if not o.weight_decay:
-        groups = {0.0: [*decayed, *groups[0.0]]}
+    decayed, others = by_decay(shapes)
+    groups = {o.weight_decay: decayed, 0.0: others} if o.weight_decay else {0.0: [*decayed, *others]}
     order = [name for names in groups.values() for name in names]
     state = {
         i: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}

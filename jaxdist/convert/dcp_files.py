@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, unfinished
-from jaxdist.config.dcp import read_index
+from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import torch_files
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
@@ -30,7 +30,6 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS
 
-EXPERIMENT = "experiment.json"
 MODEL, STATE = "model.", "optimizer.state."
 
 

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,21 @@ ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
-    return _leaves(checkpoint.locate(path), "parameters", ())
+    found = checkpoint.locate(path)
+    return _leaves(found, "parameters", _tree(found, "parameters"))
 
 
 def opened(path: Path, wanted: Experiment | None = None) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = checkpoint.locate(path)
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
-    groups: dict[str, Leaves] = {PARAMETERS: _leaves(found, "parameters", ())}
+    groups: dict[str, Leaves] = {PARAMETERS: _leaves(found, "parameters", _tree(found, "parameters"))}
     updates = None
     if (found / "optimizer").is_dir():
         tree = _tree(found, "optimizer")
         place = next(i for i, part in enumerate(tree) if isinstance(part, dict) and "mu" in part)
-        groups |= {kind: _leaves(found, "optimizer", (place, ADAM[kind])) for kind in MOMENTS}
-        updates = int(_read(found, "optimizer", (place, "count")))
+        groups |= {kind: _leaves(found, "optimizer", tree, place, ADAM[kind]) for kind in MOMENTS}
+        updates = int(_read(found, "optimizer", tree, (place, "count")))
     return Content(
         experiment, OWN, groups, int(found.name), updates, origin_of(found), metrics_of(found)
     ).checked(path)  # fmt: skip
@@ -50,27 +52,21 @@ def _tree(path: Path, item: str) -> Any:
         return reader.metadata(path).item_metadata[item].tree
 
 
-def _leaves(path: Path, item: str, place: tuple[Any, ...]) -> dict[str, Leaf]:
+def _leaves(path: Path, item: str, tree: Any, *place: Any) -> dict[str, Leaf]:
     """The arrays of the dictionary at `place` in an item's tree."""
-    tree = _tree(path, item)
-    for key in place:
-        tree = tree[key]
     return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype), partial(_read, path, item, (*place, name)))
-        for name, array in tree.items()
+        name: Leaf(tuple(array.shape), np.dtype(array.dtype), partial(_read, path, item, tree, (*place, name)))
+        for name, array in reduce(getitem, place, tree).items()
     }
 
 
-def _read(path: Path, item: str, place: tuple[Any, ...]) -> np.ndarray:
-    """One array of an item. Raises ConfigError."""
+def _read(path: Path, item: str, tree: Any, place: tuple[Any, ...]) -> np.ndarray:
+    """One array of an item, whose tree is that of its metadata. Raises ConfigError."""
     with checkpoint.opened(path, ocp.PyTreeCheckpointHandler) as reader:
-        tree = reader.metadata(path).item_metadata[item].tree
         only = jax.tree_util.tree_map_with_path(lambda at, _: 0 if _keys(at) == place else ocp.PLACEHOLDER, tree)
         to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         args = ocp.args.PyTreeRestore(item=only, restore_args=to_host)
-        found = reader.restore(path, args=ocp.args.Composite(**{item: args}))[item]
-        for key in place:
-            found = found[key]
+        found: np.ndarray = reduce(getitem, place, reader.restore(path, args=ocp.args.Composite(**{item: args}))[item])
         return found
 
 
