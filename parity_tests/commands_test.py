@@ -38,6 +38,16 @@ def test_nothing_is_left_for_the_next(elsewhere: dict[str, str]) -> None:
         assert commands.run("keeps", (), elsewhere).stdout.splitlines()[-1] == "False"
 
 
+def test_imports_are_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever test asks, the commands of a side are forked from one process; each holds its imports in memory."""
+    origins = set()
+    for test in ("one_test.py::a (call)", "one_test.py::b (call)"):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
+        commands.run("jaxdist.convert", ("--help",), environment())
+        origins.add(commands._origin.cache_info().currsize)
+    assert len(origins) == 1
+
+
 def test_a_users_mistake() -> None:
     done = commands.run("jaxdist.convert", ("/nowhere/source", "target"), environment())
     assert done.returncode == 2 and done.stderr.startswith("error: /nowhere/source")

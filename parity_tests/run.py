@@ -185,7 +185,7 @@ def settings() -> dict[str, str]:
 
 def environment(xla_flags: str = "") -> dict[str, str]:
     """Of a process that runs as this one would, with another number of devices."""
-    dropped = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}
+    dropped = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PYTEST_CURRENT_TEST"}  # the last changes with every test
     inherited = {k: v for k, v in os.environ.items() if k not in dropped}
     flags = f"{settings().get('XLA_FLAGS', '')} {xla_flags}".strip()
     return inherited | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": flags}

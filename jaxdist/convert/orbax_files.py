@@ -1,6 +1,8 @@
 """Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read an array at a time and written as the arrays come."""
 
 import asyncio
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -23,6 +25,7 @@ from jaxdist.convert.tables import OWN, Shape
 from jaxdist.optim import adamw
 
 ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
+RELEASE = 1.0  # seconds that TensorStore may hold on to an array that it has written
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -95,10 +98,13 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         places = {(value.group, value.name): place for value, *place in zip(values, infos, args, strict=True)}
         for group, name, array in self.conversion.stream(*{value.group: None for value in values}):
             info, arg = places[group, name]
+            released = threading.Event()
+            weakref.finalize(array, released.set)
             futures = await super().serialize([array], [info], [arg])
             del array
             while futures:
                 await asyncio.to_thread(futures.pop().result)
+            await asyncio.to_thread(released.wait, RELEASE)
         return []
 
 
