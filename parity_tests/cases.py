@@ -19,12 +19,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 MESHES: dict[str, dict[str, Any]] = {
     "1x1": {"mesh": "1x1"},
-    "ddp": {"mesh": "8x1", "strategy": "ddp"},
-    "zero1": {"mesh": "8x1", "strategy": "zero1"},
-    "zero2": {"mesh": "8x1", "strategy": "zero2"},
-    "fsdp": {"mesh": "8x1", "strategy": "fsdp"},
-    "hybrid": {"mesh": "data=2,fsdp=4"},
-    "hybrid-zero1": {"mesh": "data=2,fsdp=4", "strategy": "zero1"},
+    "ddp": {"mesh": "4x1", "strategy": "ddp"},
+    "zero1": {"mesh": "4x1", "strategy": "zero1"},
+    "zero2": {"mesh": "4x1", "strategy": "zero2"},
+    "fsdp": {"mesh": "4x1", "strategy": "fsdp"},
+    "hybrid": {"mesh": "data=2,fsdp=2"},
+    "hybrid-zero1": {"mesh": "data=2,fsdp=2", "strategy": "zero1"},
     "tensor": {"mesh": "1x4"},
     "2x4": {"mesh": "2x4"},
     "2x2x2": {"mesh": "data=2,fsdp=2,tensor=2"},
