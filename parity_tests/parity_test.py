@@ -20,7 +20,7 @@ from parity_tests.verdict import LEVELS, Check
 
 # The quick suite meets every mesh and every variant with Llama, and each kind of axis with GPT-2; the slow grid is
 # their product, for both models.
-QUICK = {
+QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": None,
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
