@@ -144,7 +144,7 @@ def unkept(runs: Runs, side: str, mesh: str, promise: str) -> list[str]:
     whole = runs("jaxdist", "llama", settings("1x1", None)).summary["memory"]
     held = runs(side, "llama", settings(mesh, QUICK["llama"][mesh])).summary["memory"]
     # zero2: FSDP2 keeps parameters sharded at rest and gathered from forward to backward; ours are whole at rest.
-    shares = (4, 4, 4) if (side, promise) == ("torch_ref", "zero2") else SHARES[promise]
+    shares = SHARES["fsdp"] if (side, promise) == ("torch_ref", "zero2") else SHARES[promise]
     # Padding: norms that tensor does not split, 1.7 % here; ZeroRedundancyOptimizer deals out whole tensors.
     largest = max(MODELS["llama"]["vocab"], MODELS["llama"]["hidden"]) * MODELS["llama"]["dim"] * 8
     whole_tensors = {"optimizer_state": 2 * largest} if (side, promise) == ("torch_ref", "zero1") else {}

@@ -144,15 +144,15 @@ def test_a_mesh_that_cannot_be_is_refused_before_any_rank_starts(
         main(arguments.split())
 
 
-LAUNCHER = ("RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-
-
 def test_a_launcher_must_start_as_many_ranks_as_the_mesh_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"parallel\.mesh = '4x1' has 4 devices, the launcher started 2"):
         launch.plan(Parallel(mesh="4x1"), "cpu")
     assert launch.plan(Parallel(mesh="-1x1"), "cpu").ranks == 2
+
+
+LAUNCHER = ("RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", *(pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHER)])
