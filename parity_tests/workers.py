@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import redirect_stdout
@@ -51,15 +52,22 @@ def compiled_from(experiment: Experiment) -> str:
     return json.dumps(values, sort_keys=True, default=str)
 
 
+RUNS = 16  # of one process group each: gloo's threads for it, three for each axis, outlive it
+
+
 class Ranks:
-    """Ranks of torch_ref, which stay: torch works out how to distribute an operation once in a process."""
+    """Ranks of torch_ref, which stay for RUNS: torch works out how to distribute an operation once in a process."""
 
     def __init__(self) -> None:
         self.pipes: dict[int, list[Connection]] = {}  # by the number of ranks
+        self.runs = Counter[int]()
 
     def start(self, plan: launch.Plan, function: Callable[[], None]) -> None:
         """`function` in every rank of `plan`, as by `launch.start`; ends the process where a rank fails."""
-        ranks = self.pipes.setdefault(plan.ranks, []) or self.forked(plan.ranks)
+        if self.runs[plan.ranks] % RUNS == 0:
+            self.pipes[plan.ranks] = self.forked(plan.ranks)
+        self.runs[plan.ranks] += 1
+        ranks = self.pipes[plan.ranks]
         with TemporaryDirectory() as folder:
             for pipe in ranks:
                 pipe.send((str(Path(folder) / "store"), function))
@@ -71,21 +79,23 @@ class Ranks:
                     sys.exit(code)
 
     def forked(self, count: int) -> list[Connection]:
-        """New ranks, and how to speak with each."""
+        """New ranks in place of those before: how to speak with each."""
+        for pipe in self.pipes.pop(count, ()):
+            pipe.send(None)
+        found = []
         for rank in range(count):
             ours, theirs = Pipe()
             get_context("fork").Process(target=serve, args=(theirs, rank, count), daemon=True).start()
-            self.pipes[count].append(ours)
-        return self.pipes[count]
+            found.append(ours)
+        return found
 
 
 def serve(pipe: Connection, rank: int, count: int) -> None:
-    """One rank: runs what it is sent, and answers with the exit code."""
+    """One rank: runs what it is sent, and answers with the exit code, until it is sent None."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     torch.set_num_threads(1)
     threading.Thread(target=launch.end_with_parent, daemon=True).start()
-    while True:
-        os.environ["TORCH_REF_STORE"], function = pipe.recv()
+    for os.environ["TORCH_REF_STORE"], function in iter(pipe.recv, None):
         pipe.send(code_of(partial(exit_codes, function, launch.quiet())))
 
 
