@@ -10,7 +10,7 @@ import pytest
 from jaxdist.config import read_metrics
 from jaxdist.convert import dcp_files, orbax_files
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import OWN
+from jaxdist.convert.tables import LAYERS
 from parity_tests.compare import relative
 from parity_tests.run import Run, command
 
@@ -76,6 +76,6 @@ def test_what_is_lost_on_the_way_is_seen(lost: str, straight: Path, tmp_path: Pa
         content = replace(content, updates=0)
     else:
         content = replace(content, groups={**content.groups, "exp_avg": nothing})
-    orbax_files.write(tmp_path / "jax", Conversion(content, OWN))
+    orbax_files.write(tmp_path / "jax", Conversion(content, LAYERS))
     train("jaxdist", tmp_path / "jax", 12, "--mesh", "2x4", "--resume")
     assert apart(tmp_path / "jax", straight) > 1e-6

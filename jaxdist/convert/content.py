@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
-from jaxdist.convert.tables import NAMINGS, OWN, Entry, Shape, entries
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, Entry, Shape, entries
 
 PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, under torch's names: optax's mu and nu
@@ -19,11 +19,12 @@ WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read when it is asked for. `besides` are bytes that its reading takes beyond its own."""
 
     shape: Shape
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    besides: int = 0
 
     @property
     def bytes(self) -> int:
@@ -84,7 +85,7 @@ class Content:
     def _without_extras(self, source: Path, leaves: Leaves) -> Leaves:
         """Without buffers, and without the head where it is the embedding once more."""
         model = self.experiment.model
-        if self.naming == OWN:
+        if self.naming in (OWN, LAYERS):
             return leaves
         table = NAMINGS[self.naming][model.family]
         kept = {name: leaf for name, leaf in leaves.items() if not table.ignored.search(name)}

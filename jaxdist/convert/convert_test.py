@@ -22,7 +22,7 @@ from jaxdist.convert import experiment_for, orbax_files, read_hf, safetensors_wr
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import HUGGINGFACE, OWN, shapes_of
+from jaxdist.convert.tables import HUGGINGFACE, LAYERS, shapes_of
 
 SMALL: dict[str, Any] = {
     "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 10, "vocab": 7,
@@ -69,7 +69,7 @@ def saved(path: Path, model: Llama | GPT2, parameters: dict[str, np.ndarray] | N
 def run_of(path: Path, model: Llama | GPT2) -> Path:
     """A run folder that holds drawn weights."""
     content = in_memory(experiment_for(model.model_dump(), "test"), draw(model))
-    orbax_files.write(path, Conversion(content, OWN))
+    orbax_files.write(path, Conversion(content, LAYERS))
     return path
 
 

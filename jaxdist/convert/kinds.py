@@ -12,7 +12,7 @@ from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import OWN
+from jaxdist.convert.tables import LAYERS, OWN
 
 
 class Format(Protocol):
@@ -77,7 +77,7 @@ def _is_meta(path: Path) -> bool:
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KINDS = {
     "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
-    "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", OWN),
+    "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
     "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
     "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
     "meta": Kind("folder of Meta's", _is_meta, "meta", None, state=False),

@@ -1,12 +1,15 @@
-"""Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read an array at a time and written as the arrays come."""
+"""Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read and written a layer at a time.
+
+Our arrays hold all layers. What is converted are their layers, under the names of LAYERS; those written here lie in
+chunks of one layer each, so that they can be read by themselves again.
+"""
 
 import asyncio
 import threading
-import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import getitem
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +17,108 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_write
 
 from jaxdist import checkpoint, models
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
-from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import OWN, Shape
+from jaxdist.convert.stream import AHEAD, Conversion
+from jaxdist.convert.tables import LAYERS, Shape, parts, shapes_of
 from jaxdist.optim import adamw
 
 ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
-RELEASE = 1.0  # seconds that TensorStore may hold on to an array that it has written
 
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
     found = checkpoint.locate(path)
-    return _leaves(found, "parameters", _tree(found, "parameters"))
+    return {name: _leaf(found, store) for name, store in _stores(found, "parameters").items()}
 
 
 def opened(path: Path, wanted: Experiment | None = None) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = checkpoint.locate(path)
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
-    groups: dict[str, Leaves] = {PARAMETERS: _leaves(found, "parameters", _tree(found, "parameters"))}
+    shapes = shapes_of(experiment.model)
+
+    def layers(what: str, stores: Mapping[str, ts.TensorStore]) -> Leaves:
+        check_shapes(what, {name: tuple(store.shape) for name, store in stores.items()}, shapes)
+        return {part: leaf for name, store in stores.items() for part, leaf in _layers(found, name, store).items()}
+
+    groups = {PARAMETERS: layers(str(path), _stores(found, "parameters"))}
     updates = None
     if (found / "optimizer").is_dir():
-        tree = _tree(found, "optimizer")
-        place = next(i for i, part in enumerate(tree) if isinstance(part, dict) and "mu" in part)
-        groups |= {kind: _leaves(found, "optimizer", tree, place, ADAM[kind]) for kind in MOMENTS}
-        updates = int(_read(found, "optimizer", tree, (place, "count")))
+        adam = next(part for part in _stores(found, "optimizer") if isinstance(part, dict) and "mu" in part)
+        groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
+        updates = int(_read(found, adam["count"]))
     return Content(
-        experiment, OWN, groups, int(found.name), updates, origin_of(found), metrics_of(found)
+        experiment, LAYERS, groups, int(found.name), updates, origin_of(found), metrics_of(found)
     ).checked(path)  # fmt: skip
 
 
-def _tree(path: Path, item: str) -> Any:
-    with checkpoint.opened(path, ocp.PyTreeCheckpointHandler) as reader:
-        return reader.metadata(path).item_metadata[item].tree
+class Opening(ocp.type_handlers.NumpyHandler):
+    """Opens arrays, and leaves to read them to who asks."""
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        return [
+            await ts.open(get_json_tspec_read(info, info.is_ocdbt_checkpoint), open=True, context=info.ts_context)
+            for info in infos
+        ]
 
 
-def _leaves(path: Path, item: str, tree: Any, *place: Any) -> dict[str, Leaf]:
-    """The arrays of the dictionary at `place` in an item's tree."""
+def _stores(path: Path, item: str) -> Any:
+    """The tree of an item, its arrays not read yet. Raises ConfigError."""
+    registry = ocp.type_handlers.create_type_handler_registry((ts.TensorStore, Opening()))
+    with checkpoint.opened(path, partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)) as reader:
+        tree = reader.metadata(path).item_metadata[item].tree
+        stores = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
+        args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=stores)})
+        return reader.restore(path, args=args)[item]
+
+
+def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
+    """What is stored. Raises ConfigError."""
+    with checkpoint.reading(path):
+        return np.asarray(store.read().result())
+
+
+def _leaf(path: Path, store: ts.TensorStore, besides: int = 0) -> Leaf:
+    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(_read, path, store), besides)
+
+
+def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
+    """The layers of an array by their names, or itself where it has none."""
+    names = [part for part, _, _ in parts(name, tuple(store.shape))]
+    if names == [name]:
+        return {name: _leaf(path, store)}
+    if store.chunk_layout.read_chunk.shape[0] == 1:
+        return {part: _leaf(path, store[layer]) for layer, part in enumerate(names)}
+    stack = Stack(_leaf(path, store))
+    besides = [2 * stack.leaf.bytes] + [0] * (len(names) - 1)  # what is stored, and what it is decoded to
     return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype), partial(_read, path, item, tree, (*place, name)))
-        for name, array in reduce(getitem, place, tree).items()
+        part: Leaf(stack.leaf.shape[1:], stack.leaf.dtype, partial(stack.read, layer), besides[layer])
+        for layer, part in enumerate(names)
     }
 
 
-def _read(path: Path, item: str, tree: Any, place: tuple[Any, ...]) -> np.ndarray:
-    """One array of an item, whose tree is that of its metadata. Raises ConfigError."""
-    with checkpoint.opened(path, ocp.PyTreeCheckpointHandler) as reader:
-        only = jax.tree_util.tree_map_with_path(lambda at, _: 0 if _keys(at) == place else ocp.PLACEHOLDER, tree)
-        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        args = ocp.args.PyTreeRestore(item=only, restore_args=to_host)
-        found: np.ndarray = reduce(getitem, place, reader.restore(path, args=ocp.args.Composite(**{item: args}))[item])
-        return found
+class Stack:
+    """An array whose layers cannot be read by themselves: it is read once, and kept until each was asked for."""
 
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf, self.lock, self.left, self.array = leaf, threading.Lock(), 0, np.empty(0)
 
-def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+    def read(self, layer: int) -> np.ndarray:
+        with self.lock:
+            if not self.left:
+                self.array, self.left = self.leaf.read(), self.leaf.shape[0]
+            self.left -= 1
+            found = self.array[layer]
+            if not self.left:
+                self.array = np.empty(0)
+            return found
 
 
 @dataclass(frozen=True)
@@ -88,24 +132,39 @@ class Coming:
 
 
 class Streaming(ocp.type_handlers.NumpyHandler):
-    """Writes arrays in the order in which a conversion gives them, each before the next is taken."""
+    """Writes arrays a layer at a time, in the order in which a conversion gives them."""
 
     def __init__(self, conversion: Conversion) -> None:
-        super().__init__(deepcopy_host_arrays=False)
+        super().__init__()
         self.conversion = conversion
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        places = {(value.group, value.name): place for value, *place in zip(values, infos, args, strict=True)}
-        for group, name, array in self.conversion.stream(*{value.group: None for value in values}):
-            info, arg = places[group, name]
-            released = threading.Event()
-            weakref.finalize(array, released.set)
-            futures = await super().serialize([array], [info], [arg])
-            del array
-            while futures:
-                await asyncio.to_thread(futures.pop().result)
-            await asyncio.to_thread(released.wait, RELEASE)
+        """Writes them all: two items at once would be twice as much in memory."""
+        writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos))
+        await asyncio.to_thread(writing.result)
         return []
+
+    async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:
+        places: dict[tuple[str, str], Any] = {}
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            named = parts(value.name, value.shape)
+            chunk = value.shape if len(named) == 1 else (1, *value.shape[1:])
+            spec = get_json_tspec_write(
+                info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
+            )
+            store = await ts.open(spec, create=True, open=True, context=info.ts_context)
+            for part, (_, layer), _ in named:
+                places[value.group, part] = store if len(named) == 1 else store[layer]
+        writing: deque[tuple[int, Any]] = deque()
+        for group, name, array in self.conversion.stream(*{value.group: None for value in values}):
+            while writing and sum(size for size, _ in writing) + array.nbytes > AHEAD:
+                await writing.popleft()[1]
+            future = places[group, name].write(array, can_reference_source_data_indefinitely=True)
+            writing.append((array.nbytes, future))
+            del array, future
+        for _, future in writing:
+            await future
 
 
 def write(path: Path, conversion: Conversion) -> None:
@@ -117,8 +176,11 @@ def write(path: Path, conversion: Conversion) -> None:
     )
     # Weights hardly compress, and it would take most of the time.
     handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=arrays, use_compression=False)
+    shapes = shapes_of(content.experiment.model)
     coming = {
-        group: {name: Coming(group, name, leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+        group: {
+            name: Coming(group, name, shape, leaves[parts(name, shape)[0][0]].dtype) for name, shape in shapes.items()
+        }
         for group, leaves in conversion.groups.items()
     }
     values: dict[str, Any] = {

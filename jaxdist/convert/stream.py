@@ -35,9 +35,9 @@ class Unit:
 
 
 def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Unit]:
-    """All units, in the order of the target's tensors."""
+    """All units, in the order of the sources' tensors: what is best read together comes together."""
     of: dict[Atom, Unit] = {}
-    for side, group in (("targets", targets), ("sources", sources)):
+    for side, group in (("sources", sources), ("targets", targets)):
         for entry in group.values():
             found = list({id(of[atom]): of[atom] for atom in entry.atoms if atom in of}.values()) or [Unit()]
             whole = found[0]
@@ -113,15 +113,17 @@ class Conversion:
 
         The next may be as large as all that is allowed: who takes a tensor lets go of it before (`del`).
         """
-        jobs = [
-            Job(2 * sum(self.groups[group][target.name].bytes for target in unit.targets), group, unit)
-            for unit, group in product(self.units, groups)
-        ]
+        jobs = [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
         for job, tensors in ahead(jobs, lambda job: self.convert(job.group, job.unit)):
             while tensors:
                 name = next(iter(tensors))
                 self.report(tensors[name].nbytes)
                 yield job.group, name, tensors.pop(name)
+
+    def _cost(self, group: str, unit: Unit) -> int:
+        """Bytes that a unit's conversion takes: what is made, and as much of what is read."""
+        made = sum(self.groups[group][target.name].bytes for target in unit.targets)
+        return 2 * made + sum(self.content.groups[group][source.name].besides for source in unit.sources)
 
     def order(self, *groups: str) -> list[tuple[str, str]]:
         """(group, name) of what `stream` will give, in its order."""

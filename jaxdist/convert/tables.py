@@ -14,7 +14,8 @@ import numpy as np
 from jaxdist import models
 from jaxdist.config import GPT2, Llama
 
-STRIP = 32  # columns
+STACKED = "layers."  # how the names of our stacked parameters begin
+BLOCK = 128  # rows and columns
 Shape = tuple[int, ...]
 Atom = tuple[str, int]  # a parameter of ours and its layer; 0 for what has no layers
 
@@ -65,14 +66,19 @@ class Row(NamedTuple):
 def copy(to: np.ndarray, of: np.ndarray) -> None:
     """Copy one array into another of its shape and dtype.
 
-    A matrix that is turned on the way goes in strips that stay in the cache: else each number costs a line of it.
+    A matrix that is turned on the way goes in blocks that stay in the cache: else each number costs a line of it.
     """
     bits = f"u{to.itemsize}"  # numpy is slow with dtypes that are not its own
     to, of = to.view(bits), of.view(bits)
-    turned = to.ndim == 2 and (to.strides[0] < to.strides[1]) != (of.strides[0] < of.strides[1])
-    width = STRIP if turned else to.shape[-1]
-    for start in range(0, to.shape[-1], width):
-        to[..., start : start + width] = of[..., start : start + width]
+    if to.ndim != 2 or (to.strides[0] < to.strides[1]) == (of.strides[0] < of.strides[1]):
+        to[...] = of
+        return
+    if to.strides[0] < to.strides[1]:
+        to, of = to.T, of.T
+    for row in range(0, to.shape[0], BLOCK):
+        strip = np.ascontiguousarray(of[row : row + BLOCK].T)
+        for column in range(0, to.shape[1], BLOCK):
+            to[row : row + BLOCK, column : column + BLOCK] = strip[column : column + BLOCK].T
 
 
 def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
@@ -200,9 +206,9 @@ TORCH_REF = {
     for family, table in HUGGINGFACE.items()
 }
 
-# By name of the naming, then family. `jaxdist`, our own, needs no table: see `entries`.
+# By name of the naming, then family. Our own need no table, see `entries`: arrays as they are, and a layer at a time.
 NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META}
-OWN = "jaxdist"
+OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
 class Entry(NamedTuple):
@@ -220,6 +226,8 @@ def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
     shapes = shapes_of(model)
     if naming == OWN:
         return {name: _own(name, shape) for name, shape in shapes.items()}
+    if naming == LAYERS:
+        return {part: _atom(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
     found: dict[str, Entry] = {}
     for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
         block = list(rows)
@@ -228,10 +236,22 @@ def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
     return found
 
 
+def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
+    """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
+    if name.startswith(STACKED):
+        return [(f"{name}[{layer}]", (name, layer), shape[1:]) for layer in range(shape[0])]
+    return [(name, (name, 0), shape)]
+
+
 def _own(name: str, shape: Shape) -> Entry:
-    if name.startswith("layers."):
-        return Entry(name, tuple((name, i) for i in range(shape[0])), shape, list, lambda out, i, a: copy(out[i], a))
-    return Entry(name, ((name, 0),), shape, lambda tensor: [tensor], lambda out, _, atom: copy(out, atom))
+    if not name.startswith(STACKED):
+        return _atom(name, (name, 0), shape)
+    atoms = tuple(atom for _, atom, _ in parts(name, shape))
+    return Entry(name, atoms, shape, list, lambda out, i, atom: copy(out[i], atom))
+
+
+def _atom(name: str, atom: Atom, shape: Shape) -> Entry:
+    return Entry(name, (atom,), shape, lambda tensor: [tensor], lambda out, _, array: copy(out, array))
 
 
 def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape]) -> Entry:
