@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,10 @@ from rich.table import Table
 from jaxdist.config import Llama, check_new
 from jaxdist.config.errors import exit_codes
 from jaxdist.config.hf import to_settings
+from jaxdist.convert import buffers
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.safetensors_files import Tensor
-from jaxdist.convert.safetensors_writer import write
+from jaxdist.convert.safetensors_writer import lay_out
 from jaxdist.convert.tables import entries
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
@@ -72,15 +73,13 @@ def synthesize(folder: Path, model: Llama) -> None:
     described = {n: Tensor(e.shape, np.dtype(ml_dtypes.bfloat16)) for n, e in entries("huggingface", model).items()}
     random = np.random.default_rng(0)
 
-    def drawn() -> Iterator[tuple[str, np.ndarray]]:
-        for name, tensor in described.items():
-            # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
-            bits = random.integers(0, 2**16, size=tensor.shape, dtype=np.uint16)
-            yield name, (bits & 0x83FF | 0x3800).view(ml_dtypes.bfloat16)
-
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_settings(model, "bfloat16")), encoding="utf-8")
-    write(folder, described, drawn())
+    places = lay_out(folder, described)
+    for name, tensor in described.items():
+        # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
+        bits = random.integers(0, 2**16, size=tensor.shape, dtype=np.uint16)
+        buffers.write(*places[name], bits & 0x83FF | 0x3800)
 
 
 def measure(folder: Path, source: str, target: str, kind: str) -> Pair:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Llama, TrainingError
 from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
-from jaxdist.convert import experiment_for, orbax_files, read_hf, safetensors_writer, write_hf
+from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.stream import Conversion
@@ -413,7 +413,7 @@ class TestCommandLine:
         def full(*_: Any, **__: Any) -> None:
             raise OSError("No space left on device")
 
-        monkeypatch.setattr(safetensors_writer, "_fill", full)
+        monkeypatch.setattr(buffers, "write", full)
         with pytest.raises(TrainingError, match=r"TARGET \S+ could not be written: No space left on device; nothing"):
             main([str(run), str(tmp_path / "hf")])
         assert [path.name for path in tmp_path.iterdir()] == ["run"]

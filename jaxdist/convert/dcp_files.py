@@ -3,27 +3,29 @@
 `torch_ref` writes them, in torch's own layout: `model.<name>`, `optimizer.state.<name>.<kind>`, `step`.
 """
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import torch_files
+from jaxdist.convert import buffers, torch_files
+from jaxdist.convert.buffers import BUFFERS
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
@@ -41,23 +43,44 @@ class Tensors:
         self.folder = folder
         self.index: Metadata = read_index(folder)
         self.reader = dcp.FileSystemReader(folder)
-        self.reader.set_up_storage_reader(self.index, is_coordinator=True)
         self.leaves = {
-            name: Leaf(tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name))
+            name: Leaf(
+                tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name, entry.chunks)
+            )
             for name, entry in self.index.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
-        tensor = torch_files.empty(self.leaves[name])
-        planner = DefaultLoadPlanner()
+        leaf = self.leaves[name]
         try:
-            planner.set_up_planner({name: tensor}, self.index, is_coordinator=True)
-            self.reader.read_data(self.reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+            if [tuple(chunk.sizes) for chunk in chunks] == [leaf.shape]:
+                return self._part(name, chunks[0], leaf.dtype)
+            if sum(chunk.sizes.numel() for chunk in chunks) != math.prod(leaf.shape):
+                raise ValueError("its parts are not all of it")
+            tensor = BUFFERS.empty(leaf.shape, leaf.dtype)
+            for chunk in chunks:
+                place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                tensor[tuple(place)] = self._part(name, chunk, leaf.dtype)
+            return tensor
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
-        return torch_files.to_numpy(tensor)
+
+    def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> np.ndarray:
+        """What one rank wrote of a tensor: a file of `torch.save` within a file."""
+        found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
+        if getattr(found, "transform_descriptors", None):
+            raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
+        path = self.folder / found.relative_path
+        with path.open("rb") as file:
+            part = torch_files.load(path, self.reader._slice_file(file, found))
+        leaf = torch_files.leaf(path, name, part, found.offset)
+        if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
+            raise ValueError(
+                f"{found.relative_path} has {leaf.dtype}{list(leaf.shape)} of it, not {dtype}{list(chunk.sizes)}"
+            )
+        return leaf.read()
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -111,20 +134,26 @@ def _experiment(path: Path) -> Experiment | None:
         raise ConfigError(f"{file} is damaged: {error}; use another checkpoint, or a copy of it") from None
 
 
-class Streaming(DefaultSavePlanner):
-    """Takes the tensors as they come from a conversion; what a checkpoint is planned with has no numbers."""
+class Layout(dcp.FileSystemWriter):
+    """Writes files with room for tensors that are to come; `places` says where: file and position."""
 
-    def __init__(self, given: dict[str, Tensor], coming: Iterator[tuple[str, np.ndarray]]) -> None:
-        super().__init__()
-        self.given, self.coming = given, coming
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder, self.places = folder, dict[str, tuple[Path, int]]()
 
-    def resolve_data(self, write_item: Any) -> Any:
-        name = write_item.index.fqn
-        while name not in self.given:
-            key, array = next(self.coming)
-            self.given[key] = torch_files.to_torch(array)
-            del array
-        return self.given.pop(name)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As `torch.distributed.checkpoint` does it with a file for each tensor."""
+        results = []
+        for i, item in enumerate(plan.items):
+            path = self.folder / f"__0_{i}.distcp"
+            torch_files.lay_out(path, planner.resolve_data(item))
+            (start,) = torch_files.starts(path)
+            self.places[item.index.fqn] = path, start
+            size = path.stat().st_size
+            results.append(WriteResult(item.index, size, _StorageInfo(path.name, 0, size)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 def write(path: Path, conversion: Conversion) -> None:
@@ -137,30 +166,25 @@ def write(path: Path, conversion: Conversion) -> None:
         name = names.get(name, name)
         return f"{MODEL}{name}" if group == PARAMETERS else f"{STATE}{name}.{group}"
 
-    # In the order in which they come: what comes before its turn would be kept.
-    turns = [(PARAMETERS,), tuple(kind for kind in MOMENTS if kind in conversion.groups)]
     with FakeTensorMode():
         state: dict[str, Any] = {
-            key(group, name): torch_files.empty(conversion.groups[group][name])
-            for groups in turns
-            for group, name in conversion.order(*groups)
+            key(group, name): torch_files.empty(leaf)
+            for group, leaves in conversion.groups.items()
+            for name, leaf in leaves.items()
         }
-    given = {"step": torch.tensor(content.step)}
+    counts = {"step": torch.tensor(content.step)}
     if content.updates is not None:
-        given |= {key("step", name): torch.tensor(float(content.updates)) for name in conversion.entries}
-
-    def named(item: tuple[str, str, np.ndarray]) -> tuple[str, np.ndarray]:
-        return key(item[0], item[1]), item[2]
-
-    coming = map(named, chain.from_iterable(conversion.stream(*groups) for groups in turns))
+        counts |= {key("step", name): torch.tensor(float(content.updates)) for name in conversion.entries}
     beside = unfinished(folder.checkpoints, content.step)
     beside.mkdir(parents=True)
+    layout = Layout(beside)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
-        writer = dcp.FileSystemWriter(beside, single_file_per_rank=False)  # it holds a file's tensors to its end
-        try:
-            dcp.save(state | given, storage_writer=writer, planner=Streaming(dict(given), coming), no_dist=True)
-        except CheckpointException as error:  # around what was raised below
-            raise next(iter(error.failures.values()))[0] from None
+        dcp.save(state | counts, storage_writer=layout, no_dist=True)
+    for name, count in counts.items():
+        buffers.write(*layout.places[name], torch_files.to_numpy(count))
+    conversion.each(
+        lambda group, name, array: buffers.write(*layout.places[key(group, name)], array), *conversion.groups
+    )
     (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
     publish(folder.checkpoints, content.step)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from jaxdist.config import GPT2, Experiment, Llama
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
-from jaxdist.convert import safetensors_writer
+from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
 from jaxdist.convert.naming import carried, inverted
 from jaxdist.convert.safetensors_files import Tensors
@@ -76,15 +75,16 @@ def write(path: Path, conversion: Conversion) -> None:
     if again:
         described |= {again: first}
 
-    def named(item: tuple[str, str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
-        _, name, array = item
-        twice = [again] if again and name == table.rows[0].theirs else []
-        return [(written, array) for written in (names.get(name, name), *twice)]
-
     path.mkdir(parents=True, exist_ok=True)
     metadata = origin.metadata if origin.kind == "hf" else safetensors_writer.FRAMEWORK
-    tensors = chain.from_iterable(map(named, conversion.stream(PARAMETERS)))
-    safetensors_writer.write(path, described, tensors, metadata)
+    places = safetensors_writer.lay_out(path, described, metadata)
+
+    def put(_: str, name: str, array: np.ndarray) -> None:
+        buffers.write(*places[names.get(name, name)], array)
+        if again and name == table.rows[0].theirs:
+            buffers.write(*places[again], array)
+
+    conversion.each(put, PARAMETERS)
     for name, file in {**origin.files, CONFIG: config}.items():
         (path / name).write_bytes(file)
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jaxdist.checkpoint import reading
 from jaxdist.config import ConfigError
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.convert import safetensors_writer
+from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.safetensors_files import Tensor, Tensors
 from jaxdist.convert.trees import flatten, shapes, unflatten
@@ -55,10 +55,12 @@ def to_theirs(source: Path, target: Path, mapping: KeyMapping, cast: Cast, singl
     tensors = {name: cast(name, tensor) for name, tensor in mapping.to_theirs(parameters).items()}
     described = {name: Tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if single:
-        safetensors_writer.write_file(target, described, tensors.items())
+        places = safetensors_writer.lay_out_file(target, described)
     else:
         target.mkdir()
-        safetensors_writer.write(target, described, tensors.items())
+        places = safetensors_writer.lay_out(target, described)
+    for name, tensor in tensors.items():
+        buffers.write(*places[name], tensor)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

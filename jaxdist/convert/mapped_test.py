@@ -154,7 +154,7 @@ def test_nothing_half_written(
         raise OSError("No space left on device")
 
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr("jaxdist.convert.safetensors_writer._fill", full)
+    monkeypatch.setattr("jaxdist.convert.buffers.write", full)
     with pytest.raises(TrainingError, match="could not be written: No space"):
         main([str(files[0]), str(tmp_path / target), "--mapping", str(files[2])])
     assert sorted(tmp_path.rglob("*")) == before

@@ -5,8 +5,8 @@ chunks of one layer each, so that they can be read by themselves again.
 """
 
 import asyncio
+import math
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,14 @@ from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_w
 from jaxdist import checkpoint, models
 from jaxdist.config import Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
+from jaxdist.convert.buffers import BUFFERS
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
-from jaxdist.convert.stream import AHEAD, Conversion
+from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import LAYERS, Shape, parts, shapes_of
 from jaxdist.optim import adamw
 
+CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each
 ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
 
 
@@ -72,7 +74,8 @@ class Opening(ocp.type_handlers.NumpyHandler):
 def _stores(path: Path, item: str) -> Any:
     """The tree of an item, its arrays not read yet. Raises ConfigError."""
     registry = ocp.type_handlers.create_type_handler_registry((ts.TensorStore, Opening()))
-    with checkpoint.opened(path, partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)) as reader:
+    handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)
+    with ocp.Checkpointer(checkpoint.items(handler)) as reader, checkpoint.reading(path):
         tree = reader.metadata(path).item_metadata[item].tree
         stores = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
         args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=stores)})
@@ -81,8 +84,10 @@ def _stores(path: Path, item: str) -> Any:
 
 def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
     """What is stored. Raises ConfigError."""
+    array = BUFFERS.empty(tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
     with checkpoint.reading(path):
-        return np.asarray(store.read().result())
+        ts.array(array, copy=False, write=True).write(store).result()
+    return array
 
 
 def _leaf(path: Path, store: ts.TensorStore, besides: int = 0) -> Leaf:
@@ -94,7 +99,7 @@ def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
     names = [part for part, _, _ in parts(name, tuple(store.shape))]
     if names == [name]:
         return {name: _leaf(path, store)}
-    if store.chunk_layout.read_chunk.shape[0] == 1:
+    if (chunk := store.chunk_layout.read_chunk.shape) and chunk[0] == 1:
         return {part: _leaf(path, store[layer]) for layer, part in enumerate(names)}
     stack = Stack(_leaf(path, store))
     besides = [2 * stack.leaf.bytes] + [0] * (len(names) - 1)  # what is stored, and what it is decoded to
@@ -119,6 +124,15 @@ class Stack:
             if not self.left:
                 self.array = np.empty(0)
             return found
+
+
+def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:
+    """Equal numbers of whole rows, of CHUNK bytes at most unless one row has more."""
+    if not shape:
+        return shape
+    rows, row = shape[0], math.prod(shape[1:]) * dtype.itemsize
+    chunks = -(-rows // max(1, CHUNK // row))
+    return (-(-rows // chunks), *shape[1:])
 
 
 @dataclass(frozen=True)
@@ -149,22 +163,20 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             named = parts(value.name, value.shape)
-            chunk = value.shape if len(named) == 1 else (1, *value.shape[1:])
+            *_, part_shape = named[0]
+            chunk = chunk_of(part_shape, value.dtype)
+            chunk = (1,) * (len(value.shape) - len(chunk)) + chunk
             spec = get_json_tspec_write(
                 info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
             )
             store = await ts.open(spec, create=True, open=True, context=info.ts_context)
             for part, (_, layer), _ in named:
                 places[value.group, part] = store if len(named) == 1 else store[layer]
-        writing: deque[tuple[int, Any]] = deque()
-        for group, name, array in self.conversion.stream(*{value.group: None for value in values}):
-            while writing and sum(size for size, _ in writing) + array.nbytes > AHEAD:
-                await writing.popleft()[1]
-            future = places[group, name].write(array, can_reference_source_data_indefinitely=True)
-            writing.append((array.nbytes, future))
-            del array, future
-        for _, future in writing:
-            await future
+
+        def put(group: str, name: str, array: np.ndarray) -> None:
+            places[group, name].write(array, can_reference_source_data_indefinitely=True).result()
+
+        await asyncio.to_thread(self.conversion.each, put, *{value.group: None for value in values})
 
 
 def write(path: Path, conversion: Conversion) -> None:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
 from jaxdist.config.foreign import SINGLE, check_header, indexed
+from jaxdist.convert import buffers
 
 # The format's names of dtypes; what holds no weights is here to be listed.
 DTYPES = {
@@ -53,8 +54,7 @@ class Tensors:
         """
         tensor, (path, start) = self.described[name], self._places[name]
         try:
-            data = np.fromfile(path, np.uint8, tensor.bytes, offset=start)
-            return data.view(tensor.dtype).reshape(tensor.shape)
+            return buffers.read(path, start, tensor.shape, tensor.dtype)
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(
                 f"{self.folder}: tensor {name}, {tensor.dtype}{list(tensor.shape)}: {error}; "

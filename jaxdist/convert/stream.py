@@ -1,28 +1,29 @@
 """From the tensors of one naming to those of another, a few at a time, on several cores.
 
 Two namings rarely cut a model into the same tensors: query, key and value may be one, and our layers are stacked. A
-`Unit` is the least that can be converted by itself: tensors of either side that hold the same atoms. Units are made in
-order and ahead of whoever writes them, as long as what waits is within a budget of memory.
+`Unit` is the least that can be converted by itself: tensors of either side that hold the same atoms. Several are on
+their way at once: beside the largest of them, as many as a budget of memory allows.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.convert.buffers import BUFFERS
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.tables import Atom, Entry, entries
 
 T = TypeVar("T")
-AHEAD = 128_000_000  # bytes that may wait to be written
+AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
 
@@ -99,7 +100,7 @@ class Conversion:
     def convert(self, group: str, unit: Unit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.content.groups[group], self._dtype(group, unit)
-        made = {target.name: np.empty(target.shape, dtype) for target in unit.targets}
+        made = {target.name: BUFFERS.empty(target.shape, dtype) for target in unit.targets}
         places = {atom: (target, i) for target in unit.targets for i, atom in enumerate(target.atoms)}
         for source in unit.sources:
             tensor = cast(source.name, leaves[source.name].read(), dtype)
@@ -109,25 +110,35 @@ class Conversion:
         return made
 
     def stream(self, *groups: str) -> Iterator[tuple[str, str, np.ndarray]]:
-        """(group, name, tensor) of all tensors of these groups, by units.
+        """(group, name, tensor) of all tensors of these groups, by units, which are made ahead.
 
         The next may be as large as all that is allowed: who takes a tensor lets go of it before (`del`).
         """
-        jobs = [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
-        for job, tensors in ahead(jobs, lambda job: self.convert(job.group, job.unit)):
+        for job, tensors in ahead(self._jobs(groups), lambda job: self.convert(job.group, job.unit)):
             while tensors:
                 name = next(iter(tensors))
-                self.report(tensors[name].nbytes)
                 yield job.group, name, tensors.pop(name)
+
+    def each(self, put: Callable[[str, str, np.ndarray], None], *groups: str) -> None:
+        """`put(group, name, tensor)` for all tensors of these groups, in any order, several threads at once."""
+
+        def work(job: Job) -> int:
+            tensors = self.convert(job.group, job.unit)
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            while tensors:
+                put(job.group, *tensors.popitem())
+            return size
+
+        for size in together(self._jobs(groups), work):
+            self.report(size)
+
+    def _jobs(self, groups: Iterable[str]) -> list["Job"]:
+        return [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
 
     def _cost(self, group: str, unit: Unit) -> int:
         """Bytes that a unit's conversion takes: what is made, and as much of what is read."""
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
         return 2 * made + sum(self.content.groups[group][source.name].besides for source in unit.sources)
-
-    def order(self, *groups: str) -> list[tuple[str, str]]:
-        """(group, name) of what `stream` will give, in its order."""
-        return [(group, target.name) for unit, group in product(self.units, groups) for target in unit.targets]
 
     @property
     def bytes(self) -> int:
@@ -144,14 +155,11 @@ class Job(NamedTuple):
 
 
 def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]]:
-    """Each job and what `do` makes of it, in order, done by several threads ahead of whoever takes them.
-
-    A job is begun when it and those that wait are within AHEAD together, or when none waits.
-    """
+    """Each job and what `do` makes of it, in order, done by several threads ahead of whoever takes them."""
     waiting: deque[tuple[Job, Future[T]]] = deque()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in jobs:
-            while waiting and sum(other.bytes for other, _ in waiting) + job.bytes > AHEAD:
+            while crowded(job, *(other for other, _ in waiting)):
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
             waiting.append((job, pool.submit(do, job)))
@@ -160,12 +168,32 @@ def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
             waiting.popleft()
 
 
+def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
+    """What `do` makes of each job, as they end, by several threads. When one raises, those not begun are left."""
+    running: dict[Future[T], Job] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job in chain(jobs, [None]):
+            while running and (job is None or crowded(job, *running.values())):
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[future]
+                    yield future.result()
+            if job:
+                running[pool.submit(do, job)] = job
+
+
+def crowded(*jobs: Job) -> bool:
+    """Whether these are too many at once: one may always be there, however large."""
+    sizes = [job.bytes for job in jobs]
+    return sum(sizes) - max(sizes) > AHEAD
+
+
 def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
     if array.dtype == dtype:
         return array
+    result = BUFFERS.empty(array.shape, dtype)
     with np.errstate(over="ignore"):
-        result = array.astype(dtype)
+        np.copyto(result, array, casting="unsafe")
     if not np.array_equal(np.isfinite(result), np.isfinite(array)):
         raise ConfigError(f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16")
     return result

@@ -75,10 +75,13 @@ def copy(to: np.ndarray, of: np.ndarray) -> None:
         return
     if to.strides[0] < to.strides[1]:
         to, of = to.T, of.T
+    strip = np.empty((to.shape[1], BLOCK), bits)
     for row in range(0, to.shape[0], BLOCK):
-        strip = np.ascontiguousarray(of[row : row + BLOCK].T)
+        rows = slice(row, row + BLOCK)
+        strip = strip[:, : to.shape[0] - row]
+        strip[...] = of[rows].T
         for column in range(0, to.shape[1], BLOCK):
-            to[row : row + BLOCK, column : column + BLOCK] = strip[column : column + BLOCK].T
+            to[rows, column : column + BLOCK] = strip[column : column + BLOCK].T
 
 
 def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import adamw
+from jaxdist.convert import adamw, buffers
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.naming import carried, plain, recognized
@@ -40,12 +40,13 @@ STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 EXPERIMENT = "experiment"
 
 
-def load(path: Path, **options: Any) -> Any:
-    """What the file holds; its tensors on the meta device, where they know their place in the file, unless `options`
-    ask for them. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
-    device = "meta" if zipfile.is_zipfile(path) else "cpu"
+def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
+    """What the file holds, or a part `within` it; its tensors on the meta device, where they know their place in the
+    file, unless `options` ask for them. Files of before torch 1.6 have no places: all of it is read.
+    Raises ConfigError."""
+    device = "meta" if within or zipfile.is_zipfile(path) else "cpu"
     try:
-        return torch.load(path, weights_only=True, **({"map_location": device} | options))
+        return torch.load(within or path, weights_only=True, **({"map_location": device} | options))
     except UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
         raise ConfigError(
@@ -56,21 +57,22 @@ def load(path: Path, **options: Any) -> Any:
         raise ConfigError(f"{path}: {textwrap.shorten(str(error), 200)}; give a file that torch.save wrote") from None
 
 
-def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
-    """A tensor that `load` found. Raises ConfigError for one that lies beyond the end of the file."""
+def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
+    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file."""
     dtype = dtype_of(tensor.dtype)
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
-    start = place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
+    start = begin + place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
     spans = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     count = 1 + sum(spans) if tensor.numel() else 0
     if min(start, *spans, 0) < 0 or start + count * dtype.itemsize > path.stat().st_size:
         raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
 
     def read() -> np.ndarray:
-        raw = np.fromfile(path, np.uint8, count * dtype.itemsize, offset=start).view(dtype)
-        if raw.size != count:
-            raise ConfigError(f"{path}: tensor {name} ends early; use a whole copy")
+        try:
+            raw = buffers.read(path, start, (count,), dtype)
+        except (OSError, MemoryError, ValueError) as error:
+            raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
         strides = [stride * dtype.itemsize for stride in tensor.stride()]
         return np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
 
@@ -105,12 +107,6 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     """The same bits, of any dtype."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
-
-
-def to_torch(array: np.ndarray) -> Tensor:
-    """The same bits, of any dtype."""
-    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
 
 
 def _part(tree: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
@@ -249,15 +245,10 @@ def write(path: Path, conversion: Conversion) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lay_out(path, tree)
     places = {id(fake): start for fake, start in zip(tree_tensors(tree), starts(path), strict=True)}
-    with path.open("r+b") as file:
-        for tensor in tree_tensors(tree):
-            if not isinstance(tensor, torch._subclasses.FakeTensor):
-                file.seek(places[id(tensor)])
-                file.write(to_numpy(tensor).reshape(-1).view(np.uint8).data)
-        for group, name, array in conversion.stream(*conversion.groups):
-            file.seek(places[id(fakes[group][name])])
-            file.write(array.reshape(-1).view(np.uint8).data)
-            del array
+    for tensor in tree_tensors(tree):
+        if not isinstance(tensor, torch._subclasses.FakeTensor):
+            buffers.write(path, places[id(tensor)], to_numpy(tensor))
+    conversion.each(lambda group, name, array: buffers.write(path, places[id(fakes[group][name])], array), *fakes)
 
 
 def save_plain(path: Path, tree: Any) -> None:

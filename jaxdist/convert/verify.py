@@ -20,15 +20,16 @@ def verify(conversion: Conversion, target: Format, path: Path) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
     written = target.opened(path, content.experiment)
-    count = 0
-    for group, name, array in conversion.stream(*conversion.groups):
+
+    def compare(group: str, name: str, array: np.ndarray) -> None:
         there = written.groups[group][name].read()
         if there.dtype != array.dtype or not np.array_equal(bits(there), bits(array)):
             raise TrainingError(f"{group} {name} was written and read again as other numbers; nothing is kept")
-        count += 1
-        del array, there
+
+    conversion.each(compare, *conversion.groups)
     if (written.step, written.updates) != (content.step, content.updates):
         raise TrainingError(f"step {content.step} was written and read again as {written.step}; nothing is kept")
+    count = sum(map(len, conversion.groups.values()))
     yield f"verified: {count} tensors read again are equal to the bit"
     here, there = logits(content), logits(written)
     apart = float(np.max(np.abs(here - there)) / np.max(np.abs(here)))

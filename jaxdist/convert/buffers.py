@@ -1,0 +1,83 @@
+"""Arrays from files and into them, in memory that is used again: a fresh page costs more than copying one does."""
+
+import math
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdist.convert.tables import Shape
+
+ENOUGH = 512_000_000  # bytes: beyond them, what is free goes to the system
+
+
+class Loan:
+    """Memory of a buffer, which goes back when the last array that shows it is gone."""
+
+    def __init__(self, buffers: "Buffers", memory: np.ndarray) -> None:
+        self.buffers, self.memory = buffers, memory
+        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+
+    def __del__(self) -> None:
+        self.buffers.give(self.memory)
+
+
+class Buffers:
+    """Arrays like those of `np.empty`, in memory that earlier ones of their size have left."""
+
+    def __init__(self, enough: int = ENOUGH) -> None:
+        self.enough, self.lock, self.held = enough, threading.Lock(), 0
+        self.returned, self.free = deque[np.ndarray](), list[np.ndarray]()
+
+    def empty(self, shape: Shape, dtype: np.dtype) -> np.ndarray:
+        """Of any numbers. Raises MemoryError."""
+        size = math.prod(shape) * dtype.itemsize
+        return np.asarray(Loan(self, self._take(size))).view(dtype).reshape(shape)
+
+    def give(self, memory: np.ndarray) -> None:
+        """Back. Without the lock: the garbage collector may run this wherever a thread is, also within it."""
+        self.returned.append(memory)
+
+    def _take(self, size: int) -> np.ndarray:
+        """What is free of that size, or new."""
+        with self.lock:
+            while self.returned:
+                self.free.append(self.returned.popleft())
+            if (found := next((i for i, memory in enumerate(self.free) if memory.size == size), None)) is not None:
+                return self.free.pop(found)
+            self.held += size
+            while self.free and self.held > self.enough:  # first what has been free for longest
+                self.held -= self.free.pop(0).size
+            return np.empty(size, np.uint8)
+
+
+BUFFERS = Buffers()
+
+
+def read(path: Path, start: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Numbers that lie in a file one after the other. Raises OSError, MemoryError, and ValueError at the file's end."""
+    array = BUFFERS.empty(shape, dtype)
+    left = raw(array)
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left:
+            if not (count := file.readinto(left)):
+                raise ValueError(f"it ends {len(left):,} bytes early")
+            left = left[count:]
+    return array
+
+
+def write(path: Path, start: int, array: np.ndarray) -> None:
+    """Write numbers into a file that is there, one after the other. Raises OSError."""
+    left = raw(array)
+    with path.open("r+b", buffering=0) as file:
+        file.seek(start)
+        while left:
+            left = left[file.write(left) :]
+
+
+def raw(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
