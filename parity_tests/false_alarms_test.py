@@ -1,8 +1,10 @@
 """The job that counts false alarms: what it makes, shares, takes up again and reports; only one test trains, slowly."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Experiment
+from jaxdist.config import ConfigError, Experiment, Parallel
 from parity_tests import cases, false_alarms
 from parity_tests.false_alarms import (
     ALARM,
@@ -29,7 +31,8 @@ from parity_tests.false_alarms import (
 )
 from parity_tests.run import Run
 from parity_tests.verdict import Check, Verdict
-from parity_tests.workers import compiled_from, inherit
+from parity_tests.workers import Ranks, compiled_from, inherit
+from torch_ref import launch
 
 CASE = Case(0, "llama", "fsdp", "bf16")
 HALF, ALL, NOTHING = (
@@ -150,6 +153,28 @@ def test_runs_are_shared(tmp_path: Path) -> None:
     assert made[3]["jaxdist", "one"] is made[8]["jaxdist", "one"]  # fsdp and 2x2
     assert made[3]["jaxdist", "one"] is not made[0]["jaxdist", "one"]  # ddp
     assert made[3]["torch_ref", "policy"] is made[5]["torch_ref", "mesh"]
+
+
+def leave_pid(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+
+
+def test_ranks_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would have the threads of every process group that they were in."""
+    monkeypatch.setattr("parity_tests.workers.RUNS", 2)
+    ranks, plan = Ranks(), launch.plan(Parallel(mesh="2x1"), "cpu")
+    seen = []
+    for _ in range(4):
+        ranks.start(plan, partial(leave_pid, tmp_path))
+        seen.append({int(file.name) for file in tmp_path.iterdir()})
+        for file in tmp_path.iterdir():
+            file.unlink()
+    for process in active_children():
+        process.join(0.1 if process.pid in seen[3] else 10)
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert {process.pid for process in active_children()} >= seen[3]
+    assert not {process.pid for process in active_children()} & seen[0]
+    assert all(len(pids) == 2 for pids in seen)
 
 
 def test_what_is_compiled_is_inherited() -> None:

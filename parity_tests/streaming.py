@@ -2,19 +2,19 @@
 
 A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back. Of each conversion
 the peak of resident memory is compared with 1 GB and twice the largest tensor, and its bytes a second with those of
-`cp -r` of the same source to the same disk, run right before it.
+`cp -r` of the same source to the same disk. They take turns, several times; the median of the ratios counts.
 """
 
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import ml_dtypes
@@ -26,12 +26,14 @@ from jaxdist.config import Llama, check_new
 from jaxdist.config.errors import exit_codes
 from jaxdist.config.hf import to_settings
 from jaxdist.convert import buffers
+from jaxdist.convert.__main__ import remove
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.safetensors_files import Tensor
 from jaxdist.convert.safetensors_writer import lay_out
 from jaxdist.convert.tables import entries
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
+SETTLE = 15  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
 PATHS = (  # source, target, its kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
     ("orbax2", "hf2", "hf"),
@@ -39,20 +41,20 @@ PATHS = (  # source, target, its kind
 
 
 class Pair(NamedTuple):
-    """A conversion and the copy before it. `bound` is of memory, all in bytes or seconds."""
+    """Conversions, each with the copy before it. `bound` is of memory, all in bytes or seconds."""
 
     source: str
     target: str
     bytes: int
-    copied: float
-    converted: float
+    copied: list[float]
+    converted: list[float]
     peak: int
     bound: float
 
     @property
     def pace(self) -> float:
         """Share of the pace of cp."""
-        return self.copied / self.converted
+        return median(copied / converted for copied, converted in zip(self.copied, self.converted, strict=True))
 
     @property
     def holds(self) -> bool:
@@ -82,15 +84,19 @@ def synthesize(folder: Path, model: Llama) -> None:
         buffers.write(*places[name], bits & 0x83FF | 0x3800)
 
 
-def measure(folder: Path, source: str, target: str, kind: str) -> Pair:
-    """`cp`, then the conversion, each with what it wrote on the disk before the next begins."""
-    given, copy = folder / source, folder / "copy"
+def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pair:
+    """`cp` and the conversion in turn, each with what it wrote on the disk before the next begins."""
+    given, copy, made = folder / source, folder / "copy", folder / target
     size = sum(file.stat().st_size for file in given.rglob("*") if file.is_file()) or given.stat().st_size
-    os.sync()
-    copied, _ = timed(["cp", "-r", str(given), str(copy)])
-    shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
-    converted, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(folder / target), "--to", kind])
-    return Pair(source, target, size, copied, converted, peak, MEMORY + 2 * largest(given, folder / target))
+    copied, converted, peaks = [], [], []
+    for _ in range(turns):
+        remove(made)
+        copied.append(timed(["cp", "-r", str(given), str(copy)])[0])
+        remove(copy)
+        seconds, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(made), "--to", kind])
+        converted.append(seconds)
+        peaks.append(peak)
+    return Pair(source, target, size, copied, converted, max(peaks), MEMORY + 2 * largest(given, made))
 
 
 def timed(command: Sequence[str]) -> tuple[float, int]:
@@ -98,6 +104,8 @@ def timed(command: Sequence[str]) -> tuple[float, int]:
 
     Ends the process where it fails.
     """
+    os.sync()
+    time.sleep(SETTLE)
     began = time.perf_counter()
     with tempfile.TemporaryFile() as output:
         _, status, used = os.wait4(subprocess.Popen(command, stdout=output, stderr=output).pid, 0)
@@ -117,7 +125,10 @@ def main() -> None:
     """All pairs, in a table."""
     parser = argparse.ArgumentParser(prog="python -m parity_tests.streaming", description=__doc__)
     parser.add_argument("--bytes", type=float, default=8.5e9, help="of the synthetic checkpoint")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder, for six times as many bytes")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="how often each conversion is compared with cp (default 3)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a new folder, for seven times as many bytes")
     a = parser.parse_args()
     check_new(a.output, f"--output {a.output}")
     a.output.mkdir(parents=True, exist_ok=True)
@@ -126,10 +137,10 @@ def main() -> None:
         synthesize(a.output / "hf", model_of(a.bytes))
     table = Table("from", "to", "GB", "cp, s", "conversion, s", "pace of cp", "peak, GB", "bound, GB", "holds")
     for source, target, kind in PATHS:
-        pair = measure(a.output, source, target, kind)
+        pair = measure(a.output, source, target, kind, a.turns)
         console.print(f"{source} -> {target}: {pair.pace:.2f} of the pace of cp, {pair.peak / 1e9:.2f} GB")
         gigabytes = [f"{x / 1e9:.2f}" for x in (pair.bytes, pair.peak, pair.bound)]
-        times = [f"{x:.1f}" for x in (pair.copied, pair.converted)]
+        times = [", ".join(f"{x:.1f}" for x in seconds) for seconds in (pair.copied, pair.converted)]
         table.add_row(source, target, gigabytes[0], *times, f"{pair.pace:.2f}", *gigabytes[1:], str(pair.holds))
     console.print(table)
 

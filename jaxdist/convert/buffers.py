@@ -3,6 +3,8 @@
 import math
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,13 @@ class Loan:
 class Buffers:
     """Arrays like those of `np.empty`, in memory that earlier ones of their size have left."""
 
-    def __init__(self, enough: int = ENOUGH) -> None:
-        self.enough, self.lock, self.held = enough, threading.Lock(), 0
+    def __init__(self) -> None:
+        self.lock, self.held = threading.Lock(), 0
         self.returned, self.free = deque[np.ndarray](), list[np.ndarray]()
 
-    def empty(self, shape: Shape, dtype: np.dtype) -> np.ndarray:
-        """Of any numbers. Raises MemoryError."""
-        size = math.prod(shape) * dtype.itemsize
-        return np.asarray(Loan(self, self._take(size))).view(dtype).reshape(shape)
+    def empty(self, size: int) -> np.ndarray:
+        """Bytes of any value. Raises MemoryError."""
+        return np.asarray(Loan(self, self._take(size)))
 
     def give(self, memory: np.ndarray) -> None:
         """Back. Without the lock: the garbage collector may run this wherever a thread is, also within it."""
@@ -47,18 +48,37 @@ class Buffers:
                 self.free.append(self.returned.popleft())
             if (found := next((i for i, memory in enumerate(self.free) if memory.size == size), None)) is not None:
                 return self.free.pop(found)
-            self.held += size
-            while self.free and self.held > self.enough:  # first what has been free for longest
+            while self.free and self.held + size > ENOUGH:  # first what has been free for longest
                 self.held -= self.free.pop(0).size
-            return np.empty(size, np.uint8)
+            memory = np.empty(size, np.uint8)
+            self.held += size
+            return memory
 
 
-BUFFERS = Buffers()
+_buffers: Buffers | None = None
+
+
+@contextmanager
+def reuse() -> Iterator[None]:
+    """In this block, in all threads, `empty` and `read` use memory again; after it, that goes to the system."""
+    global _buffers
+    before, _buffers = _buffers, Buffers()
+    try:
+        yield
+    finally:
+        _buffers = before
+
+
+def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """An array of any numbers. Raises MemoryError."""
+    if _buffers is None:
+        return np.empty(shape, dtype)
+    return _buffers.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def read(path: Path, start: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
     """Numbers that lie in a file one after the other. Raises OSError, MemoryError, and ValueError at the file's end."""
-    array = BUFFERS.empty(shape, dtype)
+    array = empty(shape, dtype)
     left = raw(array)
     with path.open("rb", buffering=0) as file:
         file.seek(start)

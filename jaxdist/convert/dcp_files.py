@@ -25,7 +25,6 @@ from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, torch_files
-from jaxdist.convert.buffers import BUFFERS
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
@@ -59,7 +58,7 @@ class Tensors:
                 return self._part(name, chunks[0], leaf.dtype)
             if sum(chunk.sizes.numel() for chunk in chunks) != math.prod(leaf.shape):
                 raise ValueError("its parts are not all of it")
-            tensor = BUFFERS.empty(leaf.shape, leaf.dtype)
+            tensor = buffers.empty(leaf.shape, leaf.dtype)
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 tensor[tuple(place)] = self._part(name, chunk, leaf.dtype)

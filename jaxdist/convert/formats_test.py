@@ -1,8 +1,10 @@
 """Every kind into every other and back: the same names, dtypes and bits, and the same step and moments."""
 
+import importlib
 import json
 import logging
 import pickle
+import time
 import tracemalloc
 from functools import partial
 from itertools import product
@@ -13,17 +15,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.config import GPT2, ConfigError, Llama, checkpoint_in
 from jaxdist.config.hf import experiment_for
-from jaxdist.convert import stream
+from jaxdist.convert import buffers, orbax_files, stream
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
-from jaxdist.convert.tables import NAMINGS, OWN, entries, shapes_of
+from jaxdist.convert.tables import NAMINGS, OWN, Shape, entries, shapes_of
 
 torch = pytest.importorskip("torch")
+dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
 
 STATEFUL = ("orbax", "dcp", "torch")
 FAMILIES = ["Qwen3ForCausalLM", "LlamaForCausalLM biases", "MistralForCausalLM", "GPT2LMHeadModel"]
@@ -402,9 +405,16 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     ahead = 4_000_000
     model = Llama(**{**SMALL, "layers": 32, "dim": 192, "hidden": 768, "vocab": 1024})
     shapes = shapes_of(model)
-    leaves = {n: Leaf(s, np.dtype(np.float32), partial(np.full, s, 1.5, np.float32)) for n, s in shapes.items()}
+
+    def read(shape: Shape) -> np.ndarray:
+        array = np.full(shape, 1.5, np.float32)
+        time.sleep(0.05)  # and others may read
+        return array
+
+    leaves = {n: Leaf(s, np.dtype(np.float32), partial(read, s)) for n, s in shapes.items()}
     content = Content(experiment_for(model.model_dump(), "test"), OWN, {PARAMETERS: leaves})
-    bound = ahead + 2 * max(leaf.bytes for leaf in leaves.values())
+    objects = 2_000_000  # bytes of names, plans and logs of some hundred tensors
+    bound = ahead + 2 * max(leaf.bytes for leaf in leaves.values()) + objects
 
     def peak(folder: str) -> int:
         tracemalloc.start()
@@ -415,7 +425,35 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest keeps thousands of DCP's records
     written(tmp_path / "warm", kind, content)  # imports count too
+    monkeypatch.setattr(stream.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(stream, "AHEAD", ahead)
+    monkeypatch.setattr(buffers, "ENOUGH", 0)
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)
     assert peak("unbounded") > bound
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (128256, 4096), (50257, 768), (16_000_003, 1), (3, 20_000_000)])
+def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
+    """Of CHUNK at most unless a row has more, and as even as can be: the last one is padded."""
+    chunk = orbax_files.chunk_of(shape, np.dtype(ml_dtypes.bfloat16))
+    assert chunk[1:] == shape[1:]
+    if shape:
+        chunks = -(-shape[0] // chunk[0])
+        assert chunks * chunk[0] - shape[0] < chunks
+        assert chunk[0] == 1 or 2 * np.prod(chunk) <= orbax_files.CHUNK
+
+
+def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
+    """In the index of a distributed checkpoint a tensor is of parts, which must be all of it."""
+    tensors = dcp_files.Tensors(checkpoint_in(written(tmp_path / "run", "dcp", content_of(Llama(**SMALL)))))
+    name, leaf = next(
+        (name, leaf) for name, leaf in tensors.leaves.items() if len(leaf.shape) == 2 and not leaf.shape[0] % 2
+    )
+    (whole,) = tensors.index.state_dict_metadata[name].chunks
+    half = type(whole)(whole.offsets, torch.Size([leaf.shape[0] // 2, leaf.shape[1]]))
+    assert leaf.read().shape == leaf.shape
+    with pytest.raises(ConfigError, match="its parts are not all of it"):
+        tensors.read(name, [half])
+    with pytest.raises(ConfigError, match="has float32"):
+        tensors.read(name, [half, half])

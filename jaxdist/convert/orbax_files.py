@@ -23,7 +23,7 @@ from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_w
 from jaxdist import checkpoint, models
 from jaxdist.config import Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
-from jaxdist.convert.buffers import BUFFERS
+from jaxdist.convert import buffers
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
@@ -62,7 +62,14 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
 
 
 class Opening(ocp.type_handlers.NumpyHandler):
-    """Opens arrays, and leaves to read them to who asks."""
+    """Opens arrays of what a checkpoint calls `kind`, and leaves to read them to who asks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def typestr(self) -> str:
+        return self.kind
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         return [
@@ -73,7 +80,9 @@ class Opening(ocp.type_handlers.NumpyHandler):
 
 def _stores(path: Path, item: str) -> Any:
     """The tree of an item, its arrays not read yet. Raises ConfigError."""
-    registry = ocp.type_handlers.create_type_handler_registry((ts.TensorStore, Opening()))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray"))
+    )
     handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)
     with ocp.Checkpointer(checkpoint.items(handler)) as reader, checkpoint.reading(path):
         tree = reader.metadata(path).item_metadata[item].tree
@@ -84,7 +93,7 @@ def _stores(path: Path, item: str) -> Any:
 
 def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
     """What is stored. Raises ConfigError."""
-    array = BUFFERS.empty(tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
+    array = buffers.empty(tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
     with checkpoint.reading(path):
         ts.array(array, copy=False, write=True).write(store).result()
     return array
@@ -146,7 +155,7 @@ class Coming:
 
 
 class Streaming(ocp.type_handlers.NumpyHandler):
-    """Writes arrays a layer at a time, in the order in which a conversion gives them."""
+    """Writes arrays a layer at a time, as a conversion gives them."""
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__()
@@ -163,9 +172,8 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
             named = parts(value.name, value.shape)
-            *_, part_shape = named[0]
-            chunk = chunk_of(part_shape, value.dtype)
-            chunk = (1,) * (len(value.shape) - len(chunk)) + chunk
+            *_, shape = named[0]
+            chunk = (*(1,) * (len(value.shape) - len(shape)), *chunk_of(shape, value.dtype))
             spec = get_json_tspec_write(
                 info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
             )

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.convert.buffers import BUFFERS
+from jaxdist.convert import buffers
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.tables import Atom, Entry, entries
 
@@ -100,7 +100,7 @@ class Conversion:
     def convert(self, group: str, unit: Unit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.content.groups[group], self._dtype(group, unit)
-        made = {target.name: BUFFERS.empty(target.shape, dtype) for target in unit.targets}
+        made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
         places = {atom: (target, i) for target in unit.targets for i, atom in enumerate(target.atoms)}
         for source in unit.sources:
             tensor = cast(source.name, leaves[source.name].read(), dtype)
@@ -129,8 +129,9 @@ class Conversion:
                 put(job.group, *tensors.popitem())
             return size
 
-        for size in together(self._jobs(groups), work):
-            self.report(size)
+        with buffers.reuse():
+            for size in together(self._jobs(groups), work):
+                self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
         return [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
@@ -171,7 +172,8 @@ def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
 def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
     """What `do` makes of each job, as they end, by several threads. When one raises, those not begun are left."""
     running: dict[Future[T], Job] = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         for job in chain(jobs, [None]):
             while running and (job is None or crowded(job, *running.values())):
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -179,6 +181,8 @@ def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
                     yield future.result()
             if job:
                 running[pool.submit(do, job)] = job
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def crowded(*jobs: Job) -> bool:
@@ -191,7 +195,7 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
     if array.dtype == dtype:
         return array
-    result = BUFFERS.empty(array.shape, dtype)
+    result = buffers.empty(array.shape, dtype)
     with np.errstate(over="ignore"):
         np.copyto(result, array, casting="unsafe")
     if not np.array_equal(np.isfinite(result), np.isfinite(array)):
