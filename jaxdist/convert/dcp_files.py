@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -63,7 +64,9 @@ class Tensors:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 tensor[tuple(place)] = self._part(name, chunk, leaf.dtype)
             return tensor
-        except Exception as error:  # of a damaged file, many kinds
+        except ConfigError:
+            raise
+        except Exception as error:  # of a damaged index, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> np.ndarray:
@@ -179,7 +182,10 @@ def write(path: Path, conversion: Conversion) -> None:
     layout = Layout(beside)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
-        dcp.save(state | counts, storage_writer=layout, no_dist=True)
+        try:
+            dcp.save(state | counts, storage_writer=layout, no_dist=True)
+        except CheckpointException as error:  # around what was raised below
+            raise next(iter(error.failures.values()))[0] from None
     for name, count in counts.items():
         buffers.write(*layout.places[name], torch_files.to_numpy(count))
     conversion.each(

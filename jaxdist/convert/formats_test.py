@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, ConfigError, Llama, checkpoint_in
+from jaxdist.config import GPT2, ConfigError, Llama, TrainingError, checkpoint_in
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, orbax_files, stream
 from jaxdist.convert.__main__ import main
@@ -457,3 +457,17 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
         tensors.read(name, [half])
     with pytest.raises(ConfigError, match="has float32"):
         tensors.read(name, [half, half])
+
+
+@pytest.mark.parametrize("full", ["torch_files.lay_out", "buffers.write"])
+def test_a_full_disk_is_told(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When files are laid out, within `torch.distributed.checkpoint`, and when they are filled; nothing is left."""
+    source = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))
+
+    def write(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(f"jaxdist.convert.{full}", write)
+    with pytest.raises(TrainingError, match="could not be written: No space left on device; nothing is left"):
+        main([str(source), str(tmp_path / "torch"), "--to", "dcp"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
