@@ -64,9 +64,7 @@ class Tensors:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 tensor[tuple(place)] = self._part(name, chunk, leaf.dtype)
             return tensor
-        except ConfigError:
-            raise
-        except Exception as error:  # of a damaged index, many kinds
+        except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> np.ndarray:
