@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Experiment, Parallel
-from parity_tests import cases, false_alarms
+from parity_tests import cases, false_alarms, workers
 from parity_tests.false_alarms import (
     ALARM,
     MESHES,
@@ -159,22 +160,27 @@ def leave_pid(folder: Path) -> None:
     (folder / str(os.getpid())).touch()
 
 
-def test_ranks_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would have the threads of every process group that they were in."""
-    monkeypatch.setattr("parity_tests.workers.RUNS", 2)
-    ranks, plan = Ranks(), launch.plan(Parallel(mesh="2x1"), "cpu")
-    seen = []
+def renewed(folder: Path) -> tuple[list[set[int]], set[int]]:
+    """The processes of four runs, of which two ranks make two, and those that live at the end."""
+    workers.RUNS = 2
+    ranks, plan, seen = Ranks(), launch.plan(Parallel(mesh="2x1"), "cpu"), []
     for _ in range(4):
-        ranks.start(plan, partial(leave_pid, tmp_path))
-        seen.append({int(file.name) for file in tmp_path.iterdir()})
-        for file in tmp_path.iterdir():
+        ranks.start(plan, partial(leave_pid, folder))
+        seen.append({int(file.name) for file in folder.iterdir()})
+        for file in folder.iterdir():
             file.unlink()
     for process in active_children():
         process.join(0.1 if process.pid in seen[3] else 10)
+    return seen, {process.pid for process in active_children() if process.pid}
+
+
+def test_ranks_are_renewed(tmp_path: Path) -> None:
+    """They would have the threads of every process group that they were in."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # ranks are forked, and this one may have threads
+        seen, living = fresh.submit(renewed, tmp_path).result()
     assert seen[0] == seen[1] != seen[2] == seen[3]
-    assert {process.pid for process in active_children()} >= seen[3]
-    assert not {process.pid for process in active_children()} & seen[0]
     assert all(len(pids) == 2 for pids in seen)
+    assert living == seen[3]
 
 
 def test_what_is_compiled_is_inherited() -> None:

@@ -55,25 +55,32 @@ class Buffers:
             return memory
 
 
+_lock = threading.Lock()
+_users = 0
 _buffers: Buffers | None = None
 
 
 @contextmanager
 def reuse() -> Iterator[None]:
-    """In this block, in all threads, `empty` and `read` use memory again; after it, that goes to the system."""
-    global _buffers
-    before, _buffers = _buffers, Buffers()
+    """In this block, in all threads, `empty` and `read` use memory again; after the last one it goes to the system."""
+    global _users, _buffers
+    with _lock:
+        _users += 1
+        _buffers = _buffers or Buffers()
     try:
         yield
     finally:
-        _buffers = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                _buffers = None
 
 
 def empty(shape: Shape, dtype: np.dtype) -> np.ndarray:
     """An array of any numbers. Raises MemoryError."""
-    if _buffers is None:
+    if (found := _buffers) is None:
         return np.empty(shape, dtype)
-    return _buffers.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+    return found.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def read(path: Path, start: int, shape: Shape, dtype: np.dtype) -> np.ndarray:

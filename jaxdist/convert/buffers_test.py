@@ -50,6 +50,17 @@ def test_after_the_block_memory_is_fresh() -> None:
     assert buffers.empty((4,), F32).base is None
 
 
+def test_blocks_may_overlap() -> None:
+    """Those of two threads, of which the first to begin ends first."""
+    first, second = buffers.reuse(), buffers.reuse()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert buffers.empty((4,), F32).base is not None
+    second.__exit__(None, None, None)
+    assert buffers.empty((4,), F32).base is None
+
+
 def test_there_and_back(tmp_path: Path) -> None:
     file = tmp_path / "numbers"
     file.write_bytes(b"head" + bytes(60))
