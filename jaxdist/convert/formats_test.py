@@ -471,3 +471,24 @@ def test_a_full_disk_is_told(full: str, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(TrainingError, match="could not be written: No space left on device; nothing is left"):
         main([str(source), str(tmp_path / "torch"), "--to", "dcp"])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_parameters_and_moments_are_not_converted_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the memory twice; Orbax would write its items at once."""
+    busy, seen = 0, set()
+    each = Conversion.each
+
+    def counted(*arguments: Any) -> None:
+        nonlocal busy
+        busy += 1
+        seen.add(busy)
+        time.sleep(0.2)  # and another may begin
+        each(*arguments)
+        busy -= 1
+
+    monkeypatch.setattr(Conversion, "each", counted)
+    written(tmp_path / "run", kind, content_of(Llama(**SMALL)))
+    assert seen == {1}

@@ -159,10 +159,10 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__()
-        self.conversion = conversion
+        self.conversion, self.lock = conversion, threading.Lock()
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Writes them all: two items at once would be twice as much in memory."""
+        """Writes them all."""
         writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos))
         await asyncio.to_thread(writing.result)
         return []
@@ -184,7 +184,11 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         def put(group: str, name: str, array: np.ndarray) -> None:
             places[group, name].write(array, can_reference_source_data_indefinitely=True).result()
 
-        await asyncio.to_thread(self.conversion.each, put, *{value.group: None for value in values})
+        def convert() -> None:
+            with self.lock:  # two items at once would be twice as much in memory
+                self.conversion.each(put, *{value.group: None for value in values})
+
+        await asyncio.to_thread(convert)
 
 
 def write(path: Path, conversion: Conversion) -> None:
