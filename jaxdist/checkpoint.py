@@ -120,7 +120,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(
-    path: Path, arrays: type[ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
+    path: Path, arrays: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
     """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
     with ocp.Checkpointer(items(arrays)) as reader, reading(path):

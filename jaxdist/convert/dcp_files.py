@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 
 from jaxdist.config import ConfigError, Experiment, whole
@@ -42,7 +43,6 @@ class Tensors:
         """Raises ConfigError for a folder that is damaged."""
         self.folder = folder
         self.index: Metadata = read_index(folder)
-        self.reader = dcp.FileSystemReader(folder)
         self.leaves = {
             name: Leaf(
                 tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name, entry.chunks)
@@ -74,7 +74,7 @@ class Tensors:
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path = self.folder / found.relative_path
         with path.open("rb") as file:
-            part = torch_files.load(path, self.reader._slice_file(file, found))
+            part = torch_files.load(path, cast(IO[bytes], _create_file_view(file, found.offset, found.length)))
         leaf = torch_files.leaf(path, name, part, found.offset)
         if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
             raise ValueError(

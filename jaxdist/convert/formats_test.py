@@ -413,8 +413,7 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
 
     leaves = {n: Leaf(s, np.dtype(np.float32), partial(read, s)) for n, s in shapes.items()}
     content = Content(experiment_for(model.model_dump(), "test"), OWN, {PARAMETERS: leaves})
-    objects = 3_000_000  # bytes of the strips in which matrices are turned, and of plans for some hundred tensors
-    bound = ahead + 2 * max(leaf.bytes for leaf in leaves.values()) + objects
+    bound = ahead + 2 * max(leaf.bytes for leaf in leaves.values())
 
     def peak(folder: str) -> int:
         tracemalloc.start()
@@ -426,7 +425,7 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps thousands of DCP's records
     written(tmp_path / "warm", kind, content)  # imports count too
     monkeypatch.setattr(stream.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(stream, "AHEAD", ahead)
+    monkeypatch.setattr(stream, "AHEAD", ahead // 4)  # the rest is for the plan of some hundred tensors
     monkeypatch.setattr(buffers, "ENOUGH", 0)
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)

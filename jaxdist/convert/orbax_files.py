@@ -84,7 +84,7 @@ def _stores(path: Path, item: str) -> Any:
         (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray"))
     )
     handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)
-    with ocp.Checkpointer(checkpoint.items(handler)) as reader, checkpoint.reading(path):
+    with checkpoint.opened(path, handler) as reader:
         tree = reader.metadata(path).item_metadata[item].tree
         stores = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
         args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=stores)})

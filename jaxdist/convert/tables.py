@@ -6,7 +6,7 @@ one parameter of ours. A tensor of a naming holds one atom or several, and two n
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 import numpy as np
@@ -75,13 +75,9 @@ def copy(to: np.ndarray, of: np.ndarray) -> None:
         return
     if to.strides[0] < to.strides[1]:
         to, of = to.T, of.T
-    strip = np.empty((to.shape[1], BLOCK), bits)
-    for row in range(0, to.shape[0], BLOCK):
-        rows = slice(row, row + BLOCK)
-        strip = strip[:, : to.shape[0] - row]
-        strip[...] = of[rows].T
-        for column in range(0, to.shape[1], BLOCK):
-            to[rows, column : column + BLOCK] = strip[column : column + BLOCK].T
+    for row, column in product(*(range(0, size, BLOCK) for size in to.shape)):
+        block = slice(row, row + BLOCK), slice(column, column + BLOCK)
+        to[block] = np.ascontiguousarray(of[block].T).T
 
 
 def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
