@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -229,7 +230,7 @@ def train_step(
     norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.optimizer.clip or math.inf, foreach=False)
     keep.gradients("clipped")
     optimizer.step()
-    return {"loss": total.item(), "grad_norm": whole({"norm": norm})["norm"].item()}
+    return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
 
 
 def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContextManager[None]:

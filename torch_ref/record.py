@@ -24,7 +24,7 @@ from jaxdist.config.record import FUNCTIONS, LOGITS
 from torch_ref.models import FAMILIES
 from torch_ref.optim import AdamW
 from torch_ref.step import Tokens, Watch
-from torch_ref.weights import local, named
+from torch_ref.weights import local, named, place
 
 Arrays = dict[str, np.ndarray]
 
@@ -35,9 +35,23 @@ SPLIT = 2
 
 
 def whole(tensors: dict[str, Tensor]) -> Arrays:
-    """Parameters, or what is laid out as they are, whole on the host; called by all ranks."""
-    full = {n: (t.full_tensor() if isinstance(t, DTensor) else t) for n, t in tensors.items()}
-    return {n: array(t) for n, t in full.items()}
+    """Parameters, or what is laid out as they are, whole on the first rank; empty on the others. Called by all.
+
+    A rank may lack tensors that others hold; a piece that several hold comes from the first of them.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = {name: (tensor.shape, place(tensor)) for name, tensor in tensors.items()}
+    layouts: list[Any] = [None] * size
+    dist.all_gather_object(layouts, own)
+    first = [name for name, layout in own.items() if all(held.get(name) != layout for held in layouts[:rank])]
+    pieces: list[Any] = [None] * size
+    dist.gather_object({name: array(local(tensors[name])) for name in first}, None if rank else pieces)
+    found: Arrays = {}
+    for layout, held in () if rank else zip(layouts, pieces, strict=True):
+        for name, piece in held.items():
+            shape, here = layout[name]
+            found.setdefault(name, np.empty(shape, piece.dtype))[here] = piece
+    return found
 
 
 def array(tensor: Tensor) -> np.ndarray:
@@ -202,11 +216,4 @@ class Recorder:
     def moments(self) -> dict[str, Arrays]:
         """Adam's moments by parameter; under ZeRO-1 from the ranks that hold them."""
         state = self.optimizer.state_dict()
-        own = {kind: whole({n: s[kind] for n, s in state.items()}) for kind in ("exp_avg", "exp_avg_sq")}
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(own, everyone if dist.get_rank() == 0 else None)
-        merged: dict[str, Arrays] = {kind: {} for kind in own}
-        for rank in filter(None, everyone):
-            for kind, arrays in rank.items():
-                merged[kind] |= arrays
-        return merged
+        return {kind: whole({n: s[kind] for n, s in state.items()}) for kind in ("exp_avg", "exp_avg_sq")}

@@ -33,14 +33,7 @@ def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
     """Give every parameter of `model` its value; `value(name, global shape)` is whole, freed after use."""
     for name, parameter in named(model):
-        whole = value(name, parameter.shape)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-            piece = whole[tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))]
-            parameter.to_local().copy_(piece)
-        else:
-            parameter.copy_(whole)
+        local(parameter).copy_(value(name, parameter.shape)[place(parameter)])
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -53,3 +46,11 @@ def local(tensor: Tensor) -> Tensor:
     """What of `tensor` lies on this rank; shares its memory and is no part of the autograd graph."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def place(tensor: Tensor) -> tuple[slice, ...]:
+    """Where in the whole tensor the piece lies that is on this rank."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
