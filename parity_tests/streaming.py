@@ -26,11 +26,11 @@ from jaxdist.config import Llama, check_new
 from jaxdist.config.errors import exit_codes
 from jaxdist.config.hf import to_settings
 from jaxdist.convert import buffers
-from jaxdist.convert.__main__ import remove
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.safetensors_files import Tensor
 from jaxdist.convert.safetensors_writer import lay_out
 from jaxdist.convert.tables import entries
+from jaxdist.convert.target import remove
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 SETTLE = 15  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
@@ -122,7 +122,7 @@ def largest(*paths: Path) -> int:
 
 
 def main() -> None:
-    """All pairs, in a table."""
+    """All pairs, in a table. Ends with 1 where one does not hold."""
     parser = argparse.ArgumentParser(prog="python -m parity_tests.streaming", description=__doc__)
     parser.add_argument("--bytes", type=float, default=8.5e9, help="of the synthetic checkpoint")
     parser.add_argument(
@@ -136,13 +136,17 @@ def main() -> None:
     with console.status("writing the synthetic checkpoint"):
         synthesize(a.output / "hf", model_of(a.bytes))
     table = Table("from", "to", "GB", "cp, s", "conversion, s", "pace of cp", "peak, GB", "bound, GB", "holds")
+    pairs = []
     for source, target, kind in PATHS:
         pair = measure(a.output, source, target, kind, a.turns)
+        pairs.append(pair)
         console.print(f"{source} -> {target}: {pair.pace:.2f} of the pace of cp, {pair.peak / 1e9:.2f} GB")
         gigabytes = [f"{x / 1e9:.2f}" for x in (pair.bytes, pair.peak, pair.bound)]
         times = [", ".join(f"{x:.1f}" for x in seconds) for seconds in (pair.copied, pair.converted)]
         table.add_row(source, target, gigabytes[0], *times, f"{pair.pace:.2f}", *gigabytes[1:], str(pair.holds))
     console.print(table)
+    if not all(pair.holds for pair in pairs):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

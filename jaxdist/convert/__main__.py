@@ -1,11 +1,8 @@
 """Convert checkpoints between Hugging Face, torch, torch's distributed checkpoints and Orbax, or list their tensors."""
 
 import json
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.config import ConfigError, TrainingError, check_writable, exit_codes
+from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
@@ -23,6 +20,7 @@ from jaxdist.convert.mapped import holds_tensors
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
 from jaxdist.convert.stream import DTYPES, Conversion, cast
+from jaxdist.convert.target import check_room, whole_or_nothing, writing
 from jaxdist.convert.verify import verify
 
 
@@ -69,25 +67,6 @@ def summary(conversion: Conversion) -> str:
     return f"{what}, {state}, {megabytes(conversion.bytes)}"
 
 
-@contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Whatever the writing of a file raises becomes a TrainingError."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:  # of torch and TensorStore, too, where a disk is full
-        reason = textwrap.shorten(str(error), 200)
-        raise TrainingError(f"TARGET {target} could not be written: {reason}; nothing is left of it") from None
-
-
-def check_room(target: Path, needed: int) -> None:
-    """Raises ConfigError where the disk has less room than is needed."""
-    place = next(folder for folder in target.absolute().parents if folder.exists())
-    if (free := shutil.disk_usage(place).free) < needed:
-        raise ConfigError(
-            f"TARGET {target}: {megabytes(needed)} are needed and {megabytes(free)} free; make room, or give another"
-        )
-
-
 def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
     parser = Parser(prog="python -m jaxdist.convert", description=__doc__, allow_abbrev=False)
@@ -119,7 +98,11 @@ def arguments(argv: Sequence[str]) -> Any:
         metavar="CHECKPOINT",
         help="with --mapping, from safetensors: an Orbax checkpoint with the tree and shapes to write",
     )
-    parser.add_argument("--verify", action="store_true", help="read TARGET again: every bit, and logits of a batch")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="read TARGET again: every bit, and logits of a batch, for which there must be memory for all weights",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything and say what would be written")
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists, when the new one is whole")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
@@ -159,36 +142,6 @@ def convert_by(mapping: KeyMapping, a: Any) -> None:
         else:
             written = mapped.to_theirs(a.source, partial, mapping, to_dtype, single=a.target.suffix == ".safetensors")
     say(f"wrote {megabytes(written)} to {a.target}")
-
-
-@contextmanager
-def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
-    """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
-
-    Raises ConfigError when `target` cannot be made, or exists and is not to be replaced by `force`.
-    """
-    if target.exists() and not force:
-        raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
-    check_writable(target.parent, f"TARGET {target}")
-    partial, old = (target.parent / f".{target.name}.{part}" for part in ("partial", "old"))
-    remove(partial)
-    try:
-        yield partial
-        if partial.exists():
-            if target.exists():
-                target.rename(old)
-            partial.rename(target)
-            remove(old)
-    finally:
-        remove(partial)
-
-
-def remove(path: Path) -> None:
-    """A file or a folder that may not be there."""
-    if path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def inspect(source: Path, kind: str, as_json: bool) -> None:

@@ -7,10 +7,18 @@ import torch
 from torch import Tensor
 
 from jaxdist.config import ConfigError, Optimizer
+from jaxdist.config.display import say
 from jaxdist.convert.content import MOMENTS
 from jaxdist.convert.tables import Shape
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
+UNLIKE = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # of a group: not our AdamW
+SETTINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "learning_rate": lambda group: group.get("initial_lr", group.get("lr")),
+    "beta1": lambda group: group["betas"][0] if "betas" in group else None,
+    "beta2": lambda group: group["betas"][1] if "betas" in group else None,
+    "eps": lambda group: group.get("eps"),
+}
 
 
 def order_of(source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape], rename: Callable[[str], str]) -> Order:
@@ -30,13 +38,6 @@ def order_of(source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape],
         f"{source}: its optimizer has {len(entries)} entries in {len(groups)} groups, in no order that gives each "
         "parameter moments of its shape; make an AdamW from model.named_parameters(), so that param_names are saved"
     )
-
-
-def decayed_vectors(state: Mapping[str, Any], order: Order, shapes: Mapping[str, Shape]) -> list[str]:
-    """Biases and scales that the optimizer decays, as neither jaxdist nor torch_ref would."""
-    decayed = [key for group in state["param_groups"] if group.get("weight_decay") for key in group["params"]]
-    names = [order[key] for key in decayed if key in order]
-    return [name for name in names if len(shapes.get(name, ())) == 1]
 
 
 def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[str], str]) -> Iterable[Order]:
@@ -62,39 +63,74 @@ def _fits(entry: Any, shape: Shape | None) -> bool:
     )
 
 
-def settings(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer section of an experiment, as far as the groups say it."""
-    groups = [group for group in state["param_groups"] if isinstance(group, dict)]
-    first = max(groups, key=lambda group: group.get("weight_decay", 0))
-    found = {"learning_rate": first.get("initial_lr", first.get("lr")), "eps": first.get("eps")}
-    found |= dict(zip(("beta1", "beta2"), first.get("betas", ()), strict=False))
-    found["weight_decay"] = first.get("weight_decay")
-    return {name: float(value) for name, value in found.items() if value is not None}
+def named(groups: Sequence[Mapping[str, Any]], order: Order) -> list[dict[str, Any]]:
+    """Groups with the names of their parameters in place of numbers."""
+    return [{**group, "params": [order[key] for key in group["params"] if key in order]} for group in groups]
+
+
+def settings(source: str, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """The optimizer section of an experiment, as far as `named` groups say it. Raises ConfigError where no such
+    section can say it: for another optimizer than AdamW, and for groups that are trained in different ways."""
+    for group in groups:
+        for name, value in UNLIKE.items():
+            if group.get(name) == value and (name != "decoupled_weight_decay" or group.get("weight_decay")):
+                raise ConfigError(
+                    f"{source}: its optimizer has {name} = {value}, AdamW of jaxdist has not; leave it out"
+                )
+    found: dict[str, Any] = {}
+    for setting, of in SETTINGS.items():
+        values = {of(group) for group in groups} - {None}
+        if len(values) > 1:
+            raise ConfigError(f"{source}: {setting} of its optimizer's groups are {values}; jaxdist has one for all")
+        if values:
+            found[setting] = float(values.pop())
+    decay = max(group.get("weight_decay", 0) for group in groups)
+    apart = [
+        name
+        for group in groups
+        for name in group["params"]
+        if group.get("weight_decay", 0) != (decay if len(shapes.get(name, ())) >= 2 else 0)
+    ]
+    if apart:
+        say(f"{source}: its optimizer's decay of {apart[0]} is its own; going on, jaxdist decays matrices alone, alike")
+    return found | {"weight_decay": float(decay)}
 
 
 def state_dict(
-    moments: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Shape], o: Optimizer, rate: float, updates: int
+    moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]], updates: int
 ) -> dict[str, Any]:
-    """What `AdamW.state_dict` would give: matrices decay and come first, then all others.
+    """What `AdamW.state_dict` would give of `named` groups. `moments`: kind -> name -> tensor."""
+    order = [name for group in groups for name in group["params"]]
+    numbers = {name: i for i, name in enumerate(order)}
+    state = {
+        i: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}
+        for name, i in numbers.items()
+    }
+    numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
+    return {"state": state, "param_groups": numbered}
 
-    `moments`: kind -> name -> tensor; `rate`: the learning rate now.
+
+def going_on(group: Mapping[str, Any], o: Optimizer, rate: float) -> dict[str, Any]:
+    """The group as it is after more steps by `o`; `rate`: the learning rate now."""
+    found = {**group, "lr": rate, "betas": (o.beta1, o.beta2), "eps": o.eps}
+    found |= {"initial_lr": o.learning_rate} if "initial_lr" in group else {}
+    return found | ({"weight_decay": o.weight_decay} if group.get("weight_decay") else {})
+
+
+def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[dict[str, Any]]:
+    """Groups as this version of torch writes them: matrices decay and come first, then all others.
+
+    `rate`: the learning rate now.
     """
     decayed, others = by_decay(shapes)
     groups = {o.weight_decay: decayed, 0.0: others} if o.weight_decay else {0.0: [*decayed, *others]}
-    order = [name for names in groups.values() for name in names]
-    state = {
-        i: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}
-        for i, name in enumerate(order)
-    }
-    return {"state": state, "param_groups": _param_groups(groups, o, rate)}
-
-
-def _param_groups(groups: Mapping[float, Sequence[str]], o: Optimizer, rate: float) -> list[dict[str, Any]]:
-    """As this version of torch writes them."""
     given = [
         {"params": [(name, torch.nn.Parameter(torch.empty(0))) for name in names], "weight_decay": decay}
         for decay, names in groups.items()
         if names
     ]
     optimizer = torch.optim.AdamW(given, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps)
-    return [group | {"initial_lr": o.learning_rate} for group in optimizer.state_dict()["param_groups"]]
+    return [
+        group | {"initial_lr": o.learning_rate, "params": group["param_names"]}
+        for group in optimizer.state_dict()["param_groups"]
+    ]

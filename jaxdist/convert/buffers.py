@@ -1,10 +1,13 @@
 """Arrays from files and into them, in memory that is used again: a fresh page costs more than copying one does."""
 
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 from jaxdist.convert.tables import Shape
 
 ENOUGH = 512_000_000  # bytes: beyond them, what is free goes to the system
+PASSAGE = 1 << 20  # bytes on their way to the disk: so many stay in the processor's cache
 
 
 class Loan:
@@ -97,12 +101,35 @@ def read(path: Path, start: int, shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 
 def write(path: Path, start: int, array: np.ndarray) -> None:
-    """Write numbers into a file that is there, one after the other. Raises OSError."""
-    left = raw(array)
+    """Write numbers into a file that is there, one after the other. Raises OSError.
+
+    Whole pages go past the page cache where the system allows it: to fill it would take longer than the disk does.
+    """
+    data = raw(array)
+    first = min(-start % PAGESIZE, len(data))
+    last = first + (len(data) - first) // PAGESIZE * PAGESIZE
     with path.open("r+b", buffering=0) as file:
-        file.seek(start)
-        while left:
-            left = left[file.write(left) :]
+        for begin, end in (0, first), (last, len(data)):
+            _put(file, start + begin, data[begin:end])
+    with open(path, "r+b", buffering=0, opener=_direct) as file, mmap(-1, PASSAGE) as aligned:
+        for begin in range(first, last, PASSAGE):
+            part = data[begin : min(begin + PASSAGE, last)]
+            aligned[: len(part)] = part
+            _put(file, start + begin, memoryview(aligned)[: len(part)])
+
+
+def _put(file: FileIO, start: int, left: memoryview) -> None:
+    file.seek(start)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _direct(path: str, flags: int) -> int:
+    """Opens a file without the page cache, or with it where the file system knows no other way."""
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return os.open(path, flags)
 
 
 def raw(array: np.ndarray) -> memoryview:

@@ -43,7 +43,8 @@ class Origin:
     names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
     metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
-    extras: Any = None  # what a torch training script saved besides: scaler, RNG states
+    extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
+    step: int = 0  # steps done by then
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Llama, TrainingError
 from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
-from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, write_hf
+from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.stream import Conversion
@@ -349,7 +349,8 @@ class TestCommandLine:
             assert (Path(back) / file).read_bytes() == (Path(hf) / file).read_bytes()
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-    def test_dtype(self, dtype: str, run: Path, tmp_path: Path) -> None:
+    def test_dtype(self, dtype: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stream, "BLOCK", 7)
         main([str(run), str(tmp_path / "hf"), "--dtype", dtype])
         wanted = draw(MODELS["Qwen3ForCausalLM"])
         assert same(read_hf(tmp_path / "hf")[1], {n: a.astype(np.dtype(dtype)) for n, a in wanted.items()})
@@ -358,9 +359,12 @@ class TestCommandLine:
         main([str(tmp_path / "hf"), str(tmp_path / "master"), "--dtype", "float32"])
         assert {str(a.dtype) for a in checkpoint.read(tmp_path / "master").parameters.values()} == {"float32"}
 
-    def test_a_value_beyond_the_dtype(self, tmp_path: Path) -> None:
+    def test_a_value_beyond_the_dtype(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stream, "BLOCK", 3)
         model = MODELS["LlamaForCausalLM"]
-        saved(tmp_path / "hf", model, draw(model) | {"norm.scale": np.full(8, 7e4, np.float32)})
+        scale = np.ones(8, np.float32)
+        scale[7] = 7e4
+        saved(tmp_path / "hf", model, draw(model) | {"norm.scale": scale})
         with pytest.raises(ConfigError, match=r"--dtype float16: parameter model.norm.weight has values beyond"):
             main([str(tmp_path / "hf"), str(tmp_path / "half"), "--to", "hf", "--dtype", "float16"])
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]

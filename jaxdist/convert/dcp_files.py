@@ -7,12 +7,14 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -25,13 +27,15 @@ from torch.futures import Future
 from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
+from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS
+from jaxdist.convert.tables import NAMINGS, Shape
+from jaxdist.convert.torch_zip import TorchFile
 
 MODEL, STATE = "model.", "optimizer.state."
 
@@ -57,8 +61,8 @@ class Tensors:
         try:
             if [tuple(chunk.sizes) for chunk in chunks] == [leaf.shape]:
                 return self._part(name, chunks[0], leaf.dtype)
-            if sum(chunk.sizes.numel() for chunk in chunks) != math.prod(leaf.shape):
-                raise ValueError("its parts are not all of it")
+            if not tiled(leaf.shape, chunks):
+                raise ValueError("its parts overlap or are not all of it")
             tensor = buffers.empty(leaf.shape, leaf.dtype)
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -83,16 +87,27 @@ class Tensors:
         return leaf.read()
 
 
+def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Whether the chunks are all of a tensor, and each number is in one of them."""
+    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
+    within = all(0 <= start <= start + n <= size for box in boxes for (start, n), size in zip(box, shape, strict=True))
+    apart = all(
+        any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(*pair, strict=True)) for pair in combinations(boxes, 2)
+    )
+    return within and apart and sum(chunk.sizes.numel() for chunk in chunks) == math.prod(shape)
+
+
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
     return _parameters(Tensors(whole(path)).leaves)
 
 
 def _parameters(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Those below `model.`; all where some lie elsewhere, for then it is the model's own prefix."""
-    kept = {name: leaf for name, leaf in leaves.items() if not name.startswith("optimizer.") and name != "step"}
-    inside = all(name.startswith(MODEL) for name in kept)
-    return {name.removeprefix(MODEL): leaf for name, leaf in kept.items()} if inside else kept
+    """Those below `model.`; all where it is the model's own prefix: others lie beside it, and no optimizer's state."""
+    inside = {name.removeprefix(MODEL): leaf for name, leaf in leaves.items() if name.startswith(MODEL)}
+    rest = {name for name in leaves if not name.startswith(MODEL) and name != "step"}
+    trained = any(name.startswith("optimizer.") for name in rest)
+    return inside if inside and (trained or not rest) else {n: leaf for n, leaf in leaves.items() if n != "step"}
 
 
 def opened(path: Path, wanted: Experiment | None = None) -> Content:
@@ -111,8 +126,10 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
         updates = one_count(str(path), (int(leaf.read()) for leaf in counts))
         groups |= {kind: _moments(leaves, kind, lambda name: table.full_name(plain(name))) for kind in MOMENTS}
     step = int(leaves["step"].read()) if "step" in leaves else updates or 0
+    if counts and not said:
+        say(f"{path}: the optimizer's settings of another program stay behind; --model gives them")
     origin = origin_of(found) if said else Origin("dcp", naming, carried(names, naming, experiment.model))
-    return Content(experiment, naming, groups, step, updates, origin, metrics_of(found)).checked(path)
+    return Content(experiment, naming, groups, step, updates, origin, metrics_of(found) if said else b"").checked(path)
 
 
 def _moments(leaves: Mapping[str, Leaf], kind: str, rename: Any) -> Leaves:
@@ -135,25 +152,32 @@ def _experiment(path: Path) -> Experiment | None:
 
 
 class Layout(dcp.FileSystemWriter):
-    """Writes files with room for tensors that are to come; `places` says where: file and position."""
+    """Writes files with room for tensors that are to come, by their names."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.folder, self.places = folder, dict[str, tuple[Path, int]]()
+        self.folder, self.files = folder, dict[str, tuple[TorchFile, Tensor]]()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As `torch.distributed.checkpoint` does it with a file for each tensor."""
         results = []
         for i, item in enumerate(plan.items):
             path = self.folder / f"__0_{i}.distcp"
-            torch_files.lay_out(path, planner.resolve_data(item))
-            (start,) = torch_files.starts(path)
-            self.places[item.index.fqn] = path, start
+            tensor = cast(Tensor, planner.resolve_data(item))
+            file = TorchFile(path, tensor)
+            file.seal()  # a count is there already
+            self.files[item.index.fqn] = file, tensor
             size = path.stat().st_size
             results.append(WriteResult(item.index, size, _StorageInfo(path.name, 0, size)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def put(self, name: str, numbers: np.ndarray) -> None:
+        """Write one of the tensors, the only one of its file."""
+        file, tensor = self.files[name]
+        file.write(tensor, numbers)
+        file.seal()
 
 
 def write(path: Path, conversion: Conversion) -> None:
@@ -184,10 +208,6 @@ def write(path: Path, conversion: Conversion) -> None:
             dcp.save(state | counts, storage_writer=layout, no_dist=True)
         except CheckpointException as error:  # around what was raised below
             raise next(iter(error.failures.values()))[0] from None
-    for name, count in counts.items():
-        buffers.write(*layout.places[name], torch_files.to_numpy(count))
-    conversion.each(
-        lambda group, name, array: buffers.write(*layout.places[key(group, name)], array), *conversion.groups
-    )
+    conversion.each(lambda group, name, array: layout.put(key(group, name), array), *conversion.groups)
     (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
     publish(folder.checkpoints, content.step)

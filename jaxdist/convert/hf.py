@@ -20,7 +20,7 @@ from jaxdist.convert.tables import HUGGINGFACE, OWN
 CONFIG = "config.json"
 # Files of a Hugging Face folder that say nothing of the weights, and go along.
 COMPANIONS = (
-    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "tekken.json", "vocab.json",
     "merges.txt", "chat_template*",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import LAYERS, OWN
+from jaxdist.convert.tables import LAYERS
 
 
 class Format(Protocol):
@@ -29,7 +29,7 @@ class Format(Protocol):
 
 
 class Kind(NamedTuple):
-    """`naming`: what its tensors are called if they did not come from one; None where it is read alone.
+    """`naming`: what its tensors are called if they did not come from one; empty where it is read alone.
 
     `state`: whether it holds an optimizer's state and a step.
     """
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     title: str
     holds: Callable[[Path], bool]
     module: str
-    naming: str | None
+    naming: str
     state: bool = True
 
     @property
@@ -53,17 +53,18 @@ class Kind(NamedTuple):
     def naming_of(self, content: Content) -> str:
         """What tensors of this content are called when they are written: as they were in a source of this kind."""
         origin = content.origin
-        return origin.naming if KINDS.get(origin.kind) == self and origin.naming else self.naming or OWN
+        return origin.naming if KINDS.get(origin.kind) == self and origin.naming else self.naming
 
 
 def _is_torch(path: Path) -> bool:
     """A file of torch.save's: a zip with the pickle, or by its name one of before torch 1.6."""
     if not path.is_file():
         return False
-    if not zipfile.is_zipfile(path):
+    try:
+        with zipfile.ZipFile(path) as file:
+            return any(name.endswith("/data.pkl") for name in file.namelist())
+    except zipfile.BadZipFile:
         return path.suffix in TORCH_SUFFIXES
-    with zipfile.ZipFile(path) as file:
-        return any(name.endswith("/data.pkl") for name in file.namelist())
 
 
 def _is_dcp(path: Path) -> bool:
@@ -80,7 +81,7 @@ KINDS = {
     "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
     "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
     "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
-    "meta": Kind("folder of Meta's", _is_meta, "meta", None, state=False),
+    "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
 }
 TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 

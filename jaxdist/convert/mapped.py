@@ -52,6 +52,7 @@ def to_theirs(source: Path, target: Path, mapping: KeyMapping, cast: Cast, singl
     parameters = {name: np.asarray(leaf) for name, leaf in flatten(read_tree(source)).items()}
     ours = {name: array.shape for name, array in parameters.items()}
     mapping.check(ours, mapping.their_shapes(ours) | dict.fromkeys(mapping.theirs_only, ()))
+    target.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: cast(name, tensor) for name, tensor in mapping.to_theirs(parameters).items()}
     described = {name: Tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     if single:

@@ -109,7 +109,7 @@ def test_the_way_back_to_its_own_names(tmp_path: Path) -> None:
     config.write_text(experiment_for(MODEL.model_dump(), "test").to_toml())
     main([str(folder / "alone.pth"), str(tmp_path / "run"), "--model", str(config)])
     main([str(tmp_path / "run"), str(tmp_path / "back.pth")])
-    back = torch.load(tmp_path / "back.pth", weights_only=True)["model"]
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
     assert back.keys() == drawn().keys() and all(torch.equal(back[name], tensor) for name, tensor in drawn().items())
 
 

@@ -8,6 +8,7 @@ import asyncio
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import tensorstore as ts
 from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_write
 
 from jaxdist import checkpoint, models
-from jaxdist.config import Experiment, check_shapes
+from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.convert import buffers
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
@@ -56,9 +57,10 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
         adam = next(part for part in _stores(found, "optimizer") if isinstance(part, dict) and "mu" in part)
         groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
         updates = int(_read(found, adam["count"]))
-    return Content(
-        experiment, LAYERS, groups, int(found.name), updates, origin_of(found), metrics_of(found)
-    ).checked(path)  # fmt: skip
+    if not found.name.isdecimal():
+        raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
+    step = int(found.name)
+    return Content(experiment, LAYERS, groups, step, updates, origin_of(found), metrics_of(found)).checked(path)
 
 
 class Opening(ocp.type_handlers.NumpyHandler):
@@ -159,13 +161,20 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
     def __init__(self, conversion: Conversion) -> None:
         super().__init__()
-        self.conversion, self.lock = conversion, threading.Lock()
+        self.conversion, self.lock, self.failed = conversion, threading.Lock(), False
+        self.begun: list[ocp.future.Future] = []
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         """Writes them all."""
-        writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos))
-        await asyncio.to_thread(writing.result)
+        self.begun.append(ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos)))
+        await asyncio.to_thread(self.begun[-1].result)
         return []
+
+    def wait(self) -> None:
+        """Until nothing is being written any more, also where one of the items failed."""
+        for item in self.begun:
+            with suppress(Exception):
+                item.result()
 
     async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:
         places: dict[tuple[str, str], Any] = {}
@@ -186,7 +195,10 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
         def convert() -> None:
             with self.lock:  # two items at once would be twice as much in memory
-                self.conversion.each(put, *{value.group: None for value in values})
+                if not self.failed:
+                    self.failed = True
+                    self.conversion.each(put, *{value.group: None for value in values})
+                    self.failed = False
 
         await asyncio.to_thread(convert)
 
@@ -195,8 +207,9 @@ def write(path: Path, conversion: Conversion) -> None:
     """Write a run folder that `jaxdist` goes on from, with this one checkpoint. Raises ConfigError."""
     content = conversion.content
     folder = begin(path, content)
+    streaming = Streaming(conversion)
     arrays = ocp.type_handlers.create_type_handler_registry(
-        (Coming, Streaming(conversion)), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        (Coming, streaming), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
     # Weights hardly compress, and it would take most of the time.
     handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=arrays, use_compression=False)
@@ -214,7 +227,10 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.updates is not None:
         values["optimizer"] = ocp.args.PyTreeSave(_optimizer(content, coming))
     with ocp.Checkpointer(checkpoint.items(handler)) as writer:
-        writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))
+        try:
+            writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))
+        finally:
+            streaming.wait()
     publish(folder.checkpoints, content.step)
 
 

@@ -22,7 +22,7 @@ def begin(path: Path, content: Content) -> RunFolder:
     if origin.kind:
         beside = path / ORIGIN
         (beside / "files").mkdir(parents=True)
-        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata")}
+        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "step")}
         (beside / "origin.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
             (beside / "files" / name).write_bytes(file)
@@ -46,7 +46,7 @@ def origin_of(checkpoint: Path) -> Origin:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {error}; remove {beside}, or use a copy") from None
     files = {file.name: file.read_bytes() for file in sorted((beside / "files").glob("*"))}
-    extras = _torch_files().load(beside / EXTRAS, map_location="cpu") if (beside / EXTRAS).exists() else None
+    extras = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True) if (beside / EXTRAS).exists() else None
     return replace(origin, files=files, extras=extras)
 
 

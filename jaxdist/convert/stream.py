@@ -23,6 +23,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.tables import Atom, Entry, entries
 
 T = TypeVar("T")
+BLOCK = 1_000_000  # numbers that are rounded at a time
 AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
@@ -100,6 +101,9 @@ class Conversion:
     def convert(self, group: str, unit: Unit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.content.groups[group], self._dtype(group, unit)
+        source, target = unit.sources[0], unit.targets[0]
+        if target.same(source):
+            return {target.name: np.ascontiguousarray(cast(source.name, leaves[source.name].read(), dtype))}
         made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
         places = {atom: (target, i) for target in unit.targets for i, atom in enumerate(target.atoms)}
         for source in unit.sources:
@@ -137,9 +141,10 @@ class Conversion:
         return [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
 
     def _cost(self, group: str, unit: Unit) -> int:
-        """Bytes that a unit's conversion takes: what is made, and as much of what is read."""
+        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
-        return 2 * made + sum(self.content.groups[group][source.name].besides for source in unit.sources)
+        read = [self.content.groups[group][source.name] for source in unit.sources]
+        return made + max(made, *(leaf.bytes for leaf in read)) + sum(leaf.besides for leaf in read)
 
     @property
     def bytes(self) -> int:
@@ -196,8 +201,13 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if array.dtype == dtype:
         return array
     result = buffers.empty(array.shape, dtype)
-    with np.errstate(over="ignore"):
-        np.copyto(result, array, casting="unsafe")
-    if not np.array_equal(np.isfinite(result), np.isfinite(array)):
-        raise ConfigError(f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16")
+    numbers, rounded = array.reshape(-1), result.reshape(-1)
+    for start in range(0, array.size, BLOCK):
+        before, after = numbers[start : start + BLOCK], rounded[start : start + BLOCK]
+        with np.errstate(over="ignore"):
+            np.copyto(after, before, casting="unsafe")
+        if not np.array_equal(np.isfinite(after), np.isfinite(before)):
+            raise ConfigError(
+                f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16"
+            )
     return result

@@ -218,6 +218,11 @@ class Entry(NamedTuple):
     shape: Shape
     split: Callable[[np.ndarray], Sequence[np.ndarray]]
     put: Callable[[np.ndarray, int, np.ndarray], None]
+    order: tuple[bool, bool] = False, False  # transposed, interleaved
+
+    def same(self, other: "Entry") -> bool:
+        """Whether both tensors are the same numbers in the same order."""
+        return (self.atoms, self.shape, self.order) == (other.atoms, other.shape, other.order)
 
 
 def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
@@ -260,6 +265,7 @@ def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape
         row.shape(shapes),
         lambda tensor: row.split(tensor, model.head_dim),
         lambda tensor, part, atom: row.put(tensor, part, atom, model.head_dim),
+        (row.transpose, row.interleaved),
     )
 
 

@@ -1,13 +1,14 @@
 """Files that `torch.save` wrote: a state dict, or what training scripts save, {model, optimizer, scheduler, step, ...}.
 
 No pickle is executed: torch reads them with `weights_only`. Tensors come from their place in the file when asked for,
-and go to theirs in one that `torch.save` has laid out before.
+and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 """
 
 import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
@@ -30,6 +31,7 @@ from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.torch_zip import TorchFile, place
 from jaxdist.optim import learning_rate
 
 # Under which keys training scripts keep what; the first of each is written.
@@ -79,12 +81,6 @@ def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
     return Leaf(tuple(tensor.shape), dtype, read)
 
 
-def place(tensor: Tensor) -> int:
-    """Where in the file the storage of a tensor on the meta device begins (torch.serialization)."""
-    start: Any = tensor.untyped_storage()
-    return int(start._checkpoint_offset)
-
-
 @contextmanager
 def reading(path: Path, part: str) -> Iterator[None]:
     """What a part of another form than torch's makes Python raise becomes a ConfigError."""
@@ -109,16 +105,20 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
 
 
-def _part(tree: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    return next((tree[key] for key in keys if key in tree), None)
+def _key(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Under which of the keys the tree has a dict, or would."""
+    return next((key for key in keys if isinstance(tree.get(key), dict)), keys[0])
+
+
+def _part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
+    """That dict; empty where there is none."""
+    found = tree.get(_key(tree, keys)) if isinstance(tree, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _model(tree: Any) -> Mapping[str, Tensor]:
     """The state dict of the model: the tree itself, or its part of that name."""
-    if not isinstance(tree, dict):
-        return {}
-    model = _part(tree, MODEL)
-    model = model if isinstance(model, dict) else tree
+    model = _part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
     return {name: tensor for name, tensor in model.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
@@ -138,88 +138,98 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
     tree = load(path)
     tensors, optimizer = _parameters(path, tree), _part(tree, OPTIMIZER)
-    experiment = _experiment(path, tree, optimizer, wanted)
-    model = experiment.model
+    found = _found(path, tree, wanted)
+    model = found.model
     naming, names = recognized(str(path), tensors, model)
     table = NAMINGS[naming][model.family]
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}
     kept = carried(names, naming, model)
 
-    updates = None
-    if isinstance(optimizer, dict) and optimizer.get("state"):
-        all_shapes = {name: entry.shape for name, entry in entries(naming, model).items()}
-        shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
+    all_shapes = {name: entry.shape for name, entry in entries(naming, model).items()}
+    shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
+    updates, trained = None, list[dict[str, Any]]()
+    if optimizer.get("state"):
         with reading(path, "optimizer"):
             order = adamw.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
-            vectors = adamw.decayed_vectors(optimizer, order, shapes)
-        if vectors:
-            say(f"{path}: its optimizer decays {vectors[0]} and other vectors; going on, jaxdist decays matrices alone")
+            trained = adamw.named(tree_map_only(Tensor, partial(number, path), optimizer["param_groups"]), order)
         states = {name: optimizer["state"][key] for key, name in order.items()}
         groups |= {
             kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()} for kind in MOMENTS
         }
         updates = one_count(str(path), (count_of(path, state.get("step")) for state in states.values()))
-    step = _steps(tree, updates)
-    return Content(
-        experiment,
-        naming,
-        groups,
-        step,
-        updates,
-        Origin("torch", naming, kept, files=companions(path.parent), extras=_extras(path, tree)),
-    ).checked(path)
+    step, experiment = _steps(path, tree, updates), found
+    if trained:
+        with reading(path, "optimizer"):
+            settings = adamw.settings(str(path), trained, shapes)
+            settings |= {} if _own(tree) else _schedule(path, tree, bool(wanted))
+        values = found.model_dump(exclude_none=True)
+        experiment = Experiment.parse(values | {"optimizer": values["optimizer"] | settings}, f"{path}: optimizer")
+    extras = _extras(path, tree, trained)
+    origin = Origin("torch", naming, kept, files=companions(path.parent), extras=extras, step=step)
+    return Content(experiment, naming, groups, step, updates, origin).checked(path)
 
 
-def _experiment(path: Path, tree: Any, optimizer: Any, wanted: Experiment | None) -> Experiment:
+def _own(tree: Any) -> bool:
+    """Whether we wrote it, or a script of the same mind: it has its experiment."""
+    return isinstance(tree, dict) and isinstance(tree.get(EXPERIMENT), dict) and "model" in tree[EXPERIMENT]
+
+
+def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     """That of `--model`, of the file, or of the config.json beside it. Raises ConfigError where there is none."""
     beside, found = path.parent / CONFIG, None
-    own = isinstance(tree, dict) and isinstance(tree.get(EXPERIMENT), dict)
-    if own:
+    if _own(tree):
         found = Experiment.parse(tree[EXPERIMENT], source=str(path))
-    elif beside.exists():
+    elif beside.exists() and not wanted:
         found = experiment_for(read_model(path.parent).model_dump(), source=str(beside))
-    experiment = agreed(str(path), found, wanted)
-    if own or wanted or not (isinstance(optimizer, dict) and optimizer.get("param_groups")):
-        return experiment
-    values = experiment.model_dump(exclude_none=True)
-    with reading(path, "optimizer"):
-        values["optimizer"] |= adamw.settings(optimizer)
-    return Experiment.parse(values, source=f"{path}: optimizer")
+    return agreed(str(path), found, wanted)
+
+
+def _schedule(path: Path, tree: Any, wanted: bool) -> dict[str, Any]:
+    """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
+    if _part(tree, SCHEDULER):
+        say(f"{path}: the rule of its scheduler is not in it; the config's schedule is taken, --model gives another")
+    return {} if wanted or _part(tree, SCHEDULER) else {"warmup": 0, "decay": "constant"}
 
 
 def count_of(path: Path, value: Any) -> int:
     """A number, or a tensor of one."""
-    if isinstance(value, Tensor):
-        value = leaf(path, "step", value).read().item()
-    if not isinstance(value, int | float) or value < 0 or value != int(value):
-        raise ConfigError(f"{path}: step = {value!r} of its optimizer; give a whole number from 0")
+    value = number(path, value)
+    if not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
+        raise ConfigError(f"{path}: step = {value!r} of its optimizer; give a whole number from 0 to 2**31 - 1")
     return int(value)
 
 
-def _steps(tree: Any, updates: int | None) -> int:
+def number(path: Path, value: Any) -> Any:
+    """The number of a tensor that has one; all else as it is."""
+    return leaf(path, "number", value).read().item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _steps(path: Path, tree: Any, updates: int | None) -> int:
     """Steps done: as the file says, or as its scheduler or its optimizer counted."""
-    scheduler = _part(tree, SCHEDULER)
-    counted = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-    said = _part(tree, STEP)
-    return next((n for n in (said, counted, updates) if isinstance(n, int) and n >= 0), 0)
+    said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
+    counted = _part(tree, SCHEDULER).get("last_epoch")
+    return next((n for n in (said, counted, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
 
 
-def _extras(path: Path, tree: Any) -> Any:
-    """What is none of the above: scaler, Apex's amp, RNG states, the scheduler's own values. As torch has it."""
+def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
+    """The file as torch has it, without weights and moments: its keys in their order, the optimizer's groups, the
+    scheduler, scaler, Apex's amp, RNG states. None for a state dict alone."""
     if not isinstance(tree, dict) or not any(key in tree for key in MODEL):
         return None
-    known = {*MODEL, *OPTIMIZER, *STEP, EXPERIMENT}
-    if not tree.keys() - known:
-        return None
-    tree = load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    return {key: value for key, value in tree.items() if key not in known}
+    kept = load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    if _own(kept):
+        del kept[EXPERIMENT]
+    kept[_key(kept, MODEL)] = {}
+    if trained:
+        kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
+    return tree_map_only(Tensor, Tensor.contiguous, kept)
 
 
 def write(path: Path, conversion: Conversion) -> None:
-    """Write {model, optimizer, scheduler, step, experiment} and what a torch file had besides; weights alone where
-    there is no optimizer."""
+    """Write {model, optimizer, scheduler, step, experiment} and what a torch file had besides, as it had it; weights
+    alone where there is no optimizer."""
     content = conversion.content
-    origin, o = content.origin, content.experiment.optimizer
+    origin = content.origin
     names = origin.names if origin.naming == conversion.naming else {}
     head = NAMINGS[conversion.naming][content.experiment.model.family].head
     with FakeTensorMode():
@@ -229,43 +239,41 @@ def write(path: Path, conversion: Conversion) -> None:
     model = {names.get(name, name): fake for name, fake in fakes[PARAMETERS].items()}
     if content.experiment.model.tied and (head in names or conversion.naming == "huggingface"):
         model[names.get(head, head)] = next(iter(fakes[PARAMETERS].values()))  # a module lists a tied head too
-    tree: dict[str, Any] = {"model": model}
-    if content.updates is not None:
-        with jax.enable_x64(True):
-            rate = float(learning_rate(o, content.experiment.train.steps, jnp.asarray(content.step + 1)))
-        shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
-        tree["optimizer"] = adamw.state_dict(fakes, shapes, o, rate, content.updates)
-        groups = len(tree["optimizer"]["param_groups"])
-        tree["scheduler"] = {
-            "base_lrs": [o.learning_rate] * groups, "last_epoch": content.step, "_step_count": content.step + 1,
-            "_last_lr": [rate] * groups, "lr_lambdas": [None] * groups,
-        }  # fmt: skip
-    tree |= {key: value for key, value in (origin.extras or {}).items() if key not in SCHEDULER}
-    tree |= {"step": content.step, EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    lay_out(path, tree)
-    places = {id(fake): start for fake, start in zip(tree_tensors(tree), starts(path), strict=True)}
-    for tensor in tree_tensors(tree):
-        if not isinstance(tensor, torch._subclasses.FakeTensor):
-            buffers.write(path, places[id(tensor)], to_numpy(tensor))
-    conversion.each(lambda group, name, array: buffers.write(path, places[id(fakes[group][name])], array), *fakes)
+    if origin.kind == "torch" and origin.extras is None and content.updates is None:
+        file = TorchFile(path, model)
+    else:
+        tree = dict(origin.extras or {})
+        tree[_key(tree, MODEL)] = model
+        if content.updates is not None:
+            tree |= _training(content, content.updates, tree, fakes)
+        tree.setdefault(EXPERIMENT, content.experiment.model_dump(mode="json", exclude_none=True))
+        file = TorchFile(path, tree)
+    conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
+    file.seal()
+
+
+def _training(
+    content: Content, updates: int, tree: Mapping[str, Any], fakes: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
+    """Optimizer, scheduler and step under the keys of `tree`: as they were there, if no step has been made since."""
+    o, kept = content.experiment.optimizer, _part(tree, OPTIMIZER)
+    with jax.enable_x64(True):
+        rate = float(learning_rate(o, content.experiment.train.steps, jnp.asarray(content.step + 1)))
+    shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
+    groups = kept["param_groups"] if kept else adamw.groups_of(shapes, o, rate)
+    scheduler = _part(tree, SCHEDULER) if kept else {
+        "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
+    }  # fmt: skip
+    if not kept or content.step != content.origin.step:
+        groups = [adamw.going_on(group, o, rate) for group in groups]
+        now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
+        scheduler = scheduler and scheduler | now
+    made = {_key(tree, OPTIMIZER): adamw.state_dict(fakes, groups, updates)}
+    made |= {_key(tree, SCHEDULER): scheduler} if scheduler else {}
+    return made | {next((key for key in STEP if key in tree), STEP[0]): content.step}
 
 
 def save_plain(path: Path, tree: Any) -> None:
     """Write a tree of tensors and plain values that `load` reads."""
     torch.save(tree, path)
-
-
-def tree_tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def lay_out(path: Path, tree: Any) -> None:
-    """Write the file of `tree`, with room for the numbers of its tensors. Tied ones share it."""
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(tree_map_only(Tensor, lambda tensor: tensor.contiguous(), tree), path)
-
-
-def starts(path: Path) -> list[int]:
-    """Where in the file the numbers of each tensor begin."""
-    return [place(tensor) for tensor in tree_tensors(load(path))]

@@ -32,10 +32,11 @@ def verify(conversion: Conversion, target: Format, path: Path) -> Iterator[str]:
     count = sum(map(len, conversion.groups.values()))
     yield f"verified: {count} tensors read again are equal to the bit"
     here, there = logits(content), logits(written)
-    apart = float(np.max(np.abs(here - there)) / np.max(np.abs(here)))
-    if conversion.dtype is None and apart:
+    equal = np.array_equal(here, there, equal_nan=True)
+    apart = np.max(np.abs(here - there), initial=0) / np.max(np.abs(here), initial=0) if not equal else 0
+    if conversion.dtype is None and not equal:
         raise TrainingError(f"logits of SOURCE and of what was written differ by {apart:.2g}; nothing is kept")
-    same = "equal to the bit" if not apart else f"within {apart:.2g} of the largest, in {conversion.dtype}"
+    same = "equal to the bit" if equal else f"within {apart:.2g} of the largest, in {conversion.dtype}"
     yield f"verified: logits of a probe batch, {'×'.join(map(str, here.shape))}, are {same}"
 
 

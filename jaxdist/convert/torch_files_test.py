@@ -1,0 +1,377 @@
+"""What training scripts save by `torch.save`: read whatever its form, and given back as it was."""
+
+import importlib
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxdist import checkpoint
+from jaxdist.config import ConfigError
+from jaxdist.config.hf import experiment_for, to_settings
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import MOMENTS
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.stream import Conversion
+from jaxdist.convert.tables import entries
+from jaxdist.optim import learning_rate
+
+torch = pytest.importorskip("torch")
+torch_files = importlib.import_module("jaxdist.convert.torch_files")
+
+PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.")
+
+
+class TestTorchFiles:
+    model = MODELS["Qwen2ForCausalLM"]
+
+    def saved(self, path: Path, **parts: Any) -> dict[str, Any]:
+        """What a training script saves of a model, an optimizer and a step, with `parts` instead of its own."""
+        written(path, "torch", content_of(self.model))
+        tree = torch.load(path, weights_only=True)
+        tree = {key: value for key, value in (tree | parts).items() if value is not None}
+        torch.save(tree, path)
+        return tree
+
+    def config(self, folder: Path) -> str:
+        file = folder / "model.toml"
+        file.write_text(experiment_for(self.model.model_dump(), "test").to_toml())
+        return str(file)
+
+    @pytest.mark.parametrize("prefix", PREFIXES)
+    def test_wrappers_prefixes(self, prefix: str, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {prefix + name: tensor for name, tensor in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        assert list(torch.load(tmp_path / "b.pt", weights_only=True)["model"]) == list(tree["model"])
+
+    def test_inside_of_a_path(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        wrapped = {name.replace("layers.", "layers._fsdp_wrapped_module.", 1): t for name, t in tree["model"].items()}
+        torch.save(tree | {"model": wrapped}, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_a_bare_state_dict_needs_a_model(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree["model"], tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt does not say what model it is; give --model"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        same(torch.load(tmp_path / "b.pt", weights_only=True), dict(tree["model"]))
+
+    def test_the_way_of_a_real_script(self, tmp_path: Path) -> None:
+        """A module and an optimizer of torch's own take what is written, and give it back, the scaler and RNG too."""
+        transformers = pytest.importorskip("transformers")
+        from jaxdist.config.hf import to_settings
+
+        module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**to_settings(self.model, "float32")))
+        named = dict(module.named_parameters())
+        decayed = [item for item in named.items() if item[1].ndim >= 2]
+        others = [item for item in named.items() if item[1].ndim < 2]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(3):
+            module(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        saved = {
+            "model": {f"module.{name}": tensor for name, tensor in module.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "scheduler": schedule.state_dict(),
+            "scaler": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3},
+            "amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 3}},
+            "rng": torch.get_rng_state(),
+            "epoch": 2,
+        }
+        torch.save(saved, tmp_path / "a.pt")
+        config = self.config(tmp_path)
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", config])
+        main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
+        main([str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--verify"])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        for key in ("scaler", "amp", "epoch"):
+            assert back[key] == saved[key]
+        assert torch.equal(back["rng"], saved["rng"]) and back["step"] == back["scheduler"]["last_epoch"] == 3
+        assert list(back["model"]) == list(saved["model"])
+        module.load_state_dict({name.removeprefix("module."): t for name, t in back["model"].items()})
+        optimizer.load_state_dict(back["optimizer"])
+        schedule.load_state_dict(back["scheduler"])
+        after = optimizer.state_dict()
+        for i, state in saved["optimizer"]["state"].items():
+            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *MOMENTS))
+
+    @pytest.mark.parametrize("order", ["one group", "others first", "unnamed", "by name"])
+    def test_orders_of_an_optimizer(self, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        right = tensors(tmp_path / "a.pt")
+        names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
+        by_name = dict(zip(names, optimizer["state"].values(), strict=True))
+        shapes = entries("huggingface", self.model)
+        decayed, others = ([n for n in shapes if (len(shapes[n].shape) >= 2) == wide] for wide in (True, False))
+        groups = {
+            "one group": [list(shapes)],
+            "others first": [others, decayed],
+            "unnamed": [decayed, others],
+            "by name": [names],
+        }[order]
+        order_of = [name for group in groups for name in group]
+        numbers = {name: name if order == "by name" else i for i, name in enumerate(order_of)}
+        changed = {
+            "state": {numbers[name]: by_name[name] for name in order_of},
+            "param_groups": [
+                {"lr": 0.1, "weight_decay": 0.1, "params": [numbers[n] for n in group]} for group in groups
+            ],
+        }
+        self.saved(tmp_path / "a.pt", optimizer=changed)
+        capsys.readouterr()
+        assert tensors(tmp_path / "a.pt") == right
+        assert "is its own; going on, jaxdist decays matrices alone" in capsys.readouterr().out
+
+    def test_an_order_that_cannot_be(self, tmp_path: Path) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        for group in optimizer["param_groups"]:
+            del group["param_names"]
+        optimizer["param_groups"][0]["params"].reverse()
+        optimizer["param_groups"][1]["params"].reverse()
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"has \d+ entries in 2 groups, in no order"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0], "lr": 0.1}]},
+            {"state": {0: {}}, "param_groups": [{}]},
+            {"state": {0: {}}, "param_groups": [5]},
+            {"state": {"norm": 3}, "param_groups": []},
+            {"state": [1, 2], "param_groups": None},
+        ],
+        ids=str,
+    )
+    def test_an_optimizer_of_another_kind(self, optimizer: dict[str, Any], tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"a.pt: its optimizer"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    def test_a_file_of_old(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_views_and_transposes_are_read_as_they_are(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {n: t.T.contiguous().T if t.ndim == 2 else t for n, t in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+    def test_damage(self, damage: str, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        data = (tmp_path / "a.pt").read_bytes()
+        broken = {"cut": data[:-900], "flipped": data[:70] + b"\xff" * 90 + data[160:], "empty": b"", "text": b"hello"}
+        (tmp_path / "a.pt").write_bytes(broken[damage])
+        with pytest.raises(ConfigError, match=r"a.pt"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("kind", ["run", "file"])
+    def test_views_of_one_storage(self, kind: str, tmp_path: Path) -> None:
+        """What a script keeps besides may be slices of one flat tensor, or turned."""
+        flat, matrix = torch.arange(12.0), torch.arange(6.0).reshape(2, 3)
+        averages = {"a": flat[:4], "b": flat[4:8], "c": flat[8:], "turned": matrix.T, "half": flat.bfloat16()[1:3]}
+        saved = self.saved(tmp_path / "a.pt", ema=averages)
+        if kind == "run":
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / ("run" if kind == "run" else "a.pt")), str(tmp_path / "b.pt")])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)["ema"]
+        assert back.keys() == saved["ema"].keys() == averages.keys()
+        for name, tensor in averages.items():
+            assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+    @pytest.mark.parametrize("kind", ["torch", "dcp"])
+    def test_checksums(self, kind: str, tmp_path: Path) -> None:
+        """Each record has its own, as in what torch.save writes; and a flipped number is seen."""
+        made = written(tmp_path / "made", kind, content_of(self.model))
+        files = sorted(made.rglob("*.distcp")) if kind == "dcp" else [made]
+        assert len(files) == (1 if kind == "torch" else 4 * len(entries("torch_ref", self.model)) + 1)
+        for file in files:
+            with zipfile.ZipFile(file) as archive:
+                assert archive.testzip() is None
+                record = max(archive.infolist(), key=lambda info: info.file_size)
+        content = bytearray(files[-1].read_bytes())
+        content[record.header_offset + record.file_size] ^= 1
+        files[-1].write_bytes(content)
+        with zipfile.ZipFile(files[-1]) as archive:
+            assert archive.testzip() is not None
+
+    def script(self, file: Path, scheduler: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
+        """What a script of torch's own saves after five steps, `keys` being its names of the parts."""
+        written(file, "torch", content_of(self.model))
+        weights = torch.load(file, weights_only=True)["model"]
+        shapes = entries("huggingface", self.model)
+        parameters = [(n, torch.nn.Parameter(weights[n])) for n in shapes]
+        groups = [[(n, p) for n, p in parameters if (p.ndim >= 2) == wide] for wide in (True, False)]
+        optimizer = torch.optim.AdamW(
+            [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}],
+            lr=1e-3, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.03,
+        )  # fmt: skip
+        schedule = scheduler and scheduler(optimizer)
+        for _ in range(5):
+            for _, parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            if schedule:
+                schedule.step()
+        name = {key: keys.get(key, key) for key in ("model", "optimizer", "step")} | {
+            "scheduler": keys.get("rate", "scheduler")
+        }
+        tree = {"args": {"seed": 3}, name["model"]: dict(weights), name["optimizer"]: optimizer.state_dict()}
+        tree[name["model"]] |= {n: p.detach().clone() for n, p in parameters}
+        tree |= {name["step"]: 5} | ({name["scheduler"]: schedule.state_dict()} if schedule else {})
+        torch.save(tree, file)
+        return torch.load(file, weights_only=True), optimizer
+
+    @pytest.mark.parametrize(
+        "scheduler",
+        [
+            None,
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4),
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o,
+                [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)],
+                [3],
+            ),
+        ],
+        ids=["none", "cosine", "sequential"],
+    )
+    @pytest.mark.parametrize("through", ["orbax", "dcp", "torch"])
+    def test_a_script_gets_back_what_it_saved(self, through: str, scheduler: Any, tmp_path: Path) -> None:
+        """All of it under its keys in their order: groups, schedule, step. Ours comes beside them."""
+        saved, optimizer = self.script(
+            tmp_path / "a.pt", scheduler, model="state_dict", step="global_step", rate="lr_scheduler"
+        )
+        main([str(tmp_path / "a.pt"), str(tmp_path / "there"), "--to", through, "--model", self.config(tmp_path)])
+        main([str(tmp_path / "there"), str(tmp_path / "b.pt")])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        assert back.pop("experiment")
+        assert list(back) == list(saved)
+        same(back, saved)
+        optimizer.load_state_dict(back["optimizer"])
+
+    def test_the_optimizer_goes_along(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Its settings are the run's; its schedule where the file tells it, the config's where there is none."""
+
+        def of(scheduler: Any) -> Any:
+            self.script(tmp_path / "a.pt", scheduler)
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", "--model", self.config(tmp_path)])
+            return checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+
+        o, default = of(None), experiment_for(self.model.model_dump(), "test").optimizer
+        assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
+        assert (o.decay, o.warmup) == (default.decay, default.warmup)
+        assert "scheduler" not in capsys.readouterr().out
+        assert of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)).learning_rate == 1e-3
+        assert "the rule of its scheduler is not in it" in capsys.readouterr().out
+
+    def test_without_a_scheduler_the_rate_stays(self, tmp_path: Path) -> None:
+        """Where no config says otherwise."""
+        self.script(tmp_path / "a.pt")
+        (tmp_path / "config.json").write_text(json.dumps(to_settings(self.model, "float32")))
+        o = torch_files.opened(tmp_path / "a.pt").experiment.optimizer
+        assert (o.learning_rate, o.decay, o.warmup) == (1e-3, "constant", 0)
+
+    def test_more_steps_change_the_groups(self, tmp_path: Path) -> None:
+        """Once more steps were made, rate and counters are those of now, under the script's names."""
+        self.script(tmp_path / "a.pt", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4))
+        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        later = replace(content, step=25, updates=25)
+        torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        rate = float(learning_rate(content.experiment.optimizer, content.experiment.train.steps, jnp.asarray(26)))
+        rates = [group["lr"] for group in back["optimizer"]["param_groups"]]
+        assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
+        assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
+        assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"amsgrad": True}, "has amsgrad = True"),
+            ({"maximize": True}, "has maximize = True"),
+            ({"decoupled_weight_decay": False, "weight_decay": 0.1}, "has decoupled_weight_decay = False"),
+            ({"lr": 1e-2}, "learning_rate of its optimizer's groups are"),
+            ({"betas": (0.1, 0.2)}, "beta1 of its optimizer's groups are"),
+        ],
+    )
+    def test_what_our_optimizer_cannot_do(self, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        saved["optimizer"]["param_groups"][0] |= change
+        torch.save(saved, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=f"a.pt: .*{says}"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        assert not (tmp_path / "run").exists()
+
+    def test_a_rate_that_is_a_tensor(self, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        for group in saved["optimizer"]["param_groups"]:
+            group["lr"] = torch.tensor(2e-3)
+        torch.save(saved, tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        kept = checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+        assert kept.learning_rate == pytest.approx(2e-3, rel=1e-7)
+
+    @pytest.mark.parametrize("step", [float("nan"), float("inf"), 1e30, 2.0**40, 0.5, -1.0])
+    def test_a_step_that_cannot_be(self, step: float, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        for state in saved["optimizer"]["state"].values():
+            state["step"] = torch.tensor(step)
+        torch.save(saved, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt: step = .* of its optimizer; give a whole number"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+
+    def test_other_parts_of_the_same_name(self, tmp_path: Path) -> None:
+        """A model's name, a script's own experiment, a config.json that is none of a model."""
+        saved, _ = self.script(tmp_path / "a.pt", model="state_dict")
+        (tmp_path / "config.json").write_text('{"batch": 3}')
+        torch.save({"model": "qwen"} | saved | {"experiment": {"name": "run1"}}, tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--model", self.config(tmp_path)])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        same(back, {"model": "qwen"} | saved | {"experiment": {"name": "run1"}})
+
+    def test_a_zip_without_its_directory(self, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        data = (tmp_path / "a.pt").read_bytes()
+        place = data.index(b"PK\x01\x02")
+        (tmp_path / "a.pt").write_bytes(data[:place] + b"none" + data[place + 4 :])
+        with pytest.raises(ConfigError, match=r"a.pt"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert that two trees are the same to the bit; what was a tuple may be a list."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    else:
+        assert a == b

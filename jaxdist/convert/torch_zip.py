@@ -1,0 +1,69 @@
+"""Files of `torch.save` with room for tensors, which are written in any order, by several threads.
+
+Such a file is a zip with a record for each storage; the checksum of a record stands behind it and in the directory.
+"""
+
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from jaxdist.convert import buffers
+
+LOCAL, CENTRAL = "<26x2H", "<28x3H12x"  # lengths of what follows a record's header, and an entry of the directory
+DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # where the checksum stands in either
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def place(tensor: Tensor) -> int:
+    """Where in the file the storage of a tensor on the meta device begins (torch.serialization)."""
+    start: Any = tensor.untyped_storage()
+    return int(start._checkpoint_offset)
+
+
+class TorchFile:
+    """A file of a tree with room for its fake tensors; those that have numbers are there. Tied ones share a place."""
+
+    def __init__(self, path: Path, tree: Any) -> None:
+        """Raises OSError, or RuntimeError of torch's, where it cannot be written."""
+        self.path, self.sums = path, dict[int, int]()
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(tree, path)
+        read = torch.load(path, map_location="meta", weights_only=True)
+        self.places = {id(mine): place(there) for mine, there in zip(tensors(tree), tensors(read), strict=True)}
+        for tensor in tensors(tree):
+            if not isinstance(tensor, FakeTensor):
+                storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+                self.write(tensor, storage.numpy())
+
+    def write(self, tensor: Tensor, numbers: np.ndarray) -> None:
+        """Give one of the tree's tensors its numbers, those of its whole storage. Raises OSError."""
+        start = self.places[id(tensor)]
+        buffers.write(self.path, start, numbers)
+        self.sums[start] = zlib.crc32(buffers.raw(numbers))
+
+    def seal(self) -> None:
+        """All is written: the records get their checksums."""
+        with self.path.open("r+b") as file, zipfile.ZipFile(file) as archive:
+            entry = archive.start_dir
+            for record in archive.infolist():
+                file.seek(record.header_offset)
+                local = struct.calcsize(LOCAL)
+                start = record.header_offset + local + sum(struct.unpack(LOCAL, file.read(local)))
+                if start in self.sums:
+                    for position in start + record.file_size + DESCRIPTOR_SUM, entry + CENTRAL_SUM:
+                        file.seek(position)
+                        file.write(self.sums[start].to_bytes(4, "little"))
+                file.seek(entry)
+                central = struct.calcsize(CENTRAL)
+                entry += central + sum(struct.unpack(CENTRAL, file.read(central)))
