@@ -108,7 +108,9 @@ def timed(command: Sequence[str]) -> tuple[float, int]:
     time.sleep(SETTLE)
     began = time.perf_counter()
     with tempfile.TemporaryFile() as output:
-        _, status, used = os.wait4(subprocess.Popen(command, stdout=output, stderr=output).pid, 0)
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         os.sync()
         if status:
             output.seek(0)

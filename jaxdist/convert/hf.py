@@ -20,8 +20,8 @@ from jaxdist.convert.tables import HUGGINGFACE, OWN
 CONFIG = "config.json"
 # Files of a Hugging Face folder that say nothing of the weights, and go along.
 COMPANIONS = (
-    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "tekken.json", "vocab.json",
-    "merges.txt", "chat_template*",
+    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tekken.json", "chat_template*",
 )  # fmt: skip
 
 
