@@ -47,7 +47,8 @@ def test_torch_ref_never_imports_jax() -> None:
         assert all(name.startswith(("jaxdist.config", "jaxdist.data")) for name in inside), path
 
 
-TORCH_FILES = {"torch_files.py", "dcp_files.py", "adamw.py"}  # in convert/: what reads and writes torch's own files
+# In convert/: what reads and writes torch's own files.
+TORCH_FILES = {"torch_files.py", "torch_zip.py", "dcp_files.py", "adamw.py"}
 
 
 def test_jaxdist_never_imports_torch() -> None:

@@ -195,10 +195,13 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
         def convert() -> None:
             with self.lock:  # two items at once would be twice as much in memory
-                if not self.failed:
-                    self.failed = True
+                if self.failed:
+                    return
+                try:
                     self.conversion.each(put, *{value.group: None for value in values})
-                    self.failed = False
+                except BaseException:
+                    self.failed = True
+                    raise
 
         await asyncio.to_thread(convert)
 

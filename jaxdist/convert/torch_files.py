@@ -258,6 +258,7 @@ def _training(
 ) -> dict[str, Any]:
     """Optimizer, scheduler and step under the keys of `tree`: as they were there, if no step has been made since."""
     o, kept = content.experiment.optimizer, _part(tree, OPTIMIZER)
+    kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     with jax.enable_x64(True):
         rate = float(learning_rate(o, content.experiment.train.steps, jnp.asarray(content.step + 1)))
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}

@@ -14,7 +14,7 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import experiment_for, to_settings
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.content import MOMENTS
+from jaxdist.convert.content import MOMENTS, PARAMETERS
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.stream import Conversion
@@ -306,6 +306,22 @@ class TestTorchFiles:
         assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
         assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
         assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}
+
+    def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
+        """It comes back as it was; and with ours once there are moments."""
+        saved, _ = self.script(tmp_path / "a.pt")
+        saved["optimizer"]["state"], saved["step"] = {}, 0
+        torch.save(saved, tmp_path / "a.pt")
+        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        assert back.pop("experiment")
+        same(back, saved)
+        moments = dict.fromkeys(MOMENTS, content.groups[PARAMETERS])
+        later = replace(content, groups={**content.groups, **moments}, step=3, updates=3)
+        torch_files.write(tmp_path / "c.pt", Conversion(later, "huggingface"))
+        state = torch.load(tmp_path / "c.pt", weights_only=True)["optimizer"]
+        assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])
 
     @pytest.mark.parametrize(
         ("change", "says"),
