@@ -7,6 +7,7 @@ the peak of resident memory is compared with 1 GB and twice the largest tensor, 
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from jaxdist.convert.tables import entries
 from jaxdist.convert.target import remove
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
+BLOCK = 10_000_000  # numbers that are drawn at a time
 SETTLE = 15  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
 PATHS = (  # source, target, its kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
@@ -71,7 +73,8 @@ def model_of(size: float) -> Llama:
 
 
 def synthesize(folder: Path, model: Llama) -> None:
-    """A Hugging Face folder of random weights, a tensor at a time."""
+    """A Hugging Face folder of random weights, a few numbers at a time: a process that is started later counts what its
+    parent once had in memory as its own peak."""
     described = {n: Tensor(e.shape, np.dtype(ml_dtypes.bfloat16)) for n, e in entries("huggingface", model).items()}
     random = np.random.default_rng(0)
 
@@ -79,9 +82,11 @@ def synthesize(folder: Path, model: Llama) -> None:
     (folder / "config.json").write_text(json.dumps(to_settings(model, "bfloat16")), encoding="utf-8")
     places = lay_out(folder, described)
     for name, tensor in described.items():
-        # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
-        bits = random.integers(0, 2**16, size=tensor.shape, dtype=np.uint16)
-        buffers.write(*places[name], bits & 0x83FF | 0x3800)
+        path, start = places[name]
+        for begin in range(0, math.prod(tensor.shape), BLOCK):
+            # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
+            bits = random.integers(0, 2**16, size=min(BLOCK, math.prod(tensor.shape) - begin), dtype=np.uint16)
+            buffers.write(path, start + bits.itemsize * begin, bits & 0x83FF | 0x3800)
 
 
 def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pair:
