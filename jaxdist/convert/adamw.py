@@ -12,7 +12,11 @@ from jaxdist.convert.content import MOMENTS
 from jaxdist.convert.tables import Shape
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
-UNLIKE = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}  # of a group: not our AdamW
+UNLIKE: dict[str, Callable[[Mapping[str, Any]], Any]] = {  # what makes a group's optimizer another than our AdamW
+    "amsgrad": lambda group: group.get("amsgrad"),
+    "maximize": lambda group: group.get("maximize"),
+    "decoupled_weight_decay": lambda group: not group.get("decoupled_weight_decay", True) and group.get("weight_decay"),
+}
 SETTINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "learning_rate": lambda group: group.get("initial_lr", group.get("lr")),
     "beta1": lambda group: group["betas"][0] if "betas" in group else None,
@@ -71,12 +75,11 @@ def named(groups: Sequence[Mapping[str, Any]], order: Order) -> list[dict[str, A
 def settings(source: str, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """The optimizer section of an experiment, as far as `named` groups say it. Raises ConfigError where no such
     section can say it: for another optimizer than AdamW, and for groups that are trained in different ways."""
-    for group in groups:
-        for name, value in UNLIKE.items():
-            if group.get(name) == value and (name != "decoupled_weight_decay" or group.get("weight_decay")):
-                raise ConfigError(
-                    f"{source}: its optimizer has {name} = {value}, AdamW of jaxdist has not; leave it out"
-                )
+    for name, unlike in UNLIKE.items():
+        if other := next(filter(unlike, groups), None):
+            raise ConfigError(
+                f"{source}: its optimizer has {name} = {other[name]}, AdamW of jaxdist has not; leave it out"
+            )
     found: dict[str, Any] = {}
     for setting, of in SETTINGS.items():
         values = {of(group) for group in groups} - {None}
@@ -100,8 +103,7 @@ def state_dict(
     moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]], updates: int
 ) -> dict[str, Any]:
     """What `AdamW.state_dict` would give of `named` groups. `moments`: kind -> name -> tensor."""
-    order = [name for group in groups for name in group["params"]]
-    numbers = {name: i for i, name in enumerate(order)}
+    numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     state = {
         i: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}
         for name, i in numbers.items()

@@ -102,7 +102,7 @@ class Conversion:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.content.groups[group], self._dtype(group, unit)
         source, target = unit.sources[0], unit.targets[0]
-        if target.same(source):
+        if target.same(source):  # then they are all of the unit
             return {target.name: np.ascontiguousarray(cast(source.name, leaves[source.name].read(), dtype))}
         made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
         places = {atom: (target, i) for target in unit.targets for i, atom in enumerate(target.atoms)}

@@ -186,9 +186,10 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
 
 def _schedule(path: Path, tree: Any, wanted: bool) -> dict[str, Any]:
     """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
-    if _part(tree, SCHEDULER):
+    scheduler = _part(tree, SCHEDULER)
+    if scheduler:
         say(f"{path}: the rule of its scheduler is not in it; the config's schedule is taken, --model gives another")
-    return {} if wanted or _part(tree, SCHEDULER) else {"warmup": 0, "decay": "constant"}
+    return {} if wanted or scheduler else {"warmup": 0, "decay": "constant"}
 
 
 def count_of(path: Path, value: Any) -> int:
@@ -214,9 +215,9 @@ def _steps(path: Path, tree: Any, updates: int | None) -> int:
 def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
     """The file as torch has it, without weights and moments: its keys in their order, the optimizer's groups, the
     scheduler, scaler, Apex's amp, RNG states. None for a state dict alone."""
-    if not isinstance(tree, dict) or not any(key in tree for key in MODEL):
+    if not _part(tree, MODEL):
         return None
-    kept = load(path, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    kept = load(path, map_location="cpu", mmap=True) if zipfile.is_zipfile(path) else dict(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
     kept[_key(kept, MODEL)] = {}

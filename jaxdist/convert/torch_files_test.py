@@ -218,7 +218,7 @@ class TestTorchFiles:
         with zipfile.ZipFile(files[-1]) as archive:
             assert archive.testzip() is not None
 
-    def script(self, file: Path, scheduler: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
+    def script(self, file: Path, rule: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
         """What a script of torch's own saves after five steps, `keys` being its names of the parts."""
         written(file, "torch", content_of(self.model))
         weights = torch.load(file, weights_only=True)["model"]
@@ -229,16 +229,14 @@ class TestTorchFiles:
             [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}],
             lr=1e-3, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.03,
         )  # fmt: skip
-        schedule = scheduler and scheduler(optimizer)
+        schedule = rule and rule(optimizer)
         for _ in range(5):
             for _, parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             if schedule:
                 schedule.step()
-        name = {key: keys.get(key, key) for key in ("model", "optimizer", "step")} | {
-            "scheduler": keys.get("rate", "scheduler")
-        }
+        name = {key: keys.get(key, key) for key in ("model", "optimizer", "step", "scheduler")}
         tree = {"args": {"seed": 3}, name["model"]: dict(weights), name["optimizer"]: optimizer.state_dict()}
         tree[name["model"]] |= {n: p.detach().clone() for n, p in parameters}
         tree |= {name["step"]: 5} | ({name["scheduler"]: schedule.state_dict()} if schedule else {})
@@ -246,7 +244,7 @@ class TestTorchFiles:
         return torch.load(file, weights_only=True), optimizer
 
     @pytest.mark.parametrize(
-        "scheduler",
+        "rule",
         [
             None,
             lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4),
@@ -259,10 +257,10 @@ class TestTorchFiles:
         ids=["none", "cosine", "sequential"],
     )
     @pytest.mark.parametrize("through", ["orbax", "dcp", "torch"])
-    def test_a_script_gets_back_what_it_saved(self, through: str, scheduler: Any, tmp_path: Path) -> None:
+    def test_a_script_gets_back_what_it_saved(self, through: str, rule: Any, tmp_path: Path) -> None:
         """All of it under its keys in their order: groups, schedule, step. Ours comes beside them."""
         saved, optimizer = self.script(
-            tmp_path / "a.pt", scheduler, model="state_dict", step="global_step", rate="lr_scheduler"
+            tmp_path / "a.pt", rule, model="state_dict", step="global_step", scheduler="lr_scheduler"
         )
         main([str(tmp_path / "a.pt"), str(tmp_path / "there"), "--to", through, "--model", self.config(tmp_path)])
         main([str(tmp_path / "there"), str(tmp_path / "b.pt")])
@@ -275,8 +273,8 @@ class TestTorchFiles:
     def test_the_optimizer_goes_along(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Its settings are the run's; its schedule where the file tells it, the config's where there is none."""
 
-        def of(scheduler: Any) -> Any:
-            self.script(tmp_path / "a.pt", scheduler)
+        def of(rule: Any) -> Any:
+            self.script(tmp_path / "a.pt", rule)
             main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", "--model", self.config(tmp_path)])
             return checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
 
