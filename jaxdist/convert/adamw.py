@@ -68,8 +68,12 @@ def _fits(entry: Any, shape: Shape | None) -> bool:
 
 
 def named(groups: Sequence[Mapping[str, Any]], order: Order) -> list[dict[str, Any]]:
-    """Groups with the names of their parameters in place of numbers."""
-    return [{**group, "params": [order[key] for key in group["params"] if key in order]} for group in groups]
+    """Groups with the names of their parameters in `params`, and in `keys` what the optimizer calls them."""
+    known = [[key for key in group["params"] if key in order] for group in groups]
+    return [
+        {**group, "params": [order[key] for key in keys], "keys": keys}
+        for group, keys in zip(groups, known, strict=True)
+    ]
 
 
 def settings(source: str, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> dict[str, Any]:
@@ -103,13 +107,13 @@ def state_dict(
     moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Mapping[str, Any]], updates: int
 ) -> dict[str, Any]:
     """What `AdamW.state_dict` would give of `named` groups. `moments`: kind -> name -> tensor."""
-    numbers = {name: i for i, name in enumerate(name for group in groups for name in group["params"])}
     state = {
-        i: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}
-        for name, i in numbers.items()
+        key: {"step": torch.tensor(float(updates))} | {kind: moments[kind][name] for kind in MOMENTS}
+        for group in groups
+        for name, key in zip(group["params"], group["keys"], strict=True)
     }
-    numbered = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
-    return {"state": state, "param_groups": numbered}
+    unnamed = [{**group, "params": group["keys"]} for group in groups]
+    return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
 
 
 def going_on(group: Mapping[str, Any], o: Optimizer, rate: float) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def going_on(group: Mapping[str, Any], o: Optimizer, rate: float) -> dict[str, A
 
 
 def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[dict[str, Any]]:
-    """Groups as this version of torch writes them: matrices decay and come first, then all others.
+    """`named` groups as this version of torch writes them: matrices decay and come first, then all others.
 
     `rate`: the learning rate now.
     """
@@ -133,6 +137,6 @@ def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[di
     ]
     optimizer = torch.optim.AdamW(given, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps)
     return [
-        group | {"initial_lr": o.learning_rate, "params": group["param_names"]}
+        group | {"initial_lr": o.learning_rate, "params": group["param_names"], "keys": group["params"]}
         for group in optimizer.state_dict()["param_groups"]
     ]

@@ -138,6 +138,9 @@ class TestTorchFiles:
         capsys.readouterr()
         assert tensors(tmp_path / "a.pt") == right
         assert "is its own; going on, jaxdist decays matrices alone" in capsys.readouterr().out
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        same(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"], changed)
 
     def test_an_order_that_cannot_be(self, tmp_path: Path) -> None:
         optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
