@@ -131,6 +131,11 @@ class Program:
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
 
     @cached_property
+    def finite(self) -> Any:
+        """parameters -> by name whether all of it is finite, jitted."""
+        return jax.jit(lambda parameters: {name: jnp.isfinite(w).all() for name, w in parameters.items()})
+
+    @cached_property
     def logits(self) -> Any:
         """(parameters, tokens [B, T]) -> logits [B, T, V], jitted."""
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import RunFolder, check_finite, diverged, exit_codes, newest, parse
+from jaxdist.config import RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, open_dataset
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
             if newest(checkpoints.folder) != experiment.train.steps:
-                checkpoints.save(experiment.train.steps, experiment, state.parameters, state.optimizer)
+                keep(program, experiment.train.steps, state, checkpoints, folder)
 
     summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
@@ -143,10 +143,22 @@ def loop(
                 folder.log(record)
             due = schedule.due(step)
             if due and checkpoints:
-                checkpoints.save(step, experiment, state.parameters, state.optimizer)
+                keep(program, step, state, checkpoints, folder)
             if due is Due.STOP:
-                raise schedule.interrupted(step, kept=checkpoints is not None)
+                if checkpoints:
+                    checkpoints.wait()
+                raise schedule.interrupted(step, folder.checkpoints if folder else None)
     return state, records
+
+
+def keep(
+    program: Program, step: int, state: TrainState, checkpoints: checkpoint.Checkpoints, folder: RunFolder | None
+) -> None:
+    """Begin to save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
+    if bad := next((name for name, finite in program.finite(state.parameters).items() if not finite), None):
+        checkpoints.wait()
+        raise overflown(step, bad, folder.newest if folder else None)
+    checkpoints.save(step, program.experiment, state.parameters, state.optimizer)
 
 
 def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> float | None:

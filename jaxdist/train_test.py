@@ -426,6 +426,23 @@ def test_a_last_update_that_diverges_is_not_kept(tmp_path: Path) -> None:
     assert not (path / "checkpoints").exists() and not (path / "summary.json").exists()
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """Also where nothing else would tell: the first weight is named, and the checkpoint before."""
+    path = tmp_path / "run"
+    wild = ["--optimizer.warmup", "0", "--optimizer.decay", "constant", "--checkpoint.every", "1"]
+    wild += ["--train.validation_batches", "0", "--train.nonfinite", "skip", "--output", str(path)]
+    assert command(*TINY, *wild, "--steps", "1").returncode == 0
+    # The rate is none of what may be changed, so the config of the run is.
+    config = path / "config.toml"
+    config.write_text(re.sub("(?m)^learning_rate = .*", "learning_rate = 1e39", config.read_text()))
+    done = command("--config", str(config), "--steps", "4", "--output", str(path), "--resume")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(
+        r"step 2: its update made \S+ not finite\. .* the last checkpoint is \S+checkpoints/1\.", done.stderr
+    )
+    assert [entry.name for entry in (path / "checkpoints").iterdir()] == ["1"]
+
+
 def test_a_finished_run_resumed_keeps_its_summary(straight: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(straight, copy)

@@ -1,5 +1,6 @@
 """Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
 
+import argparse
 import platform
 import sys
 from collections.abc import Sequence
@@ -11,9 +12,10 @@ from typing import Any
 from rich.progress import track
 
 from jaxdist.config import Arguments, ConfigError, check_new, exit_codes, parse
+from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from parity_tests.levels import FEWEST
-from parity_tests.proof import Proof
+from parity_tests.proof import STEPS, Proof
 from parity_tests.run import REFERENCES, Run, settings
 from parity_tests.verdict import Verdict
 
@@ -24,12 +26,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "the reference: torch_ref, Hugging Face's own model under DDP or FSDP2, or the run folder of any loop "
         "(default torch)",
     },
+    "--first": {
+        "type": int,
+        "default": STEPS,
+        "metavar": "N",
+        "help": f"prove the first N steps of the run, under the schedule of them all (default {STEPS})",
+    },
     "--bisect": {
         "action": "store_true",
         "help": "where the runs are not equivalent, find the first step and tensor by which they part",
     },
 }
-NOT_EQUIVALENT = 3  # the exit code of any other verdict
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,24 +57,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(proof, verdict)
     for line in (*verdict.notes, verdict.sentence):
         say(line)
-    if verdict.word != "equivalent":
-        sys.exit(NOT_EQUIVALENT)
+    verdict.exit()
 
 
 def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     """The proof that the arguments ask for, whether where the runs part is, and the starting weights if given."""
+    before = Parser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    before.add_argument("--against", **OPTIONS["--against"])
+    known, _ = before.parse_known_args(argv)
+    theirs = None if known.against in REFERENCES else run_at(known.against)
+    if theirs and known.config is None:  # that of the run, with what else is given
+        argv = ["--config", str(theirs.path / "config.toml"), *argv]
     a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
-    reference = a.more["against"]
-    if reference in REFERENCES:
-        return Proof.of(a.experiment, check(a), a.device, reference), a.more["bisect"], a.init
-    theirs = Run(f"run {Path(reference).name}", Path(reference))
-    theirs.check()
-    if a.config is None:  # that of the run, with what else was given
-        a = parse(["--config", str(theirs.path / "config.toml"), *argv], "parity_tests", __doc__ or "", OPTIONS)
+    if theirs is None:
+        return Proof.of(a.experiment, check(a), a.device, known.against, a.more["first"]), a.more["bisect"], a.init
     init = a.init or theirs.path / "start"
     if not init.exists():
         raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")
     return Proof.against(theirs, a.experiment, check(a), a.device), a.more["bisect"], init
+
+
+def run_at(given: str) -> Run:
+    """The run folder of another loop. Raises ConfigError."""
+    try:
+        path = user_path(given)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--against {error}; give torch, transformers, or a run folder") from None
+    run = Run(f"run {path.name}", path)
+    run.check()
+    run.check_names()
+    return run
 
 
 def check(a: Arguments) -> Path:
@@ -80,6 +100,8 @@ def check(a: Arguments) -> Path:
             f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
             f"loss to be judged; give --steps {FEWEST} or more, or a longer run"
         )
+    if a.more["first"] < FEWEST:
+        raise ConfigError(f"--first {a.more['first']}: a proof needs {FEWEST} steps; give {FEWEST} or more")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
     if a.more["against"] == "transformers":

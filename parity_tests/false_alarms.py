@@ -38,7 +38,7 @@ from parity_tests import cases
 from parity_tests.commands import TRAIN
 from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
-from parity_tests.verdict import LEVELS, Check, Verdict
+from parity_tests.verdict import LEVELS, NOT_EQUIVALENT, Check, Verdict
 from parity_tests.workers import Workers
 
 SEEDS = 100
@@ -53,7 +53,6 @@ DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
 PACKAGES, CONVERSION = ("jaxdist", "torch_ref", "parity_tests"), "jaxdist.convert"
-ALARM = 3  # the exit code when a proof was anything but equivalent
 
 
 class Case(NamedTuple):
@@ -231,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for result in alarms:
         say(f"{result.case}: {result.sentence}")
     if alarms:
-        sys.exit(ALARM)
+        sys.exit(NOT_EQUIVALENT)
 
 
 def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:

@@ -16,7 +16,6 @@ import pytest
 from jaxdist.config import ConfigError, Experiment, Parallel
 from parity_tests import cases, false_alarms, workers
 from parity_tests.false_alarms import (
-    ALARM,
     MESHES,
     RESULTS,
     STEPS,
@@ -31,7 +30,7 @@ from parity_tests.false_alarms import (
     table,
 )
 from parity_tests.run import Run
-from parity_tests.verdict import Check, Verdict
+from parity_tests.verdict import NOT_EQUIVALENT, Check, Verdict
 from parity_tests.workers import Ranks, compiled_from, inherit
 from torch_ref import launch
 
@@ -95,11 +94,11 @@ def test_all_combinations_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_an_alarm_is_one_and_stays_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert made(monkeypatch, Judged([CASE]), tmp_path, "--seeds", "1") == ALARM
+    assert made(monkeypatch, Judged([CASE]), tmp_path, "--seeds", "1") == NOT_EQUIVALENT
     assert "1 false alarms" in (said := capsys.readouterr().out)
     assert f"{CASE}: Not equivalent: 1 of 1 checks fail" in said
     assert (tmp_path / "alarms" / "llama-0" / "runs").is_dir()
-    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1") == ALARM
+    assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1") == NOT_EQUIVALENT
     assert made(monkeypatch, Judged(), tmp_path, "--seeds", "1", "--only", "gpt2") == 0  # of what was asked for
 
 

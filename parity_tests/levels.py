@@ -79,36 +79,41 @@ class Noise:
 def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[Check]:
     """Curves, gradients and final states of two float64 runs, and the learning rates of steps that were not run."""
 
-    def check(name: str, value: float, bound: float, floor: float = compare.STATE, of: str = "") -> Check:
-        return Check(level, name, value, bound, EXACT if bound <= floor else AMPLIFIED, what, of)
+    def check(
+        name: str, value: float, bound: float, widest: float, floor: float = compare.STATE, of: str = ""
+    ) -> Check:
+        return Check(level, name, value, bound, EXACT if bound <= floor else AMPLIFIED, what, of, widest)
+
+    def closest(name: str, differences: Mapping[str, float], bounds: Mapping[str, float]) -> Check:
+        tensor, value, bound = compare.closest(differences, bounds)
+        return check(name, value, bound, max(bounds.values(), default=0.0), of=tensor.partition("/")[2])
 
     for name, floor in compare.FLOOR.items():
-        value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), noise.curve(name))
-        yield check(name, value, bound, floor)
+        bounds = noise.curve(name)
+        value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), bounds)
+        yield check(name, value, bound, float(bounds.max()), floor)
     if "schedule" in a.summary and "schedule" in b.summary:
         rates = [{s: np.array(rate) for s, rate in run.summary["schedule"].items()} for run in (a, b)]
         when, value = compare.worst(compare.states(rates[0], rates[1]))
-        yield check(SCHEDULE, value, floor := compare.FLOOR["learning_rate"], floor, f"step {when}")
+        floor = compare.FLOOR["learning_rate"]
+        yield check(SCHEDULE, value, floor, floor, floor, f"step {when}")
     for step in sorted({*a.gradient_steps, *b.gradient_steps}):
         gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), noise.zero_gradient)
-        tensor, value, bound = compare.closest(gradients, noise.gradients(step))
-        yield check(f"gradients at step {step}", value, bound, of=tensor.partition("/")[2])
+        yield closest(f"gradients at step {step}", gradients, noise.gradients(step))
     for kind in STATES:
         states = compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradient)
-        tensor, value, bound = compare.closest(states, noise.states(kind))
-        yield check(f"{kind} at the end", value, bound, of=tensor.partition("/")[2])
+        yield closest(f"{kind} at the end", states, noise.states(kind))
 
 
-def too_wide(checks: Iterable[Check]) -> dict[str, str]:
+def too_wide(checks: Iterable[Check], limit: float = WIDEST) -> dict[str, str]:
     """Levels that cannot be decided, as equal runs may differ by more than a mistake moves them, with the reason."""
     found = {}
     for level in ("mathematics", "distribution"):
-        wide = [check for check in checks if check.level == level and WIDEST < check.bound < float("inf")]
-        if wide:
-            widest = max(wide, key=lambda check: check.bound)
+        widest = max((c for c in checks if c.level == level), key=lambda check: check.widest, default=None)
+        if widest and limit < widest.widest < float("inf"):
             found[level] = (
-                f"training amplifies rounding so far that equal runs may differ by {widest.bound:.1g} in {widest.title}"
-                f", where more than {WIDEST:g} could be a mistake; prove fewer steps, or with a smaller learning rate"
+                f"training amplifies rounding so far that equal runs may differ by {widest.widest:.1g} in {widest.key}"
+                f", where more than {limit:g} could be a mistake; prove fewer steps, or with a smaller learning rate"
             )
     return found
 

@@ -179,9 +179,28 @@ def test_a_bound_that_lets_mistakes_pass_decides_nothing() -> None:
     right, off = Gradients(), Gradients(rounding=1e-17)
     (level, reason), *more = levels.too_wide(agreement(right, off, off).values()).items()
     assert level == "mathematics" and "rounding" in reason and not more
-    check = Check("distribution", "loss", 0.0, WIDEST, "why")
-    assert not levels.too_wide([check]) and levels.too_wide([replace(check, bound=1.01 * WIDEST)])
-    assert not levels.too_wide([replace(check, level="precision", bound=1.0)])
+    check = Check("distribution", "loss", 0.0, WIDEST, "why", widest=WIDEST)
+    assert not levels.too_wide([check]) and levels.too_wide([replace(check, widest=1.01 * WIDEST)])
+    assert not levels.too_wide([replace(check, level="precision", widest=1.0)])
+    assert not levels.too_wide([replace(check, widest=1e-4)], limit=1e-3)
+
+
+def test_a_wide_bound_is_seen_behind_the_closest() -> None:
+    """What lies close to its own bound is shown; what a mistake could hide below decides."""
+    right, off, mistaken = Gradients(), Gradients(good=1 + 2e-2), Gradients(good=1 + 3e-2, rounding=6e-28)
+    found = agreement(right, mistaken, off)
+    assert all(check.holds for check in found.values()) and "gradients at step 1" in found
+    assert found["gradients at step 1"].widest == pytest.approx(0.08, rel=0.1)
+    assert "gradients at step 1" in levels.too_wide(found.values())["mathematics"]
+
+    class Curve(Made):
+        @property
+        def metrics(self) -> list[dict[str, Any]]:
+            first, second = super().metrics
+            return [first | {"loss": 1 + self.loss}, second | {"loss": 1 + self.grad_norm}]
+
+    loss = agreement(Curve(steps=2), Curve(9e-13, steps=2, grad_norm=3e-3), Curve(steps=2, grad_norm=1e-3))["loss"]
+    assert loss.holds and loss.bound == compare.LOSS and loss.widest == pytest.approx(4e-3, rel=0.01)
 
 
 def schedules(right: Optimizer, wrong: Optimizer, steps: int) -> Check:

@@ -58,6 +58,14 @@ def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
     return named
 
 
+def unwrapped(record: Mapping[str, np.ndarray]) -> Arrays:
+    """A record without what DDP, FSDP1 and torch.compile put into names."""
+    from jaxdist.convert.naming import plain  # imports jax, as above
+
+    parts = ((key.partition("/"), array) for key, array in record.items())
+    return {f"{kind}/{plain(name)}": array for (kind, _, name), array in parts}
+
+
 def is_jax(record: Mapping[str, np.ndarray]) -> bool:
     """Whether a record's parameters have jaxdist's names."""
     return any(key.endswith((".kernel", ".embedding")) for key in record)

@@ -6,18 +6,21 @@
         mapping=KeyMapping.load(Path("mapping.toml")), batches=[{"images": ..., "labels": ...}, ...],
     ).prove(Path("runs/port"))
 
+As the end of a script `.main()` takes the folder from the command line, and ends with the exit code of a proof.
+
 Both sides start from JAX's weights, carried over by the mapping, and train on the batches: in float64, where they must
 agree to rounding, and in float32, where they may differ by what float32 costs them. Each leaves a run folder; only the
 files are compared. The steps are AdamW by `optimizer`, or the user's own.
 """
 
 import json
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -26,7 +29,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from jaxdist.config import ConfigError, Optimizer, check_finite, check_new, write_record
+from jaxdist.config import ConfigError, Optimizer, check_finite, check_new, exit_codes, write_record
 from jaxdist.config.display import console, say
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
@@ -41,6 +44,9 @@ from parity_tests.verdict import Verdict
 # Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
 # where a model computes in it whatever it is given.
 PERTURBATION = {False: compare.PERTURBATION, True: 4 * 2.0**-24}
+# The widest bound by which anything is decided: of a model that computes in float32 what that costs is more, as is what
+# it may hide.
+WIDEST = {False: levels.WIDEST, True: 1e-3}
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
     "jax-float64": ("jax", "float64", False),
@@ -249,7 +255,8 @@ class Port:
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
-        verdict = Verdict(checks, {} if self.narrow else levels.too_wide(checks), list(self.notes()))
+        notes = [*self.notes(), *port_levels.untraced(double[0])]
+        verdict = Verdict(checks, levels.too_wide(checks, WIDEST[bool(self.narrow)]), notes)
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
             parting = self.parting(folder / "bisection", findings[differ], compared[differ])
@@ -264,6 +271,16 @@ class Port:
         for line in (verdict.sentence, *verdict.notes):
             say(line)
         return verdict
+
+    def main(self) -> NoReturn:
+        """`prove` in the folder that the command line names; ends the process as `python -m parity_tests` does."""
+
+        def command() -> None:
+            if len(sys.argv) != 2:
+                raise ConfigError("give one argument, the folder for the runs, verdict.json and report.html")
+            self.prove(Path(sys.argv[1])).exit()
+
+        exit_codes(command)
 
     def notes(self) -> Iterator[str]:
         """What the checks could not look at."""

@@ -79,8 +79,8 @@ class Findings:
     def agreement(self, level: str, about: str = "") -> Iterator[Check]:
         """The common start, curves, and at each recorded step gradients, weights and moments."""
 
-        def check(name: str, value: float, bound: float, why: str, of: str = "") -> Check:
-            return Check(level, name, value, bound, why, about, of)
+        def check(name: str, value: float, bound: float, why: str, of: str = "", widest: float = 0.0) -> Check:
+            return Check(level, name, value, bound, why, about, of, widest)
 
         start = self.errors(self.a, self.b, 1, "start")
         yield check("starting weights", compare.worst(start)[1], 0.0, "one set of weights for both")
@@ -88,15 +88,17 @@ class Findings:
             if self.a.metrics[0][name] is not None:
                 curve = compare.curve(self.a.metrics, self.b.metrics, name)
                 grown = np.maximum.accumulate(compare.curve(self.a.metrics, self.perturbed.metrics, name))
-                value, bound = compare.furthest(curve, np.maximum(K * grown, floor))
-                yield check(name, value, bound, EXACT if bound == floor else AMPLIFIED)
+                bounds = np.maximum(K * grown, floor)
+                value, bound = compare.furthest(curve, bounds)
+                yield check(name, value, bound, EXACT if bound == floor else AMPLIFIED, widest=float(bounds.max()))
         for step in self.a.records:
-            bounds = self.bounds(step)
+            allowed = self.bounds(step)
             for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
-                    tensor, value, bound = compare.closest(errors, bounds)
+                    tensor, value, bound = compare.closest(errors, allowed)
                     why = EXACT if bound == compare.STATE else AMPLIFIED
-                    yield check(f"{kind} at step {step}", value, bound, why, tensor.partition("/")[2])
+                    widest = max(allowed.get(name, 0.0) for name in errors)
+                    yield check(f"{kind} at step {step}", value, bound, why, tensor.partition("/")[2], widest)
 
     def first_difference(self, step: int) -> Parting | None:
         """The first tensor of a recorded step that leaves the noise; None where all agree.
@@ -138,6 +140,12 @@ def traffic(*runs: PortRun) -> Iterator[Check]:
             yield from levels.traffic(run, run.summary["least_bytes"], run.summary["strategy"], unknown=("tensor",))
         elif "sent_bytes" in run.summary:
             yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
+
+
+def untraced(run: PortRun) -> Iterator[str]:
+    """Of a step whose traffic could not be counted."""
+    if "sent_bytes" not in run.summary and run.summary["devices"] == 1:
+        yield "What a step sends is not counted: jax_step cannot be traced, as it asks for numbers."
 
 
 def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:

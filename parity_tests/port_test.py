@@ -290,6 +290,20 @@ class Narrow(linen.Module):
         return linen.Dense(6)(self.scale * jnp.tanh(x).astype(jnp.result_type(float)))
 
 
+class Wave(linen.Module):
+    """As Narrow, with waves in place of tanh, by which training amplifies any difference."""
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.sin(3 * linen.Dense(6)(x).astype(jnp.float32))
+        return linen.Dense(6)(x.astype(jnp.result_type(float)))
+
+
+class TorchSine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(3 * x)
+
+
 class TestNarrow:
     """float32 within the float64 run: said, bounded by float32's noise, and mistakes larger than that still found."""
 
@@ -308,6 +322,18 @@ class TestNarrow:
         verdict, written = proved(self.port(1.0001), tmp_path)
         assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
         assert written["parting"]["tensor"] == "activation/2"
+
+    def test_what_training_amplifies_beyond_float32_is_open(self, tmp_path: Path) -> None:
+        """By then equal runs may be so far apart that a mistake would pass."""
+        wave = Wave()
+        port = square(
+            jax_loss=lambda v, b: jnp.mean((wave.apply(v, b["x"]) - b["y"]) ** 2),
+            torch_module=nn.Sequential(nn.Linear(6, 6), TorchSine(), nn.Linear(6, 6)),
+            optimizer=Optimizer(learning_rate=0.3, warmup=0, clip=0.0),
+        )
+        verdict, _ = proved(replace(port, batches=[*port.batches] * 10), tmp_path)
+        assert verdict.word == "undecided", verdict.sentence
+        assert "where more than 0.001 could be a mistake" in verdict.sentence
 
     def test_torch_too(self) -> None:
         port = square(torch_loss=lambda m, b: ((m(b["x"]).float() - b["y"]) ** 2).mean())
@@ -425,6 +451,20 @@ class TestOwnSteps:
         assert verdict.word == "equivalent" and len(written["notes"]) == 2
         assert written["notes"][1].startswith("Gradients and activations are not compared")
 
+    def test_that_cannot_be_traced(self, tmp_path: Path) -> None:
+        """A step may look at its numbers: then what it sends is not counted, and that is said."""
+
+        class Looking(AdamW):
+            def step(self, state: Any, batch: Any) -> tuple[Any, jax.Array]:
+                state, loss = super().step(state, batch)
+                assert float(loss) > 0
+                return state, loss
+
+        port = square()
+        verdict, written = proved(replace(port, jax_step=Looking(port.jax_loss), torch_step=torch_adamw), tmp_path)
+        assert verdict.word == "equivalent" and "traffic" not in {check.level for check in verdict.checks}
+        assert written["notes"][-1].startswith("What a step sends is not counted: jax_step cannot be traced")
+
     @pytest.mark.parametrize("mistake", [{"eps": 1e-7}, {"b2": 0.998}, {"weight_decay": 0.0999}, {"lr": 0.010001}])
     def test_a_mistake(self, mistake: dict[str, float], tmp_path: Path) -> None:
         port = square()
@@ -434,6 +474,27 @@ class TestOwnSteps:
         # The first step divides m by √v, which b2 leaves alone: it shows in the second.
         assert written["parting"]["step"] == (2 if "b2" in mistake else 1)
         assert written["parting"]["tensor"].startswith("weights/")
+
+
+class TestCommand:
+    """A script that ends with `.main()`."""
+
+    def ended(self, port: Port, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            port.main()
+        return ended.value.code
+
+    def test_exit_codes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        wrong = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * 1.001)
+        assert self.ended(square(), monkeypatch, str(tmp_path / "right")) == 0
+        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
+        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
+        assert self.ended(wrong, monkeypatch) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
 
 
 class TestBadInput:

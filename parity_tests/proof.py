@@ -22,7 +22,7 @@ from parity_tests.scratch import Scratch
 from parity_tests.verdict import Cause, Check, Verdict
 
 STEPS = 20
-RECORDED = (1, 2, 5, 10, 20)  # steps of which gradients are kept, and the last one
+RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are kept, and the last one
 
 # What tells a run from the one to be proved: other sections, and fields of `parallel` and `train`.
 DOUBLE = {"policy": "fp64"}
@@ -58,9 +58,11 @@ class Proof:
     known: dict[tuple[str, ...], Run] = field(default_factory=dict)  # by what made them: module, config, arguments
 
     @classmethod
-    def of(cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch") -> Self:
-        """The proof of the first steps of a run: at most STEPS, under the schedule of them all."""
-        steps = min(experiment.train.steps, STEPS)
+    def of(
+        cls, experiment: Experiment, folder: Path, device: str = "auto", reference: str = "torch", first: int = STEPS
+    ) -> Self:
+        """The proof of the `first` steps of a run, under the schedule of them all."""
+        steps = min(experiment.train.steps, first)
         recorded = {step for step in RECORDED if step < steps} | {steps}
         short = cls.shortened(experiment, steps, recorded)
         return cls(short, folder, device, reference, whole=experiment.train.steps)
@@ -80,6 +82,10 @@ class Proof:
                 f"the proof takes that of the run, or give --{name} {value}"
             )
         steps = theirs.train.steps
+        if experiment.train.steps != steps:
+            raise ConfigError(
+                f"--against {reference.path} is a run of {steps} steps, not {experiment.train.steps}; leave out --steps"
+            )
         proof = cls(cls.shortened(experiment, steps, reference.gradient_steps), folder, device, reference.side)
         proof.done[reference.side, "policy"] = reference
         return proof
@@ -101,7 +107,8 @@ class Proof:
     @property
     def noisy(self) -> bool:
         """Whether the policy's own noise would hide a mistake: then that of reordered sums is measured as well."""
-        return self.experiment.precision.compute == "bfloat16"
+        precision = self.experiment.precision
+        return "bfloat16" in (precision.parameters, precision.compute, precision.reduce)
 
     @property
     def kinds(self) -> list[str]:

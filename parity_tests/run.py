@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, newest, read_metrics, read_record
+from jaxdist import models
+from jaxdist.config import ConfigError, Experiment, check_shapes, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
 from parity_tests import commands, compare, names
 
@@ -82,11 +83,14 @@ class Run:
         return {step: self._renamed(record) for step, record in records.items()}
 
     def _renamed(self, record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if names.is_jax(record):
-            return names.from_jax(record)
-        if names.is_hf(record):
-            model = self.experiment.model
-            return names.from_hf(record, model.family, model.layers)
+        record, model = names.unwrapped(record), self.experiment.model
+        try:
+            if names.is_jax(record):
+                return names.from_jax(record)
+            if names.is_hf(record):
+                return names.from_hf(record, model.family, model.layers)
+        except (KeyError, ValueError) as error:  # a name or a shape that such a model has not
+            raise ConfigError(f"{self.path}: its record is not of such a model: {error!r}; mend or remove it") from None
         return record
 
     @cached_property
@@ -127,6 +131,17 @@ class Run:
                         f"{self.path}: {name} of step {step} holds what is no number, which is equal to nothing; mend "
                         "the run first"
                     )
+
+    def check_names(self) -> None:
+        """Raises ConfigError where weights, moments or gradients are not those of the model, by name and shape."""
+        layouts = models.layouts(models.build(self.experiment.model))
+        zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
+        wanted = {name: w.shape for name, w in names.as_torch(zeros).items()}
+        kinds = {f"{kind} at the end": self.kept_states(kind) for kind in STATES}
+        kinds |= {f"gradients of step {step}": self.kept("gradient", step) for step in self.gradient_steps}
+        for what, tensors in kinds.items():
+            found = {name.partition("/")[2]: tensor.shape for name, tensor in tensors.items()}
+            check_shapes(f"{self.path}, {what}", found, wanted)
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
         """The tensors of one kind in the record of a step; none without a record."""

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, RunFolder, write_record
+from parity_tests import names
 from parity_tests.run import STATES, Run, environment, settings
 
 STEPS = 2
@@ -63,6 +66,11 @@ def infinity_in_a_record(run: Run) -> None:
     write_record(run.path, 1, {"gradient/w": np.array([1.0, np.inf])})
 
 
+def order_of_no_names(run: Run) -> None:
+    file = run.path / "record" / f"{STEPS}.safetensors"
+    save_file(states(1.0), file, metadata={"order": "[1]"})
+
+
 def record_without_a_step(run: Run) -> None:
     shutil.copy(run.path / "record" / f"{STEPS}.safetensors", run.path / "record" / "final.safetensors")
 
@@ -77,7 +85,35 @@ BAD: dict[Callable[[Run], None], str] = {
     infinity_in_a_record: "gradient/w of step 1 holds what is no number",
     record_without_a_step: r"final\.safetensors is named by no step; call it STEP\.safetensors",
     truth_for_a_loss: "loss = True at step 1",
+    order_of_no_names: "is damaged",
 }
+
+
+def test_names_that_are_not_the_models(tmp_path: Path) -> None:
+    """Said before anything is run: by tensor, and the prefixes of DDP, FSDP1 and torch.compile are none."""
+    small = {"vocab": 8, "dim": 4, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 2}
+    layouts = models.layouts(models.build(Experiment.parse({"model": small}, source="test").model))
+    right = names.as_torch({name: np.ones(layout.shape, np.float32) for name, layout in layouts.items()})
+    theirs = {f"model.layers.{i}.self_attn.q_proj.weight": np.ones((4, 4 + i)) for i in range(2)}
+
+    def made(weights: dict[str, np.ndarray]) -> Run:
+        experiment = Experiment.parse({"train": {"steps": STEPS}, "model": small}, source="test")
+        kept = RunFolder(tmp_path / str(len(list(tmp_path.iterdir()))), experiment)
+        kept.create(experiment)
+        kept.record(STEPS, {f"{kind}/{name}": w for kind in STATES for name, w in weights.items()})
+        return Run("mine", kept.path)
+
+    for prefix in ("", "module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        made({prefix + name: w for name, w in right.items()}).check_names()
+    for weights, message in (
+        (right | {"more.weight": np.ones(2)}, r"weights at the end: tensor more.weight is \(2,\) there, and absent"),
+        (right | {"norm.weight": np.ones(3)}, r"tensor norm.weight is \(3,\) there, and \(4,\) in the model"),
+        ({"prefixed." + name: w for name, w in right.items()}, "tensor embed.weight is absent there"),
+        ({"embed.embedding": np.ones((4, 4)), "norm.w": np.ones(4)}, "its record is not of such a model: KeyError"),
+        (theirs, "its record is not of such a model: ValueError"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(weights).check_names()
 
 
 @pytest.mark.parametrize("damage", BAD)

@@ -1,6 +1,7 @@
 """What a proof concludes: each check with its value, its bound and where the bound comes from, and one word for all."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from parity_tests.bisect import Parting
 
 Word = Literal["equivalent", "not_equivalent", "undecided"]
 LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
+NOT_EQUIVALENT = 3  # the exit code of any word but `equivalent`
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Check:
     why: str
     about: str = ""  # which runs, where a level compares several
     of: str = ""  # of which tensor, operation, step or side the value is
+    widest: float = 0.0  # of several values, the closest to whose bounds this is: the widest of those bounds
 
     @property
     def holds(self) -> bool:
@@ -92,6 +95,11 @@ class Verdict:
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
         return f"Equivalent: all {len(self.checks)} checks hold."
+
+    def exit(self) -> None:
+        """End the process with 3, unless the runs are equivalent."""
+        if self.word != "equivalent":
+            sys.exit(NOT_EQUIVALENT)
 
     def write(self, folder: Path) -> None:
         """verdict.json in `folder`."""

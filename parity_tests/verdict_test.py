@@ -1,13 +1,9 @@
 """The rules by which checks become a verdict."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from jaxdist.config import ConfigError
-from parity_tests.__main__ import main
-from parity_tests.levels import FEWEST
 from parity_tests.verdict import Check, Verdict
 
 HOLDS = Check("mathematics", "loss", 1e-15, 1e-12, "why")
@@ -46,16 +42,3 @@ def test_a_nan_is_equal_to_nothing(value: float) -> None:
 @pytest.mark.parametrize("bound", [float("nan"), float("inf")])
 def test_nothing_is_within_a_bound_that_is_no_number(bound: float) -> None:
     assert not Check("mathematics", "loss", 0.0, bound, "why").holds
-
-
-def test_the_output_must_be_new(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--output DIR is missing"):
-        main(["--mesh", "1x1"])
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a proof is made anew"):
-        main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--resume"])
-    for steps in (0, FEWEST - 1):
-        with pytest.raises(ConfigError, match=rf"train\.steps = {steps}: a proof needs {FEWEST}"):
-            main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--steps", str(steps)])
-    with pytest.raises(ConfigError, match="is not empty"):
-        main(["--mesh", "1x1", "--output", str(tmp_path)])

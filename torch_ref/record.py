@@ -7,7 +7,7 @@ them and writes.
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -140,13 +140,22 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
         "gradient of activation": {n: taps.gradients[n] for n in reversed(taps.gradients)},
         "gradient": {n: [gradients[n]] for n in reversed(gradients)},
     }
-    names = [f"{kind} {name}" for kind, tensors in kinds.items() for name in tensors]
-    good = torch.stack([
-        torch.stack([torch.isfinite(local(t)).all() for t in parts]).all()
-        for tensors in kinds.values() for parts in tensors.values()
-    ]).to(torch.int32)  # fmt: skip
+    return _first({f"{kind} {name}": parts for kind, tensors in kinds.items() for name, parts in tensors.items()})
+
+
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """The first weight that is not finite on some rank. Called by all ranks."""
+    return _first({name: [p] for name, p in named(model)})
+
+
+def _first(tensors: Mapping[str, list[Tensor]]) -> str | None:
+    """The first of them that is not finite on some rank."""
+    good = torch.stack(
+        [torch.stack([torch.isfinite(local(t)).all() for t in parts]).all() for parts in tensors.values()]
+    )
+    good = good.to(torch.int32)
     dist.all_reduce(good, dist.ReduceOp.MIN)
-    return next((name for name, fine in zip(names, good.tolist(), strict=True) if not fine), None)
+    return next((name for name, fine in zip(tensors, good.tolist(), strict=True) if not fine), None)
 
 
 class Recorder:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Experiment, RunFolder, check_finite, diverged, exit_codes, newest, parse
+from jaxdist.config import Experiment, RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, open_dataset
@@ -22,7 +22,7 @@ from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
 from torch_ref.optim import AdamW
 from torch_ref.parallelize import parallelize
-from torch_ref.record import Recorder, first_nonfinite
+from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.step import Tokens, evaluate, train_step
 from torch_ref.traffic import Traffic
 from torch_ref.weights import draw, fill
@@ -73,7 +73,7 @@ def train(
         validation = validation_loss(model, dataset, experiment, mesh)
         check_finite(steps, validation_loss=validation)  # before the weights are kept
         if folder and newest(folder.checkpoints) != steps:
-            checkpoint.save(folder.checkpoints, steps, model, optimizer, experiment)
+            keep(folder, steps, model, optimizer, experiment)
         held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
         summary = metrics.summary(experiment, model, mesh, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
@@ -142,10 +142,17 @@ def loop(
         report(record)
         due = launch.as_first(schedule.due(step), mesh.device_type)
         if folder and due:
-            checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
+            keep(folder, step, model, optimizer, experiment)
         if due == Due.STOP:
-            raise schedule.interrupted(step, kept=folder is not None)
+            raise schedule.interrupted(step, folder.checkpoints if folder else None)
     return records
+
+
+def keep(folder: RunFolder, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
+    """Save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
+    if bad := nonfinite_weight(model):
+        raise overflown(step, bad, folder.newest)
+    checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
 
 
 def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:

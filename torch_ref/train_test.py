@@ -195,6 +195,16 @@ def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     assert len(read_metrics(path)) < 8
 
 
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    wild = ["--optimizer.learning_rate", "1.79e308", "--optimizer.warmup", "0", "--optimizer.decay", "constant"]
+    wild += ["--optimizer.weight_decay", "1", "--train.validation_batches", "0", "--model.vocab", "256"]
+    result = command("--mesh", "2x1", "--output", str(path), *wild, "--steps", "1")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stderr.count("error: step 1: its update made embed.weight not finite.") == 1, result.stderr
+    assert "there is no checkpoint" in result.stderr and not list((path / "checkpoints").glob("*"))
+
+
 INFINITE = """
 import os, torch
 from torch_ref import train

@@ -3,7 +3,7 @@
 from jaxdist.config.arguments import Arguments, load, parse
 from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
-from jaxdist.config.errors import ConfigError, TrainingError, check_finite, diverged, exit_codes
+from jaxdist.config.errors import ConfigError, TrainingError, check_finite, diverged, exit_codes, overflown
 from jaxdist.config.experiment import (
     AXES,
     POLICIES,
@@ -53,6 +53,7 @@ __all__ = [
     "exit_codes",
     "load",
     "newest",
+    "overflown",
     "parse",
     "read_metrics",
     "read_record",

@@ -125,8 +125,8 @@ def _entries(folder: Path) -> dict[str, Entry]:
         name: Entry(within(folder, name), said["bytes"], said["sha256"])
         for name, said in read_json(folder / MANIFEST)["files"].items()
     }
-    if not all(type(entry.bytes) is int and type(entry.sha256) is str for entry in entries.values()):
-        raise ValueError("a size is no whole number, or a checksum no text")
+    if not entries or not all(type(e.bytes) is int and type(e.sha256) is str for e in entries.values()):
+        raise ValueError("it lists no file, or a size is no whole number, or a checksum no text")
     return entries
 
 

@@ -89,7 +89,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "3", '{"files": {"a": {}}}', '{"files": []}', '{"files": {"a": {"bytes": "x"}}}']
+    "content",
+    ["", "{", "[]", "3", '{"files": {}}', '{"files": {"a": {}}}', '{"files": []}', '{"files": {"a": {"bytes": "x"}}}'],
 )
 def test_a_manifest_that_is_none(tmp_path: Path, content: str) -> None:
     folder = write(tmp_path, 3)

@@ -30,8 +30,8 @@ ALLOWED = {
 }
 
 
-class Index(pickle.Unpickler):
-    """Unpickles an index."""
+class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """Unpickles an index; in Python, since C's takes as much memory as a few bytes of a hostile one may name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:

@@ -1,6 +1,7 @@
 """What a person sees: a start-up table, a progress bar, one closing line. Plain lines when no one is watching."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,7 +96,7 @@ def transfer(total: int) -> Iterator[Callable[[int], None]]:
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
-        done = shown = 0
+        done, shown, began = 0, 0, time.monotonic()
 
         def update(count: int) -> None:
             nonlocal done, shown
@@ -103,6 +104,7 @@ def transfer(total: int) -> Iterator[Callable[[int], None]]:
             bar.update(task, completed=done)
             if not console.is_terminal and done * 10 // total > shown and total > 1e9:
                 shown = done * 10 // total
-                say(f"{megabytes(done)} of {megabytes(total)}")
+                left = (time.monotonic() - began) * (total - done) / done
+                say(f"{megabytes(done)} of {megabytes(total)}, {left:.0f} s left")
 
         yield update

@@ -48,12 +48,23 @@ def diverged(step: int, loss: float, grad_norm: float, tensor: str | None, last:
     """What ends a run before the update of a step that is not finite. `tensor`: the first one that is not."""
     name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", grad_norm)
     where = f"the first tensor that is not finite is {tensor}" if tensor else "no single tensor shows it"
-    saved = f"the last checkpoint is {last}" if last else "there is no checkpoint"
     return TrainingError(
         f"step {step}: {name} = {value}; {where}. The update was not made, the steps before this one are logged, "
-        f"{saved}. Lower optimizer.learning_rate, lengthen optimizer.warmup, set optimizer.clip, or pass over such "
-        "steps by --train.nonfinite skip"
+        f"{_saved(last)}. Lower optimizer.learning_rate, lengthen optimizer.warmup, set optimizer.clip, or pass over "
+        "such steps by --train.nonfinite skip"
     )
+
+
+def overflown(step: int, weight: str, last: Path | None) -> TrainingError:
+    """What ends a run whose update made a weight that is not finite, which no later step can mend."""
+    return TrainingError(
+        f"step {step}: its update made {weight} not finite. The step is logged and not saved, {_saved(last)}. Lower "
+        "optimizer.learning_rate, or lengthen optimizer.warmup"
+    )
+
+
+def _saved(last: Path | None) -> str:
+    return f"the last checkpoint is {last}" if last else "there is no checkpoint"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxdist.config.checkpoints import newest
 from jaxdist.config.errors import Interrupted
 from jaxdist.config.experiment import Checkpoint
 
@@ -65,7 +67,12 @@ class Saving:
             self.saved, self.asked = self.clock(), Due.NOTHING
         return found
 
-    def interrupted(self, step: int, kept: bool) -> Interrupted:
-        """What ends the run after `step`, which is saved if anything is `kept`."""
-        what = f"step {step} is saved: go on by --resume" if kept else "nothing is kept without --output DIR"
+    def interrupted(self, step: int, checkpoints: Path | None) -> Interrupted:
+        """What ends the run after `step`, and from which of its `checkpoints`, if it keeps any, it can go on."""
+        if checkpoints is None:
+            what = "nothing is kept without --output DIR"
+        elif (saved := newest(checkpoints)) == step:
+            what = f"step {step} is saved: go on by --resume"
+        else:
+            what = f"it could not be saved: --resume goes on from step {saved or 0}"
         return Interrupted(f"ended by {self.ended_by.name if self.ended_by else 'a signal'} after step {step}; {what}")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[in
     assert steps(Saving(config, clock), clock, seconds) == saved
 
 
-def test_signals() -> None:
+def test_signals(tmp_path: Path) -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
         assert saving.due(1) is Due.NOTHING
@@ -53,8 +54,12 @@ def test_signals() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert saving.due(4) is Due.STOP
-        assert str(saving.interrupted(4, kept=True)).startswith("ended by SIGTERM after step 4; step 4 is saved")
-        assert "nothing is kept" in str(saving.interrupted(4, kept=False))
+        assert "nothing is kept" in str(saving.interrupted(4, None))
+        assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume goes on from step 0")
+        (tmp_path / "2").mkdir()
+        assert str(saving.interrupted(4, tmp_path)).endswith("--resume goes on from step 2")
+        (tmp_path / "4").mkdir()
+        assert str(saving.interrupted(4, tmp_path)).startswith("ended by SIGTERM after step 4; step 4 is saved")
 
 
 def test_a_second_interrupt_is_heeded_at_once() -> None:

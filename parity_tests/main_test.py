@@ -1,0 +1,91 @@
+"""The command itself: both sides trained, judged and searched, as a user calls it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config import ConfigError
+from parity_tests.__main__ import main
+from parity_tests.levels import FEWEST
+from parity_tests.proof import Proof
+from parity_tests.run import SIDES
+
+SMALL = "--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.hidden 48"
+RUN = f"{SMALL} --data.sequence 16 --train.batch 8 --optimizer.warmup 2 --device cpu".split()
+
+
+def verdict(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "verdict.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is known of it but its config: seven runs, and two that sum in another order."""
+    main([*RUN, "--mesh", "2x1", "--precision", "bf16", "--first", "4", "--output", str(tmp_path / "proof")])
+    said, found = capsys.readouterr().out, verdict(tmp_path / "proof")
+    assert found["verdict"] == "equivalent" and f"run 9 of 9: {SIDES[1]}, reordered" in said
+    assert {check["level"] for check in found["checks"]} == {
+        "mathematics", "distribution", "precision", "memory", "traffic",
+    }  # fmt: skip
+    assert "Steps 1 to 4 of 300 were run" in found["notes"][0]
+    assert "sums taken in another order move jaxdist's by" in found["notes"][1]
+    assert "<strong>Equivalent</strong>" in (tmp_path / "proof" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_mistake_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Proof.entry
+
+    def entry(self: Proof, side: str) -> tuple[str, ...]:
+        return ("parity_tests.mistakes", "torch_ref.clip_a_thousandth_wider") if side == SIDES[1] else right(self, side)
+
+    monkeypatch.setattr(Proof, "entry", entry)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                *RUN,
+                "--mesh",
+                "1x1",
+                "--precision",
+                "fp64",
+                "--steps",
+                "4",
+                "--optimizer.clip",
+                "0.1",
+                "--bisect",
+                "--output",
+                str(tmp_path / "p"),
+            ]
+        )
+    found = verdict(tmp_path / "p")
+    assert ended.value.code == 3 and found["verdict"] == "not_equivalent"
+    assert found["parting"]["where"] == "embed.weight, clipped gradient, step 1"
+    assert found["sentence"] in capsys.readouterr().out
+
+
+def test_the_output_must_be_new(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--output DIR is missing"):
+        main(["--mesh", "1x1"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a proof is made anew"):
+        main(["--mesh", "1x1", "--output", str(tmp_path / "new"), "--resume"])
+    with pytest.raises(ConfigError, match="is not empty"):
+        main(["--mesh", "1x1", "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize("steps", [0, FEWEST - 1])
+def test_too_few_steps(steps: int, tmp_path: Path) -> None:
+    line = ["--mesh", "1x1", "--output", str(tmp_path / "new")]
+    with pytest.raises(ConfigError, match=rf"train\.steps = {steps}: a proof needs {FEWEST}"):
+        main([*line, "--steps", str(steps)])
+    with pytest.raises(ConfigError, match=rf"--first {steps}: a proof needs {FEWEST} steps"):
+        main([*line, "--first", str(steps)])
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-that-name/run", ""])
+def test_a_reference_that_cannot_be(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        main(["--against", name, "--output", str(tmp_path / "new")])
