@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {summary(conversion)}")
     with whole_or_nothing(a.target, a.force) as partial:
         check_room(a.target, conversion.bytes)
+        target.format.check(conversion)
         if a.dry_run:
             say("nothing was written: --dry-run")
             return

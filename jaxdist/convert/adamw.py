@@ -12,10 +12,14 @@ from jaxdist.convert.content import MOMENTS
 from jaxdist.convert.tables import Shape
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
+KEPT = {"state", "param_groups"}  # by AdamW, and by parameter "step" and MOMENTS
 UNLIKE: dict[str, Callable[[Mapping[str, Any]], Any]] = {  # what makes a group's optimizer another than our AdamW
     "amsgrad": lambda group: group.get("amsgrad"),
     "maximize": lambda group: group.get("maximize"),
-    "decoupled_weight_decay": lambda group: not group.get("decoupled_weight_decay", True) and group.get("weight_decay"),
+    "momentum_decay": lambda group: "momentum_decay" in group,  # NAdam
+    "decoupled_weight_decay": lambda group: (  # Adam, whose groups have amsgrad, and RAdam, whose have not
+        not group.get("decoupled_weight_decay", True) and (group.get("weight_decay") or "amsgrad" not in group)
+    ),
 }
 SETTINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "learning_rate": lambda group: group.get("initial_lr", group.get("lr")),
@@ -34,6 +38,11 @@ def order_of(source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape],
     entries, groups = state.get("state"), state.get("param_groups")
     if not isinstance(entries, dict) or not isinstance(groups, list):
         raise ConfigError(f"{source}: its optimizer has no state and param_groups; give that of torch.optim.AdamW")
+    more = [name for entry in entries.values() if isinstance(entry, dict) for name in entry.keys() - {"step", *MOMENTS}]
+    if more := sorted(map(str, {*more, *(state.keys() - KEPT)})):
+        raise ConfigError(
+            f"{source}: its optimizer keeps {', '.join(more)} too, AdamW of jaxdist does not; leave it out"
+        )
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
     for order in (*named, *_orders(groups, shapes, rename)):
         if set(order) == set(entries) and all(_fits(entries[i], shapes.get(name)) for i, name in order.items()):
@@ -54,6 +63,12 @@ def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[st
     for first, second in ((decayed, others), (others, decayed)):
         if [len(group["params"]) for group in groups] == [len(first), len(second)]:
             yield dict(zip(numbers, (*first, *second), strict=True))
+
+
+def steps_of(optimizer: Mapping[str, Any]) -> list[Any]:
+    """How many each parameter has made, as its entry says, or its group, as Apex's FusedAdam has it."""
+    of_group = {key: group.get("step") for group in optimizer["param_groups"] for key in group["params"]}
+    return [entry.get("step", of_group.get(key)) for key, entry in optimizer["state"].items()]
 
 
 def by_decay(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
@@ -116,10 +131,11 @@ def state_dict(
     return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
 
 
-def going_on(group: Mapping[str, Any], o: Optimizer, rate: float) -> dict[str, Any]:
+def going_on(group: Mapping[str, Any], o: Optimizer, rate: float, updates: int) -> dict[str, Any]:
     """The group as it is after more steps by `o`; `rate`: the learning rate now."""
     found = {**group, "lr": rate, "betas": (o.beta1, o.beta2), "eps": o.eps}
     found |= {"initial_lr": o.learning_rate} if "initial_lr" in group else {}
+    found |= {"step": updates} if "step" in group else {}
     return found | ({"weight_decay": o.weight_decay} if group.get("weight_decay") else {})
 
 

@@ -111,7 +111,8 @@ def write(path: Path, start: int, array: np.ndarray) -> None:
     with path.open("r+b", buffering=0) as file:
         for begin, end in (0, first), (last, len(data)):
             _put(file, start + begin, data[begin:end])
-    with open(path, "r+b", buffering=0, opener=_direct) as file, mmap(-1, PASSAGE) as aligned:
+    aligned = mmap(-1, PASSAGE)  # not to be closed here: what is raised still refers to it
+    with open(path, "r+b", buffering=0, opener=_direct) as file:
         for begin in range(first, last, PASSAGE):
             part = data[begin : min(begin + PASSAGE, last)]
             aligned[: len(part)] = part

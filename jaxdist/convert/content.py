@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
+from jaxdist.config.display import say
 from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, Entry, Shape, entries
 
 PARAMETERS = "parameters"
@@ -45,6 +46,10 @@ class Origin:
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
     extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
     step: int = 0  # steps done by then
+
+    def names_in(self, kind: str) -> Mapping[str, str]:
+        """What tensors are to be called in a target of a kind, where a source of that kind called them otherwise."""
+        return self.names if self.kind == kind else {}
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,12 @@ class Content:
             return leaves
         table = NAMINGS[self.naming][model.family]
         kept = {name: leaf for name, leaf in leaves.items() if not table.ignored.search(name)}
+        if len(kept) < len(leaves):
+            first = next(name for name in leaves if name not in kept)
+            say(f"{source}: {len(leaves) - len(kept)} buffers stay behind, {first} first: the model makes them anew")
         if model.tied and table.head in kept:
             head, embedding = kept.pop(table.head), kept[table.rows[0].theirs]
-            if head.shape != embedding.shape or not np.array_equal(head.read(), embedding.read()):
+            if head.shape != embedding.shape or head.read().tobytes() != embedding.read().tobytes():
                 raise ConfigError(
                     f"{source}: tie_word_embeddings is true, but {table.head} differs from the embedding; "
                     "set it to false"

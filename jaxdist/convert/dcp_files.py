@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, Shape
 from jaxdist.convert.torch_zip import TorchFile
 
-MODEL, STATE = "model.", "optimizer.state."
+MODEL, STATE, APP = "model.", "optimizer.state.", "app."
 
 
 class Tensors:
@@ -47,26 +48,29 @@ class Tensors:
         """Raises ConfigError for a folder that is damaged."""
         self.folder = folder
         self.index: Metadata = read_index(folder)
+        found = self.index.state_dict_metadata.items()
+        entries = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
+        # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
+        outer = APP if all(name.startswith(APP) for name in entries) else ""
         self.leaves = {
-            name: Leaf(
-                tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name, entry.chunks)
+            re.sub(r"^optim\.", "optimizer.", name.removeprefix(outer)): Leaf(
+                tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name, entry)
             )
-            for name, entry in self.index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            for name, entry in entries.items()
         }
 
-    def read(self, name: str, chunks: Sequence[ChunkStorageMetadata]) -> np.ndarray:
+    def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
-        leaf = self.leaves[name]
+        shape, dtype, chunks = tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), entry.chunks
         try:
-            if [tuple(chunk.sizes) for chunk in chunks] == [leaf.shape]:
-                return self._part(name, chunks[0], leaf.dtype)
-            if not tiled(leaf.shape, chunks):
+            if [tuple(chunk.sizes) for chunk in chunks] == [shape]:
+                return self._part(name, chunks[0], dtype)
+            if not tiled(shape, chunks):
                 raise ValueError("its parts overlap or are not all of it")
-            tensor = buffers.empty(leaf.shape, leaf.dtype)
+            tensor = buffers.empty(shape, dtype)
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                tensor[tuple(place)] = self._part(name, chunk, leaf.dtype)
+                tensor[tuple(place)] = self._part(name, chunk, dtype)
             return tensor
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
@@ -103,11 +107,11 @@ def described(path: Path) -> dict[str, Leaf]:
 
 
 def _parameters(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Those below `model.`; all where it is the model's own prefix: others lie beside it, and no optimizer's state."""
-    inside = {name.removeprefix(MODEL): leaf for name, leaf in leaves.items() if name.startswith(MODEL)}
-    rest = {name for name in leaves if not name.startswith(MODEL) and name != "step"}
-    trained = any(name.startswith("optimizer.") for name in rest)
-    return inside if inside and (trained or not rest) else {n: leaf for n, leaf in leaves.items() if n != "step"}
+    """Those below `model.`; all where it is the model's own prefix: then other weights lie beside it."""
+    given = {name: leaf for name, leaf in leaves.items() if name != "step" and not name.startswith("optimizer.")}
+    inside = {name.removeprefix(MODEL): leaf for name, leaf in given.items() if name.startswith(MODEL)}
+    own = any(name.endswith((".weight", ".bias")) for name in given if not name.startswith(MODEL))
+    return inside if inside and not own else given
 
 
 def opened(path: Path, wanted: Experiment | None = None) -> Content:
@@ -180,11 +184,15 @@ class Layout(dcp.FileSystemWriter):
         file.seal()
 
 
+def check(conversion: Conversion) -> None:
+    """Anything can be written."""
+
+
 def write(path: Path, conversion: Conversion) -> None:
     """Write a run folder that `torch_ref` goes on from, with this one checkpoint. Raises ConfigError."""
     content = conversion.content
     folder = begin(path, content)
-    names = content.origin.names if content.origin.kind == "dcp" else {}
+    names = content.origin.names_in("dcp")
 
     def key(group: str, name: str) -> str:
         name = names.get(name, name)

@@ -346,18 +346,19 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
     name, leaf = next(
         (name, leaf) for name, leaf in tensors.leaves.items() if len(leaf.shape) == 2 and not leaf.shape[0] % 2
     )
-    (whole,) = tensors.index.state_dict_metadata[name].chunks
+    entry = tensors.index.state_dict_metadata[name]
+    (whole,) = entry.chunks
     half = type(whole)(whole.offsets, torch.Size([leaf.shape[0] // 2, leaf.shape[1]]))
     assert leaf.read().shape == leaf.shape
     for parts in [half], [half, half], [half, half, half]:
         with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
-            tensors.read(name, parts)
+            tensors.read(name, replace(entry, chunks=parts))
     beyond = type(whole)(torch.Size([leaf.shape[0] // 2, 1]), half.sizes)
     with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
-        tensors.read(name, [half, beyond])
+        tensors.read(name, replace(entry, chunks=[half, beyond]))
     rest = type(whole)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
     with pytest.raises(ConfigError, match="has float32"):  # such parts would do, but the file has the whole
-        tensors.read(name, [half, rest])
+        tensors.read(name, replace(entry, chunks=[half, rest]))
 
 
 @pytest.mark.parametrize("full", ["torch.save", "jaxdist.convert.buffers.write"])

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxdist.config import GPT2, Experiment, Llama
+from jaxdist.config import GPT2, ConfigError, Experiment, Llama
+from jaxdist.config.foreign import parse, within
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
@@ -55,7 +57,18 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
 def companions(folder: Path) -> dict[str, bytes]:
     """config.json and the tokenizer's files."""
     files = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
-    return {file.name: file.read_bytes() for file in sorted(files)}
+    try:
+        return {file.name: within(folder, file.name).read_bytes() for file in sorted(files)}
+    except ValueError as error:
+        raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
+
+
+def check(conversion: Conversion) -> bytes:
+    """The config.json to be written. Raises ConfigError if no architecture of transformers can express the model."""
+    content, described = conversion.content, conversion.groups[PARAMETERS]
+    model = content.experiment.model
+    first = described[HUGGINGFACE[model.family].rows[0].theirs]
+    return _config(model, str(first.dtype), content.origin.files.get(CONFIG))
 
 
 def write(path: Path, conversion: Conversion) -> None:
@@ -66,10 +79,9 @@ def write(path: Path, conversion: Conversion) -> None:
     """
     content, described = conversion.content, conversion.groups[PARAMETERS]
     model, origin = content.experiment.model, content.origin
-    table = HUGGINGFACE[model.family]
-    names = origin.names if origin.naming == conversion.naming else {}
+    table, config = HUGGINGFACE[model.family], check(conversion)
+    names = origin.names_in("hf")
     first = described[table.rows[0].theirs]
-    config = _config(model, str(first.dtype), origin.files.get(CONFIG))
     described = {names.get(name, name): leaf for name, leaf in described.items()}
     again = names.get(table.head) if model.tied else None  # the embedding, once more
     if again:
@@ -91,11 +103,11 @@ def write(path: Path, conversion: Conversion) -> None:
 
 def _config(model: Llama | GPT2, dtype: str, before: bytes | None) -> bytes:
     """The config.json that came with the weights, where it is that of the model still; else ours."""
-    if before:
-        settings = json.loads(before)
-        if experiment_for(from_settings(settings), CONFIG).model == model:
+    with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
+        settings = parse(before or b"null")
+        if isinstance(settings, dict) and experiment_for(from_settings(settings), CONFIG).model == model:
             now = settings | {key: dtype for key in ("dtype", "torch_dtype") if settings.get(key)}
-            return before if now == settings else _json(now)
+            return before if before and now == settings else _json(now)
     return _json(to_settings(model, dtype))
 
 

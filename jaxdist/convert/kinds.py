@@ -24,8 +24,11 @@ class Format(Protocol):
     def opened(self, path: Path, wanted: Experiment | None = None) -> Content:
         """The content, none of its tensors read yet. Raises ConfigError, also where it is not the model `wanted`."""
 
+    def check(self, conversion: Conversion) -> object:
+        """Raises ConfigError for what cannot be written."""
+
     def write(self, path: Path, conversion: Conversion) -> None:
-        """Write a new file or folder. Raises ConfigError."""
+        """Write a new file or folder. Raises ConfigError as `check` does."""
 
 
 class Kind(NamedTuple):
@@ -63,7 +66,7 @@ def _is_torch(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return any(name.endswith("/data.pkl") for name in file.namelist())
-    except zipfile.BadZipFile:
+    except Exception:  # of a damaged directory, many kinds
         return path.suffix in TORCH_SUFFIXES
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.config.hf import MOST_LAYERS, experiment_for
 from jaxdist.convert import torch_files
@@ -15,6 +16,8 @@ from jaxdist.convert.tables import Shape, entries
 
 PARAMS, FILES = "params.json", "consolidated.*.pth"
 LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults
+# By how much it stretches, where params.json does not say: Llama 3.2 of these widths by 32, Llama 3.1 and 3.3 by 8.
+STRETCHED = {2048: 32.0, 3072: 32.0}
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -53,7 +56,14 @@ def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
         }  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError) as error:
         raise ConfigError(f"{path / PARAMS}: {error!r}; give the folder that Meta published") from None
-    return values | (LLAMA31 if params.get("use_scaled_rope") else {})
+    if not params.get("use_scaled_rope"):
+        return values
+    if not (factor := params.get("rope_scaling_factor")):
+        factor = STRETCHED.get(dim, 8.0)
+        say(
+            f"{path}: its rotation is taken to be stretched by {factor:g}; rope_scaling_factor in {PARAMS} says another"
+        )
+    return values | LLAMA31 | {"rope_factor": factor}
 
 
 def _whole(pieces: list[Leaf], shape: Shape) -> Leaf:

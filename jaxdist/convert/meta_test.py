@@ -10,7 +10,9 @@ import pytest
 
 from jaxdist.config import ConfigError, Llama
 from jaxdist.config.hf import experiment_for
+from jaxdist.convert import meta
 from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import Leaf
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.tables import entries
@@ -37,6 +39,18 @@ def saved(folder: Path, ranks: list[dict[str, Any]]) -> Path:
     for i, weights in enumerate(ranks):
         torch.save(weights | {"rope.freqs": torch.ones(2)}, folder / f"consolidated.{i:02}.pth")
     return folder
+
+
+@pytest.mark.parametrize(
+    ("dim", "more", "factor"),
+    [(4096, {}, 8), (2048, {}, 32), (3072, {}, 32), (2048, {"rope_scaling_factor": 16}, 16), (16384, {}, 8)],
+)
+def test_how_far_the_rotation_is_stretched(dim: int, more: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    """Llama 3.2 says no more than Llama 3.1, and means another."""
+    (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"dim": dim, "use_scaled_rope": True} | more))
+    shapes = {"layers.0.feed_forward.w1.weight": (24, dim), "tok_embeddings.weight": (128, dim)}
+    values = meta._model(tmp_path, [{n: Leaf(s, np.dtype("float32"), lambda: np.empty(0)) for n, s in shapes.items()}])
+    assert (values["rope_scaling"], values["rope_factor"]) == ("llama3", factor)
 
 
 def reference(w: dict[str, Any], tokens: Any, interleaved: bool = True) -> Any:

@@ -206,8 +206,20 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         await asyncio.to_thread(convert)
 
 
+def check(conversion: Conversion) -> None:
+    """Raises ConfigError where layers of one array are of several dtypes, since an array has one."""
+    for group, leaves in conversion.groups.items():
+        for name, shape in shapes_of(conversion.content.experiment.model).items():
+            if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape)}) > 1:
+                raise ConfigError(
+                    f"{group} {name}: its layers are {', '.join(sorted(dtypes))}, and Orbax has one array of them; "
+                    "give --dtype"
+                )
+
+
 def write(path: Path, conversion: Conversion) -> None:
     """Write a run folder that `jaxdist` goes on from, with this one checkpoint. Raises ConfigError."""
+    check(conversion)
     content = conversion.content
     folder = begin(path, content)
     streaming = Streaming(conversion)

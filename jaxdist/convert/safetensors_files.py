@@ -64,6 +64,8 @@ class Tensors:
     def _paths(self) -> list[Path]:
         if self.folder.is_file():
             return [self.folder]
+        if (self.folder / SINGLE).exists():  # transformers takes it before an index, too
+            return [self.folder / SINGLE]
         places = indexed(self.folder)
         return [self.folder / SINGLE] if places is None else sorted(set(places.values()))
 

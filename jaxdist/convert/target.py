@@ -1,14 +1,19 @@
 """What a conversion writes: whole or not at all."""
 
+import fcntl
+import os
 import shutil
 import textwrap
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jaxdist.config import ConfigError, TrainingError, check_writable
 from jaxdist.config.checkpoints import synchronize
 from jaxdist.config.display import megabytes, say
+
+TRIES = 100  # to remove a folder, 50 ms apart
 
 
 @contextmanager
@@ -34,22 +39,24 @@ def check_room(target: Path, needed: int) -> None:
 def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
 
-    Raises ConfigError when `target` cannot be made, or exists and is not to be replaced by `force`.
+    Raises ConfigError when `target` cannot be made, is being made, or exists and is not to be replaced by `force`.
     """
-    try:
-        path = target.resolve()
-        partial, old = (path.parent / f".{path.name}.{part}" for part in ("partial", "old"))
-        if old.exists() and not path.exists():  # a kill came between the two names
-            old.rename(path)
-            say(f"TARGET {target} was being replaced when an earlier conversion was killed; it is back")
-        if path.exists() and not force:
-            raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
-        check_writable(path.parent, f"TARGET {target}")
-        remove(partial)
-        remove(old)
-    except OSError as error:
-        raise ConfigError(f"TARGET {target}: {error.strerror}; give another") from None
-    try:
+    path = target.resolve()
+    partial, old = (path.parent / f".{path.name}.{part}" for part in ("partial", "old"))
+    with ExitStack() as stack:
+        try:
+            check_writable(path.parent, f"TARGET {target}")
+            stack.enter_context(alone(path, target))
+            if old.exists() and not path.exists():  # a kill came between the two names
+                old.rename(path)
+                say(f"TARGET {target} was being replaced when an earlier conversion was killed; it is back")
+            if path.exists() and not force:
+                raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
+            remove(partial)
+            remove(old)
+        except OSError as error:
+            raise ConfigError(f"TARGET {target}: {error.strerror}; give another") from None
+        stack.callback(remove, partial)
         yield partial
         if partial.exists():
             with writing(target):
@@ -60,13 +67,33 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                 partial.rename(path)
                 synchronize(path.parent)
             remove(old)
-    finally:
-        remove(partial)
+
+
+@contextmanager
+def alone(path: Path, target: Path) -> Iterator[None]:
+    """Of several conversions to one path the first. Raises OSError, and ConfigError for the others."""
+    name = path.parent / f".{path.name}.lock"
+    with name.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"TARGET {target} is being written by another conversion; wait, or give another"
+            ) from None
+        if not os.fstat(lock.fileno()).st_nlink:  # the first has ended meanwhile, and taken its lock along
+            raise ConfigError(f"TARGET {target} was being written by another conversion; try again")
+        try:
+            yield
+        finally:
+            name.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder that may not be there."""
+    """A file or a folder that may not be there; again where a thread of Orbax's still writes into it."""
     if path.is_file():
         path.unlink()
-    else:
+    for _ in range(TRIES):
         shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.05)

@@ -6,7 +6,7 @@ and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 
 import textwrap
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,15 +40,16 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 EXPERIMENT = "experiment"
+MOST = 10_000_000  # values in a file
 
 
 def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
     """What the file holds, or a part `within` it; its tensors on the meta device, where they know their place in the
     file, unless `options` ask for them. Files of before torch 1.6 have no places: all of it is read.
     Raises ConfigError."""
-    device = "meta" if within or zipfile.is_zipfile(path) else "cpu"
     try:
-        return torch.load(within or path, weights_only=True, **({"map_location": device} | options))
+        device = "meta" if within or is_zip(path) else "cpu"
+        return walked(torch.load(within or path, weights_only=True, **({"map_location": device} | options)))
     except UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
         raise ConfigError(
@@ -57,6 +58,39 @@ def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
         ) from None
     except Exception as error:  # of a damaged file, many kinds
         raise ConfigError(f"{path}: {textwrap.shorten(str(error), 200)}; give a file that torch.save wrote") from None
+
+
+def is_zip(path: Path) -> bool:
+    """Whether it is a zip, as torch writes since 1.6. Raises ValueError for compressed records, which may be huge."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            records = file.infolist()
+    except Exception:  # of a damaged directory, many kinds
+        return False
+    if any(record.compress_type for record in records):
+        raise ValueError("its records are compressed, as torch writes none")
+    return True
+
+
+def walked(tree: Any) -> Any:
+    """A tree that was read, if it can be gone through. Raises ValueError for one that holds itself, that is more than
+    MOST when lists within lists are written out, or has tensors that are not dense."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if isinstance(node, Tensor) and (node.layout != torch.strided or node.is_quantized):
+            raise ValueError(f"it has a tensor that is {node.layout if node.layout != torch.strided else 'quantized'}")
+        if not isinstance(node, dict | list | tuple):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST  # if it comes again before its size is known, it holds itself
+            sizes[id(node)] = 1 + sum(map(size, node.values() if isinstance(node, dict) else node))
+        if sizes[id(node)] >= MOST:
+            raise ValueError(f"it holds itself, or more than {MOST:,} values")
+        return sizes[id(node)]
+
+    size(tree)
+    return tree
 
 
 def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
@@ -156,12 +190,13 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
         groups |= {
             kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()} for kind in MOMENTS
         }
-        updates = one_count(str(path), (count_of(path, state.get("step")) for state in states.values()))
+        with reading(path, "optimizer"):
+            updates = one_count(str(path), (count_of(path, step) for step in adamw.steps_of(optimizer)))
     step, experiment = _steps(path, tree, updates), found
     if trained:
         with reading(path, "optimizer"):
             settings = adamw.settings(str(path), trained, shapes)
-            settings |= {} if _own(tree) else _schedule(path, tree, bool(wanted))
+            settings |= {} if _own(tree) else _schedule(path, tree, trained, bool(wanted))
         values = found.model_dump(exclude_none=True)
         experiment = Experiment.parse(values | {"optimizer": values["optimizer"] | settings}, f"{path}: optimizer")
     extras = _extras(path, tree, trained)
@@ -184,9 +219,11 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     return agreed(str(path), found, wanted)
 
 
-def _schedule(path: Path, tree: Any, wanted: bool) -> dict[str, Any]:
+def _schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
     """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
     scheduler = _part(tree, SCHEDULER)
+    if wanted and not scheduler and not all("initial_lr" in group for group in groups):
+        say(f"{path}: its rate of now, {groups[0].get('lr')}, becomes the peak of the schedule of --model")
     if scheduler:
         say(f"{path}: the rule of its scheduler is not in it; the config's schedule is taken, --model gives another")
     return {} if wanted or scheduler else {"warmup": 0, "decay": "constant"}
@@ -217,7 +254,7 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
     scheduler, scaler, Apex's amp, RNG states. None for a state dict alone."""
     if not _part(tree, MODEL):
         return None
-    kept = load(path, map_location="cpu", mmap=True) if zipfile.is_zipfile(path) else dict(tree)  # all is there already
+    kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else dict(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
     kept[_key(kept, MODEL)] = {}
@@ -226,12 +263,16 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
     return tree_map_only(Tensor, Tensor.contiguous, kept)
 
 
+def check(conversion: Conversion) -> None:
+    """Anything can be written."""
+
+
 def write(path: Path, conversion: Conversion) -> None:
     """Write {model, optimizer, scheduler, step, experiment} and what a torch file had besides, as it had it; weights
     alone where there is no optimizer."""
     content = conversion.content
     origin = content.origin
-    names = origin.names if origin.naming == conversion.naming else {}
+    names = origin.names_in("torch")
     head = NAMINGS[conversion.naming][content.experiment.model.family].head
     with FakeTensorMode():
         fakes = {
@@ -268,7 +309,9 @@ def _training(
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip
     if not kept or content.step != content.origin.step:
-        groups = [adamw.going_on(group, o, rate) for group in groups]
+        groups = [adamw.going_on(group, o, rate, updates) for group in groups]
+        if "_schedulers" in scheduler:
+            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
         scheduler = scheduler and scheduler | now
     made = {_key(tree, OPTIMIZER): adamw.state_dict(fakes, groups, updates)}

@@ -1,0 +1,348 @@
+"""Checkpoints as other programs leave them: wrappers' names, parts called otherwise, layers of several dtypes."""
+
+import importlib
+import json
+import pickle
+import threading
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config.dcp import Index, read_index
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert import buffers
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.target import whole_or_nothing
+
+torch = pytest.importorskip("torch")
+dcp = importlib.import_module("torch.distributed.checkpoint")
+
+MODEL, TIED = MODELS["Qwen2ForCausalLM"], MODELS["Qwen3ForCausalLM"]
+WEIGHTS = "model.safetensors"
+
+
+def config(folder: Path) -> list[str]:
+    file = folder / "model.toml"
+    file.write_text(experiment_for(MODEL.model_dump(), "test").to_toml())
+    return ["--model", str(file)]
+
+
+def names(folder: Path) -> list[str]:
+    """As they stand in the file."""
+    return sorted(load_file(folder / WEIGHTS))
+
+
+class TestNames:
+    """A Hugging Face folder has transformers' names, whatever the weights came from."""
+
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
+    @pytest.mark.parametrize("through", ["", "orbax", "dcp"])
+    def test_wrappers_stay_behind(self, prefix: str, through: str, tmp_path: Path) -> None:
+        right = written(tmp_path / "right", "hf", content_of(MODEL))
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        tree = torch.load(file, weights_only=True)
+        torch.save(tree | {"model": {prefix + name: tensor for name, tensor in tree["model"].items()}}, file)
+        source = file
+        if through:
+            main([str(source), str(source := tmp_path / "there"), "--to", through])
+        main([str(source), str(tmp_path / "hf"), "--to", "hf"])
+        assert names(tmp_path / "hf") == names(right)
+
+    def test_a_tied_head_is_in_a_file_and_not_in_a_folder(self, tmp_path: Path) -> None:
+        assert TIED.tied
+        source = written(tmp_path / "a", "hf", content_of(TIED))
+        main([str(source), str(tmp_path / "b.pt")])
+        assert "lm_head.weight" in torch.load(tmp_path / "b.pt", weights_only=True)["model"]
+        main([str(tmp_path / "b.pt"), str(tmp_path / "c"), "--to", "hf"])
+        assert names(tmp_path / "c") == names(source)
+
+    def test_a_config_of_something_else_beside_a_file(self, tmp_path: Path) -> None:
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        for other in ('{"batch": 3}', "[1, 2]", "{"):
+            (tmp_path / "config.json").write_text(other)
+            main([str(file), str(tmp_path / "hf"), "--to", "hf", "--force", *config(tmp_path)])
+            assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+class TestDistributed:
+    """What torch.distributed.checkpoint writes of trees that are none of ours."""
+
+    def saved(self, folder: Path, tree: Any) -> list[str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is here
+            dcp.save(tree, checkpoint_id=folder, no_dist=True)
+        return [str(folder), str(folder.with_suffix(".run")), *config(folder.parent)]
+
+    @pytest.mark.parametrize("outer", [False, True])
+    @pytest.mark.parametrize("optimizer", ["optim", "optimizer"])
+    def test_the_parts_of_torchs_tutorial(self, outer: bool, optimizer: str, tmp_path: Path) -> None:
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        right, tree = tensors(file), torch.load(file, weights_only=True)
+        numbers = tree["optimizer"]["param_groups"]
+        called = {i: n for group in numbers for i, n in zip(group["params"], group["param_names"], strict=True)}
+        state = {called[i]: entry for i, entry in tree["optimizer"]["state"].items()}
+        parts = {"model": dict(tree["model"]), optimizer: {"state": state}, "step": torch.tensor(7)}
+        line = self.saved(tmp_path / "dcp", {"app": parts} if outer else parts)
+        main(line)
+        main([line[1], str(tmp_path / "b.pt")])
+        assert tensors(tmp_path / "b.pt") == right
+
+    def test_a_models_own_prefix(self, tmp_path: Path) -> None:
+        """Hugging Face's `model.` at the top, the head and an optimizer beside it."""
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        tree = torch.load(file, weights_only=True)
+        assert "lm_head.weight" in tree["model"]
+        line = self.saved(tmp_path / "dcp", dict(tree["model"]) | {"optimizer": {"step": torch.tensor(3)}})
+        main(line)
+        main([line[1], str(tmp_path / "hf"), "--to", "hf"])
+        assert tensors(tmp_path / "hf") == tensors(written(tmp_path / "right", "hf", content_of(MODEL)))
+
+
+class TestDtypes:
+    def mixed(self, folder: Path, layer: int) -> Path:
+        """One matrix of one layer in bfloat16, all else in float32."""
+        source = written(folder / "a", "hf", content_of(MODEL))
+        import ml_dtypes
+
+        found = load_file(source / WEIGHTS)
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        save_file(found | {name: found[name].astype(ml_dtypes.bfloat16)}, source / WEIGHTS, {"format": "pt"})
+        return source
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+    def test_layers_of_several(self, layer: int, dry: list[str], tmp_path: Path) -> None:
+        """Ours is one array of all layers, which has one dtype."""
+        source = self.mixed(tmp_path, layer)
+        with pytest.raises(ConfigError, match=r"layers.mlp.up_proj.kernel: its layers are bfloat16, float32"):
+            main([str(source), str(tmp_path / "b"), *dry])
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+        main([str(source), str(tmp_path / "b"), "--dtype", "float32"])
+        main([str(source), str(tmp_path / "c"), "--to", "dcp"])
+        main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"])
+        assert tensors(tmp_path / "d") == tensors(source)
+
+
+def momentum(tree: Any) -> None:
+    tree["optimizer"]["param_groups"][0] |= {"momentum_decay": 0.004}
+
+
+def product(tree: Any) -> None:
+    tree["optimizer"]["state"][0] |= {"mu_product": torch.ones(())}
+
+
+def master(tree: Any) -> None:
+    tree["optimizer"] |= {"fp32_groups": [torch.ones(3)]}
+
+
+def rectified(tree: Any) -> None:
+    for group in tree["optimizer"]["param_groups"]:
+        group["decoupled_weight_decay"] = False
+        del group["amsgrad"]
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (momentum, "momentum_decay = 0.004"),
+            (product, "keeps mu_product too"),
+            (master, "keeps fp32_groups too"),
+            (rectified, "decoupled_weight_decay = False"),
+        ],
+    )
+    def test_another_than_adamw_is_refused(self, change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
+        """And loses nothing silently."""
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        tree = torch.load(file, weights_only=True)
+        change(tree)
+        torch.save(tree, file)
+        with pytest.raises(ConfigError, match=rf"its optimizer .*{says}.*leave it out"):
+            main([str(file), str(tmp_path / "run")])
+
+    def test_fused_adam_of_apex(self, tmp_path: Path) -> None:
+        """It counts steps by group."""
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        right, tree = tensors(file), torch.load(file, weights_only=True)
+        for entry in tree["optimizer"]["state"].values():
+            step = int(entry.pop("step"))
+        for group in tree["optimizer"]["param_groups"]:
+            group["step"] = step
+        torch.save(tree, file)
+        assert tensors(file) == right
+        main([str(file), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
+        assert [group["step"] for group in groups] == [step] * 2
+
+    def test_a_rate_that_is_taken_for_the_peak_is_told(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        tree = torch.load(file, weights_only=True)
+        for group in tree["optimizer"]["param_groups"]:
+            del group["initial_lr"]
+            group["lr"] = 2e-4
+        torch.save({key: tree[key] for key in ("model", "optimizer")}, file)
+        main([str(file), str(tmp_path / "run"), *config(tmp_path)])
+        assert "its rate of now, 0.0002, becomes the peak of the schedule of --model" in capsys.readouterr().out
+
+
+def compressed(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def besides(more: Any) -> Callable[[Path], None]:
+    def change(file: Path) -> None:
+        torch.save(torch.load(file, weights_only=True) | {"more": more}, file)
+
+    return change
+
+
+def laughs() -> list[Any]:
+    """2^40 values in 40 lists."""
+    found: list[Any] = [0]
+    for _ in range(40):
+        found = [found, found]
+    return found
+
+
+def itself() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+def deep() -> list[Any]:
+    found: list[Any] = []
+    for _ in range(100):
+        found = [found]
+    return found
+
+
+def sparse_weight(file: Path) -> None:
+    tree = torch.load(file, weights_only=True)
+    tree["model"]["model.norm.weight"] = tree["model"]["model.norm.weight"].to_sparse()
+    torch.save(tree, file)
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "compressed": (compressed, "its records are compressed"),
+    "laughs": (besides(laughs()), "it holds itself, or more than 10,000,000 values"),
+    "itself": (besides(itself()), "it holds itself"),
+    "sparse": (besides(torch.eye(3).to_sparse()), "it has a tensor that is torch.sparse_coo"),
+    "sparse weight": (sparse_weight, "it has a tensor that is torch.sparse_coo"),
+}
+
+
+class TestHostile:
+    @pytest.mark.parametrize("name", HOSTILE)
+    @pytest.mark.parametrize("line", [["--inspect"], ["run"]])
+    def test_a_file_that_cannot_be_gone_through(self, name: str, line: list[str], tmp_path: Path) -> None:
+        change, says = HOSTILE[name]
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        change(file)
+        with pytest.raises(ConfigError, match=says):
+            main([str(file), *(str(tmp_path / part) if part == "run" else part for part in line)])
+        assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+    def test_lists_that_are_only_deep_or_shared(self, tmp_path: Path) -> None:
+        file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+        right, shared = tensors(file), [1, 2]
+        besides([deep(), shared, shared])(file)
+        main([str(file), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        assert tensors(tmp_path / "b.pt") == right
+
+    def test_an_index_that_names_much_memory(self, tmp_path: Path) -> None:
+        """Nine bytes, for which C's unpickler would take 4 GB."""
+        run = written(tmp_path / "a", "dcp", content_of(MODEL))
+        (index,) = run.rglob(".metadata")
+        index.write_bytes(b"\x80\x02]r" + (2**28).to_bytes(4, "little") + b".")
+        tracemalloc.start()
+        with pytest.raises(ConfigError, match="is refused"):
+            read_index(index.parent)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1e6 and not issubclass(Index, pickle.Unpickler)
+
+    def test_a_tokenizer_outside(self, tmp_path: Path) -> None:
+        source = written(tmp_path / "a", "hf", content_of(MODEL))
+        (tmp_path / "secret").write_text("secret")
+        (source / "tokenizer_config.json").symlink_to(tmp_path / "secret")
+        with pytest.raises(ConfigError, match=r"'tokenizer_config.json' is outside of"):
+            main([str(source), str(tmp_path / "b")])
+
+    def test_a_file_beside_an_index(self, tmp_path: Path) -> None:
+        """transformers takes the file, and so do we."""
+        source, other = (written(tmp_path / n, "hf", content_of(MODEL)) for n in "ab")
+        right = tensors(source)
+        wrong = {name: weight + 1 for name, weight in load_file(other / WEIGHTS).items()}
+        save_file(wrong, source / "other.safetensors")
+        index = {"weight_map": dict.fromkeys(wrong, "other.safetensors")}
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert tensors(source) == right
+
+
+class TestTarget:
+    def test_of_two_at_once_the_first(self, tmp_path: Path) -> None:
+        """The second is refused, and does no harm."""
+        with whole_or_nothing(tmp_path / "b") as partial:
+            partial.write_text("whole")
+            with (
+                pytest.raises(ConfigError, match="is being written by another conversion"),
+                whole_or_nothing(tmp_path / "b"),
+            ):
+                pass
+            assert partial.read_text() == "whole"
+        assert [p.name for p in tmp_path.iterdir()] == ["b"] and (tmp_path / "b").read_text() == "whole"
+
+    def test_a_lock_that_a_kill_left(self, tmp_path: Path) -> None:
+        (tmp_path / ".b.lock").touch()
+        with whole_or_nothing(tmp_path / "b") as partial:
+            partial.write_text("whole")
+        assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+    @pytest.mark.parametrize("kind", ["hf", "dcp", "torch"])
+    def test_a_disk_that_fills_up(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the middle of a tensor, whose memory is still in use then."""
+        source, left = written(tmp_path / "a", "hf", content_of(MODEL)), [3]
+        put, lock = buffers._put, threading.Lock()
+
+        def full(file: Any, start: int, data: memoryview) -> None:
+            with lock:
+                left[0] -= 1
+            if left[0] < 0:
+                raise OSError(28, "No space left on device")
+            put(file, start, data)
+
+        monkeypatch.setattr(buffers, "_put", full)
+        with pytest.raises(TrainingError, match="No space left on device; nothing is left"):
+            main([str(source), str(tmp_path / "b"), "--to", kind])
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+    def test_whole_pages_on_a_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An error of its own, not one of the memory that the pages went through."""
+        (tmp_path / "a").touch()
+
+        def full(file: Any, start: int, data: memoryview) -> None:
+            if data:
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(buffers, "_put", full)
+        with pytest.raises(OSError, match="No space left"):
+            buffers.write(tmp_path / "a", 0, np.zeros(4_000_000, np.uint8))
