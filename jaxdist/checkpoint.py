@@ -8,7 +8,7 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 import json
 import logging
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -58,11 +58,11 @@ class Checkpoints:
         self.wait()
         sweep(self.folder)  # of a save that failed some files may have come after it was dropped
         values: dict[str, Any] = {
-            "parameters": ocp.args.StandardSave(parameters),
+            "parameters": ocp.args.StandardSave(parameters, by_layer(parameters)),
             "experiment": ocp.args.JsonSave(experiment.model_dump(exclude_none=True)),
         }
         if optimizer is not None:
-            values["optimizer"] = ocp.args.StandardSave(optimizer)
+            values["optimizer"] = ocp.args.StandardSave(optimizer, by_layer(optimizer))
         with written(self.folder, step, self.config):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
@@ -100,6 +100,16 @@ class Checkpoints:
         if "checkpointer" in self.__dict__:
             self.checkpointer.close()
             sweep(self.folder)
+
+
+def by_layer(tree: Any) -> Any:
+    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them."""
+
+    def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
+        name = str(getattr(path[-1], "key", ""))
+        return ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
 
 
 def items(arrays: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:

@@ -20,6 +20,7 @@ from jax import lax
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
+from jaxdist.convert import orbax_files
 from jaxdist.data import Batch, open_dataset
 from jaxdist.evaluate import main as evaluate
 from jaxdist.sharding import BATCH
@@ -72,6 +73,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "straight"
     main([*TINY, "--mesh", "2x2", "--steps", "8", "--output", str(path)])
     return path
+
+
+def test_layers_can_be_read_one_by_one(straight: Path) -> None:
+    """A conversion takes as much memory as a layer, not as all of them."""
+    path = checkpoint.locate(straight)
+    adam = next(part for part in orbax_files._stores(path, "optimizer") if isinstance(part, dict) and "mu" in part)
+    for stores in (orbax_files._stores(path, "parameters"), adam["mu"], adam["nu"]):
+        chunks = {n: s.chunk_layout.read_chunk.shape[0] for n, s in stores.items() if n.startswith("layers.")}
+        assert len(chunks) > 5 and set(chunks.values()) == {1}
 
 
 def test_files_of_the_contract(straight: Path) -> None:

@@ -23,7 +23,9 @@ def located(path: Path, verify: Verify = "checksums") -> Path:
 def source_experiment(path: Path) -> Experiment:
     """The experiment of a checkpoint; where it has none, the defaults around its model. Raises ConfigError."""
     kind = kind_of(path)
-    return checkpoint.read_experiment(path) if kind == "orbax" else KINDS[kind].format.opened(path).experiment
+    if kind == "orbax":
+        return checkpoint.read_experiment(path)
+    return KINDS[kind].format.opened(path, training=False).experiment
 
 
 def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
@@ -39,7 +41,7 @@ def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
 
-    content = KINDS[kind_of(path)].format.opened(path, program.experiment)
+    content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=False)
     return {name: put(abstract[name], array) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 

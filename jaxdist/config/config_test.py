@@ -303,6 +303,7 @@ class TestRunFolder:
         RunFolder(tmp_path, Experiment()).create(Experiment())
         assert RunFolder(tmp_path, Experiment(), resume=True).resume_from(marker="parameters") is None
         (unfinished(tmp_path / "checkpoints", 3) / "parameters").mkdir(parents=True)
+        (unfinished(tmp_path / "checkpoints", 3) / "parameters" / "weights").touch()
         publish(tmp_path / "checkpoints", 3)
         folder = RunFolder(tmp_path, Experiment(), resume=True)
         assert folder.resume_from(marker="parameters") == 3

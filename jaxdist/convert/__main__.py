@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     wanted = load(a.model, {}) if a.model else None
-    content = source.format.opened(a.source, wanted)
-    if not target.state and content.updates is not None:
-        say(f"a {target.title} holds weights alone: moments and step stay behind")
+    content = source.format.opened(a.source, wanted, training=target.state)
+    if source.state and not target.state:
+        say(f"a {target.title} holds weights alone: moments and step, if there are any, stay behind")
     content = content if target.state else content.weights()
     conversion = Conversion(content, target.naming_of(content), a.dtype)
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {summary(conversion)}")
@@ -104,7 +104,9 @@ def arguments(argv: Sequence[str]) -> Any:
         action="store_true",
         help="read TARGET again: every bit, and logits of a batch, for which there must be memory for all weights",
     )
-    parser.add_argument("--dry-run", action="store_true", help="check everything and say what would be written")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all but the numbers, and say what would be written"
+    )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists, when the new one is whole")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
     parser.add_argument("--json", action="store_true", help="with --inspect: print one JSON object")

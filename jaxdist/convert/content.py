@@ -20,12 +20,11 @@ WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that is read when it is asked for. `besides` are bytes that its reading takes beyond its own."""
+    """A tensor that is read when it is asked for."""
 
     shape: Shape
     dtype: np.dtype
     read: Callable[[], np.ndarray]
-    besides: int = 0
 
     @property
     def bytes(self) -> int:

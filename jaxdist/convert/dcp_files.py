@@ -114,7 +114,7 @@ def _parameters(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     return inside if inside and not own else given
 
 
-def opened(path: Path, wanted: Experiment | None = None) -> Content:
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = whole(path)
     leaves = Tensors(found).leaves
@@ -126,11 +126,11 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
     updates = None
     counts = [leaf for name, leaf in leaves.items() if name.startswith(STATE) and name.endswith(".step")]
-    if counts:
+    if training and counts:
         updates = one_count(str(path), (int(leaf.read()) for leaf in counts))
         groups |= {kind: _moments(leaves, kind, lambda name: table.full_name(plain(name))) for kind in MOMENTS}
     step = int(leaves["step"].read()) if "step" in leaves else updates or 0
-    if counts and not said:
+    if updates is not None and not said:
         say(f"{path}: the optimizer's settings of another program stay behind; --model gives them")
     origin = origin_of(found) if said else Origin("dcp", naming, carried(names, naming, experiment.model))
     return Content(experiment, naming, groups, step, updates, origin, metrics_of(found) if said else b"").checked(path)

@@ -23,6 +23,7 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.target import whole_or_nothing
+from jaxdist.weights import source_experiment
 
 torch = pytest.importorskip("torch")
 dcp = importlib.import_module("torch.distributed.checkpoint")
@@ -169,6 +170,9 @@ class TestOptimizers:
         torch.save(tree, file)
         with pytest.raises(ConfigError, match=rf"its optimizer .*{says}.*leave it out"):
             main([str(file), str(tmp_path / "run")])
+        assert source_experiment(file).model == MODEL  # of `--init` and `evaluate`
+        main([str(file), str(tmp_path / "hf"), "--to", "hf"])  # a folder has no optimizer
+        assert tensors(tmp_path / "hf") == tensors(written(tmp_path / "right", "hf", content_of(MODEL)))
 
     def test_fused_adam_of_apex(self, tmp_path: Path) -> None:
         """It counts steps by group."""

@@ -224,8 +224,8 @@ class TestCommandLine:
         opened, logits = dcp_files.opened, verify.logits
         calls = []
 
-        def otherwise(path: Path, wanted: Any = None) -> Content:
-            content = opened(path, wanted)
+        def otherwise(path: Path, wanted: Any = None, training: bool = True) -> Content:
+            content = opened(path, wanted, training)
             leaves = content.groups[PARAMETERS]
             name = next(name for name in leaves if name.endswith("k_proj.weight"))
             other = leaves[name].read() + np.float32(1e-6)

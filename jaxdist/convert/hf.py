@@ -41,7 +41,7 @@ def _leaves(tensors: Tensors) -> dict[str, Leaf]:
     return {name: Leaf(t.shape, t.dtype, partial(tensors.read, name)) for name, t in tensors.described.items()}
 
 
-def opened(path: Path, wanted: Experiment | None = None) -> Content:
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
     found = experiment_for(read_model(path).model_dump(), source=str(path))
     experiment = agreed(str(path), found, wanted)

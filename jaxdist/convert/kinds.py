@@ -21,8 +21,11 @@ class Format(Protocol):
     def described(self, path: Path) -> dict[str, Leaf]:
         """Every tensor of the model, under the names of the source. Raises ConfigError."""
 
-    def opened(self, path: Path, wanted: Experiment | None = None) -> Content:
-        """The content, none of its tensors read yet. Raises ConfigError, also where it is not the model `wanted`."""
+    def opened(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+        """The content, none of its tensors read yet; without `training` no optimizer, whatever it may be.
+
+        Raises ConfigError, also where it is not the model `wanted`.
+        """
 
     def check(self, conversion: Conversion) -> object:
         """Raises ConfigError for what cannot be written."""

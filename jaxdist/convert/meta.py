@@ -25,7 +25,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return torch_files.described(min(path.glob(FILES)))
 
 
-def opened(path: Path, wanted: Experiment | None = None) -> Content:
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder. Raises ConfigError."""
     ranks = [torch_files.described(file) for file in sorted(path.glob(FILES))]
     experiment = agreed(str(path), experiment_for(_model(path, ranks), source=str(path / PARAMS)), wanted)

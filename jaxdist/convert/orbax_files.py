@@ -1,7 +1,7 @@
 """Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read and written a layer at a time.
 
-Our arrays hold all layers. What is converted are their layers, under the names of LAYERS; those written here lie in
-chunks of one layer each, so that they can be read by themselves again.
+Our arrays hold all layers. What is converted are their layers, under the names of LAYERS, each of which can be read by
+itself: those of a run and those written here lie in chunks of one layer.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def described(path: Path) -> dict[str, Leaf]:
     return {name: _leaf(found, store) for name, store in _stores(found, "parameters").items()}
 
 
-def opened(path: Path, wanted: Experiment | None = None) -> Content:
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = checkpoint.locate(path)
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
@@ -53,7 +53,7 @@ def opened(path: Path, wanted: Experiment | None = None) -> Content:
 
     groups = {PARAMETERS: layers(str(path), _stores(found, "parameters"))}
     updates = None
-    if (found / "optimizer").is_dir():
+    if training and (found / "optimizer").is_dir():
         adam = next(part for part in _stores(found, "optimizer") if isinstance(part, dict) and "mu" in part)
         groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
         updates = int(_read(found, adam["count"]))
@@ -101,8 +101,8 @@ def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
     return array
 
 
-def _leaf(path: Path, store: ts.TensorStore, besides: int = 0) -> Leaf:
-    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(_read, path, store), besides)
+def _leaf(path: Path, store: ts.TensorStore) -> Leaf:
+    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(_read, path, store))
 
 
 def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
@@ -110,31 +110,7 @@ def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
     names = [part for part, _, _ in parts(name, tuple(store.shape))]
     if names == [name]:
         return {name: _leaf(path, store)}
-    if (chunk := store.chunk_layout.read_chunk.shape) and chunk[0] == 1:
-        return {part: _leaf(path, store[layer]) for layer, part in enumerate(names)}
-    stack = Stack(_leaf(path, store))
-    besides = [2 * stack.leaf.bytes] + [0] * (len(names) - 1)  # what is stored, and what it is decoded to
-    return {
-        part: Leaf(stack.leaf.shape[1:], stack.leaf.dtype, partial(stack.read, layer), besides[layer])
-        for layer, part in enumerate(names)
-    }
-
-
-class Stack:
-    """An array whose layers cannot be read by themselves: it is read once, and kept until each was asked for."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf, self.lock, self.left, self.array = leaf, threading.Lock(), 0, np.empty(0)
-
-    def read(self, layer: int) -> np.ndarray:
-        with self.lock:
-            if not self.left:
-                self.array, self.left = self.leaf.read(), self.leaf.shape[0]
-            self.left -= 1
-            found = self.array[layer]
-            if not self.left:
-                self.array = np.empty(0)
-            return found
+    return {part: _leaf(path, store[layer]) for layer, part in enumerate(names)}
 
 
 def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:

@@ -144,7 +144,7 @@ class Conversion:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
         read = [self.content.groups[group][source.name] for source in unit.sources]
-        return made + max(made, *(leaf.bytes for leaf in read)) + sum(leaf.besides for leaf in read)
+        return made + max(made, *(leaf.bytes for leaf in read))
 
     @property
     def bytes(self) -> int:

@@ -168,10 +168,10 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
     return tensors
 
 
-def opened(path: Path, wanted: Experiment | None = None) -> Content:
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
     tree = load(path)
-    tensors, optimizer = _parameters(path, tree), _part(tree, OPTIMIZER)
+    tensors, optimizer = _parameters(path, tree), _part(tree, OPTIMIZER) if training else {}
     found = _found(path, tree, wanted)
     model = found.model
     naming, names = recognized(str(path), tensors, model)

@@ -21,25 +21,21 @@ folder.create(experiment.on_data(data.fingerprint))  # <-
 
 train, o = experiment.train, experiment.optimizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
-names, parameters = zip(*model.named_parameters(), strict=True)
-decay, other = ([p for p in parameters if (p.ndim >= 2) == matrix] for matrix in (True, False))
-groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": other, "weight_decay": 0.0}]
+parameters = list(model.parameters())
+matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": o.weight_decay}
+groups = [matrices, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
 adam = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps)
 for step in range(1, train.steps + 1):
     cosine = (1 + math.cos(math.pi * (step - o.warmup) / (train.steps - o.warmup))) / 2
     rate = o.learning_rate * (step / o.warmup if step <= o.warmup else o.final + (1 - o.final) * cosine)
-    for group in adam.param_groups:
-        group["lr"] = rate
+    adam.param_groups[0]["lr"] = adam.param_groups[1]["lr"] = rate
     tokens, targets = (torch.from_numpy(x).long() for x in data.batch(step, train.batch, train.seed))
-    logits = model(tokens).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    loss = torch.nn.functional.cross_entropy(model(tokens).logits.mT, targets, ignore_index=IGNORED)
     adam.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(parameters, o.clip)
     adam.step()
     folder.log({"step": step, "loss": loss.item(), "grad_norm": norm.item(), "learning_rate": rate})  # <-
 
-states = {f"weights/{n}": p for n, p in zip(names, parameters, strict=True)}  # <-
-for kind in ("exp_avg", "exp_avg_sq"):  # <-
-    states |= {f"{kind}/{n}": adam.state[p][kind] for n, p in zip(names, parameters, strict=True)}  # <-
-folder.record(train.steps, {name: t.detach().numpy() for name, t in states.items()})  # <-
+kept = {n: {"weights": p.detach(), **adam.state[p]} for n, p in model.named_parameters()}  # <-
+folder.record(train.steps, {f"{k}/{n}": t.numpy() for n, s in kept.items() for k, t in s.items() if t.ndim})  # <-
