@@ -279,67 +279,6 @@ class TestLinen:
         ]
 
 
-class Narrow(linen.Module):
-    """Square, whose hidden layer is normalized in float32 whatever it is given, as many models are written."""
-
-    scale: float = 1.0
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = linen.Dense(6)(x).astype(jnp.float32)
-        return linen.Dense(6)(self.scale * jnp.tanh(x).astype(jnp.result_type(float)))
-
-
-class Wave(linen.Module):
-    """As Narrow, with waves in place of tanh, by which training amplifies any difference."""
-
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = jnp.sin(3 * linen.Dense(6)(x).astype(jnp.float32))
-        return linen.Dense(6)(x.astype(jnp.result_type(float)))
-
-
-class TorchSine(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(3 * x)
-
-
-class TestNarrow:
-    """float32 within the float64 run: said, bounded by float32's noise, and mistakes larger than that still found."""
-
-    def port(self, scale: float) -> Port:
-        model = Narrow(scale)
-        return square(jax_loss=lambda v, b: jnp.mean((model.apply(v, b["x"]) - b["y"]) ** 2))
-
-    def test_equivalent(self, tmp_path: Path) -> None:
-        verdict, written = proved(self.port(1.0), tmp_path)
-        assert verdict.word == "equivalent"
-        assert "jax_loss computes in less than float64 whatever it is given, first by" in written["notes"][0]
-        assert "in float32" in written["notes"][0]
-        assert max(check["value"] for check in written["checks"]) > 1e-9
-
-    def test_a_mistake(self, tmp_path: Path) -> None:
-        verdict, written = proved(self.port(1.0001), tmp_path)
-        assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
-        assert written["parting"]["tensor"] == "activation/2"
-
-    def test_what_training_amplifies_beyond_float32_is_open(self, tmp_path: Path) -> None:
-        """By then equal runs may be so far apart that a mistake would pass."""
-        wave = Wave()
-        port = square(
-            jax_loss=lambda v, b: jnp.mean((wave.apply(v, b["x"]) - b["y"]) ** 2),
-            torch_module=nn.Sequential(nn.Linear(6, 6), TorchSine(), nn.Linear(6, 6)),
-            optimizer=Optimizer(learning_rate=0.3, warmup=0, clip=0.0),
-        )
-        verdict, _ = proved(replace(port, batches=[*port.batches] * 10), tmp_path)
-        assert verdict.word == "undecided", verdict.sentence
-        assert "where more than 0.001 could be a mistake" in verdict.sentence
-
-    def test_torch_too(self) -> None:
-        port = square(torch_loss=lambda m, b: ((m(b["x"]).float() - b["y"]) ** 2).mean())
-        assert port.narrow == {"torch_loss": "_to_copy in float32"}
-
-
 class Scanned(linen.Module):
     """Three layers, stacked."""
 
