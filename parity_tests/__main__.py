@@ -72,6 +72,8 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
     if theirs is None:
         return Proof.of(a.experiment, check(a), a.device, known.against, a.more["first"]), a.more["bisect"], a.init
+    if a.more["first"] != STEPS:
+        raise ConfigError(f"--first {a.more['first']}: of {theirs.path} all steps are proved; leave it out")
     init = a.init or theirs.path / "start"
     if not init.exists():
         raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")

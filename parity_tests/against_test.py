@@ -249,6 +249,8 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         main([*line, "--optimizer.learning_rate", "0.02"])
     with pytest.raises(ConfigError, match=rf"is a run of {STEPS} steps, not {2 * STEPS}; leave out --steps"):
         main([*line[:4], "--steps", str(2 * STEPS), "--optimizer.decay_steps", str(STEPS)])
+    with pytest.raises(ConfigError, match=r"--first 5: of .* all steps are proved; leave it out"):
+        main([*line[:4], "--first", "5"])
     with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
         main([*line[:4], "--memory.remat_every", "3"])
     with pytest.raises(ConfigError, match="is no run folder"):

@@ -229,8 +229,13 @@ class Proof:
 
     @property
     def bounds(self) -> dict[int, float]:
-        """What the gradients of float64 runs may differ by, by recorded step."""
-        return {step: self.noise.most(step) for step in self.done[JAX, "one"].gradient_steps}
+        """What gradients may differ by, by recorded step: of float64 runs, or of the policy's where theirs is alone."""
+        if self.exact:
+            return {step: self.noise.most(step) for step in self.done[JAX, "one"].gradient_steps}
+        ours, double, limit = self.done[JAX, "policy"], self.done[JAX, "mesh"], levels.LIMIT
+        both = 1 + limit[self.experiment.precision.compute]  # what ours loses, and as often as that what theirs may
+        lost = {step: levels.apart(ours, double, [step], ()) for step in ours.gradient_steps}
+        return {step: both * x for step, costs in lost.items() for x in costs.values()}
 
     @property
     def double(self) -> tuple[Run, Run]:

@@ -23,6 +23,7 @@ KINDS = {
 }
 FIELDS = {"loss": ("Loss", "nats per token"), "grad_norm": ("Gradient norm", "before the clip")}
 MEMORY = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
+ALLOCATOR = "allocator_peak"  # on GPUs alone
 MODULES = ("embed", "positions", "layers", "norm", "lm_head")  # from the tokens to the logits
 GRADIENT = "gradient/"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -59,7 +60,7 @@ def write(
 ) -> None:
     """Write the report of a verdict on `pairs`, by kind of run; `facts` are rows of the table of the environment.
 
-    `bounds`: what gradients may differ by in float64, by step; elsewhere the contract's.
+    `bounds`: what gradients of the runs in the heat map may differ by, by step; elsewhere the contract's.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -68,7 +69,7 @@ def write(
     environment.filters |= {"short": short, "breakable": breakable, "unbroken": unbroken}
     kind = next((kind for kind in KINDS if kind in pairs), None)
     shown = pairs[kind] if kind else ()
-    mapped = [k for k in ("one", "mesh") if k in pairs]
+    mapped = [k for k in ("one", "mesh") if k in pairs] or [k for k in ("policy",) if k in pairs]
     if len(mapped) == 2 and all(x is y for x, y in zip(pairs["one"], pairs["mesh"], strict=True)):
         mapped.pop()  # the mesh is one device
     page = environment.get_template(TEMPLATE).render(
@@ -256,6 +257,8 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
         f"Closest to its bound: {short(error)} in {rows[i]} at step {steps[j]}, where {short(limit)} is allowed.",
         "Relative error ‖a − b‖ / ‖b‖ of all gradients of a layer as one vector.",
     ]
+    if kind == "policy":
+        notes.append("The bound is drawn for the eye: judged are all gradients of a step as one vector.")
     if not np.isfinite(errors).all():
         notes.append("∞: the two sides cannot be compared there (a NaN, another shape or a missing tensor).")
     if alone := sorted(a.keys() ^ b.keys()):
@@ -267,7 +270,8 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
 def memory(runs: Pair) -> Plot:
     """Bytes on the fullest device by category, in one unit."""
     found = [run.summary.get("memory") or {} for run in runs]
-    rows = {category.replace("_", " "): [side.get(category) for side in found] for category in MEMORY}
+    categories = [*MEMORY, ALLOCATOR] if any(ALLOCATOR in side for side in found) else MEMORY
+    rows = {category.replace("_", " "): [side.get(category) for side in found] for category in categories}
     unit = unit_of(value for values in rows.values() for value in values)
     scaled = {name: [None if v is None else v / UNITS[unit] for v in values] for name, values in rows.items()}
     sides = [run.side for run in runs]
@@ -278,6 +282,8 @@ def memory(runs: Pair) -> Plot:
     notes = [
         "On the fullest device. The peak is reached within a step; temporary is what a step takes beside its state."
     ]
+    if ALLOCATOR in categories:
+        notes.append("On a GPU XLA’s peak is the compiler’s, beside that of its allocator; torch’s is its allocator’s.")
     notes += [f"{side}: memory not reported." for side, values in zip(sides, found, strict=True) if not values]
     return Plot("Memory", figures.bars("memory", label, sides, scaled, unit), notes)
 

@@ -168,6 +168,21 @@ def test_missing_pieces_are_said_to_be_missing(tmp_path: Path) -> None:
         assert said in text, said
 
 
+def test_runs_of_the_policy_alone_have_a_heat_map_for_the_eye(tmp_path: Path) -> None:
+    """As the float32 run of another loop has no float64 one beside it."""
+    page = written(tmp_path, Verdict(HOLDS), {"policy": pair()}, {1: 2e-8, 4: 5e-9})
+    assert "in embed at step 4, where 5e-09 is allowed" in text_of(page) and "drawn for the eye" in page
+    assert page.count("Heat map") == 1
+
+
+def test_the_allocator_is_shown_where_it_counts(tmp_path: Path) -> None:
+    runs = pair()
+    assert "allocator" not in written(tmp_path, Verdict(HOLDS), {"policy": runs})
+    runs[0].summary["memory"]["allocator_peak"] = 3 * 2**21
+    text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": runs}))
+    assert "allocator peak 6.00 and not reported" in text and "beside that of its allocator" in text
+
+
 def test_one_device_has_one_heat_map_and_no_traffic(tmp_path: Path) -> None:
     runs = pair()
     for side in runs:
