@@ -157,7 +157,6 @@ def test_bad_toml(tmp_path: Path) -> None:
         ("[precision]\npolicy = []", r"precision.policy = \[\]: "),
         ("[model]\nlayers = true", "model.layers = True: must be a number, not true or false"),
         ("[optimizer]\nlearning_rate = true", "optimizer.learning_rate = True: must be a number"),
-        ("[optimizer]\nlearning_rate = 1e39", "optimizer.learning_rate = 1e.39: .*less than or equal to 1e.18"),
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=says):

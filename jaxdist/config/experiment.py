@@ -75,7 +75,7 @@ class Train(Section):
 class Optimizer(Section):
     """AdamW with torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
 
-    learning_rate: Annotated[Positive, Field(le=1e18)] = 5e-3  # torch hands on lr / (1 - beta1) as a float32
+    learning_rate: Positive = 5e-3
     """Peak learning rate."""
     warmup: CountOrZero = 20
     """Steps of linear warm-up: step s uses learning_rate · s / warmup."""
