@@ -69,7 +69,7 @@ def write(
     environment.filters |= {"short": short, "breakable": breakable, "unbroken": unbroken}
     kind = next((kind for kind in KINDS if kind in pairs), None)
     shown = pairs[kind] if kind else ()
-    mapped = [k for k in ("one", "mesh") if k in pairs] or [k for k in ("policy",) if k in pairs]
+    mapped = [k for k in ("one", "mesh") if k in pairs] or ([kind] if kind else [])
     if len(mapped) == 2 and all(x is y for x, y in zip(pairs["one"], pairs["mesh"], strict=True)):
         mapped.pop()  # the mesh is one device
     page = environment.get_template(TEMPLATE).render(
@@ -258,7 +258,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
         "Relative error ‖a − b‖ / ‖b‖ of all gradients of a layer as one vector.",
     ]
     if kind == "policy":
-        notes.append("The bound is drawn for the eye: judged are all gradients of a step as one vector.")
+        notes.append("The colours are for the eye: what was judged, and within which bound, is listed with the levels.")
     if not np.isfinite(errors).all():
         notes.append("∞: the two sides cannot be compared there (a NaN, another shape or a missing tensor).")
     if alone := sorted(a.keys() ^ b.keys()):
