@@ -55,7 +55,7 @@ def moments(seed: int) -> Iterator[tuple[bool, float]]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_a_run_survives_being_killed(tmp_path: Path, side: str, kills: int) -> None:
     """Nothing is lost but the steps since the last checkpoint; weights, moments and metrics end equal to the bit."""
     path = tmp_path / "killed"
