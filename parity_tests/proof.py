@@ -232,10 +232,10 @@ class Proof:
         """What gradients may differ by, by recorded step: of float64 runs, or of the policy's where theirs is alone."""
         if self.exact:
             return {step: self.noise.most(step) for step in self.done[JAX, "one"].gradient_steps}
-        ours, double, limit = self.done[JAX, "policy"], self.done[JAX, "mesh"], levels.LIMIT
-        both = 1 + limit[self.experiment.precision.compute]  # what ours loses, and as often as that what theirs may
-        lost = {step: levels.apart(ours, double, [step], ()) for step in ours.gradient_steps}
-        return {step: both * x for step, costs in lost.items() for x in costs.values()}
+        ours, double = self.done[JAX, "policy"], self.done[JAX, "mesh"]
+        both = 1 + levels.LIMIT[self.experiment.precision.compute]  # what ours loses, and so many times that theirs
+        kept = {step: (ours.kept("gradient", step), double.kept("gradient", step)) for step in ours.gradient_steps}
+        return {step: both * compare.whole(*pair) for step, pair in kept.items()}
 
     @property
     def double(self) -> tuple[Run, Run]:
