@@ -78,8 +78,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_layers_can_be_read_one_by_one(straight: Path) -> None:
     """A conversion takes as much memory as a layer, not as all of them."""
     path = checkpoint.locate(straight)
-    adam = next(part for part in orbax_files._stores(path, "optimizer") if isinstance(part, dict) and "mu" in part)
-    for stores in (orbax_files._stores(path, "parameters"), adam["mu"], adam["nu"]):
+    adam = next(part for part in orbax_files.stores(path / "optimizer") if isinstance(part, dict) and "mu" in part)
+    for stores in (orbax_files.stores(path / "parameters"), adam["mu"], adam["nu"]):
         chunks = {n: s.chunk_layout.read_chunk.shape[0] for n, s in stores.items() if n.startswith("layers.")}
         assert len(chunks) > 5 and set(chunks.values()) == {1}
 

@@ -48,7 +48,7 @@ def test_torch_ref_never_imports_jax() -> None:
 
 
 # In convert/: what reads and writes torch's own files.
-TORCH_FILES = {"torch_files.py", "torch_zip.py", "dcp_files.py", "adamw.py"}
+TORCH_FILES = {"torch_files.py", "torch_zip.py", "torch_numpy.py", "dcp_files.py", "adamw.py"}
 
 
 def test_jaxdist_never_imports_torch() -> None:
@@ -61,7 +61,7 @@ def test_comparison_needs_neither() -> None:
     assert tops(ROOT / "parity_tests/compare.py") <= {"collections", "typing", "numpy"}
 
 
-@pytest.mark.parametrize("name", ["mapping", "suggest", "transforms"])
+@pytest.mark.parametrize("name", ["atoms", "mapping", "suggest", "transforms"])
 def test_key_mappings_need_neither(name: str) -> None:
     assert not tops(ROOT / f"jaxdist/convert/{name}.py") & (JAX | {"torch"})
 

@@ -2,70 +2,81 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
-from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, kind_of, target_kind
-from jaxdist.convert.mapped import holds_tensors
+from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
-from jaxdist.convert.stream import DTYPES, Conversion, cast
+from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, whole_or_nothing, writing
-from jaxdist.convert.verify import verify
+from jaxdist.convert.verify import verify, verify_source, verify_tensors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> kinds of source and target -> open and check -> plan -> stream -> verify; or list."""
+    """Arguments -> what is converted, and into what -> check -> stream -> verify; or list."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
-    if a.mapping:
-        convert_by(KeyMapping.load(a.mapping), a)
-        return
-    kind = kind_of(a.source)
     if a.inspect:
-        inspect(a.source, kind, a.json)
+        inspect(a.source, kind_of(a.source), a.json)
         return
+    conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
+    with whole_or_nothing(a.target, a.force) as beside:
+        check_room(a.target, conversion.bytes)
+        target.check(conversion)
+        if a.dry_run:
+            say("nothing was written: --dry-run")
+            return
+        with writing(a.target), transfer(conversion.bytes) as report:
+            target.write(beside, replace(conversion, report=report))
+        if a.verify:
+            for line in target.verify(beside, conversion):
+                say(line)
+    say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
+
+
+class Target(NamedTuple):
+    """How a conversion is written to a path, what holds of what lies there then, and what is checked before."""
+
+    write: Callable[[Path, Any], None]
+    verify: Callable[[Path, Any], Iterator[str]]
+    check: Callable[[Any], object] = lambda conversion: None
+
+
+def by_kind(a: Any) -> tuple[Conversion, Target]:
+    """A checkpoint of one of our families. Raises ConfigError."""
+    kind = kind_of(a.source)
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     wanted = load(a.model, {}) if a.model else None
     content = source.format.opened(a.source, wanted, training=target.state)
     if source.state and not target.state:
         say(f"a {target.title} holds weights alone: moments and step, if there are any, stay behind")
     content = content if target.state else content.weights()
-    conversion = Conversion(content, target.naming_of(content), a.dtype)
-    say(f"{source.title} {a.source} -> {target.title} {a.target}: {summary(conversion)}")
-    with whole_or_nothing(a.target, a.force) as partial:
-        check_room(a.target, conversion.bytes)
-        target.format.check(conversion)
-        if a.dry_run:
-            say("nothing was written: --dry-run")
-            return
-        with writing(a.target), transfer(conversion.bytes) as report:
-            target.format.write(partial, replace(conversion, report=report))
-        if a.verify:
-            for line in verify(conversion, target.format, partial):
-                say(line)
-    say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
+    conversion = Conversion(content, target.naming_of(content), dtype=a.dtype)
+    state = f"step {content.step}" + (", with Adam's moments" if content.updates is not None else "")
+    what = f"{content.experiment.model.family}, {summary(conversion)}, {state}"
+    say(f"{source.title} {a.source} -> {target.title} {a.target}: {what}")
+    for line in verify_source(a.source) if a.verify else ():
+        say(line)
+    return conversion, Target(target.format.write, partial(verify, target.format), target.format.check)
 
 
-def summary(conversion: Conversion) -> str:
+def summary(conversion: Recut) -> str:
     """What is converted, in words."""
-    content, parameters = conversion.content, conversion.groups[PARAMETERS]
+    parameters = conversion.groups[PARAMETERS]
     dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in parameters.values()}))
-    state = f"step {content.step}"
-    if content.updates is not None:
-        state += ", with Adam's moments"
-    what = f"{content.experiment.model.family}, {len(parameters)} parameters in {dtypes}"
-    return f"{what}, {state}, {megabytes(conversion.bytes)}"
+    return f"{len(parameters)} parameters in {dtypes}, {megabytes(conversion.bytes)}"
 
 
 def arguments(argv: Sequence[str]) -> Any:
@@ -102,7 +113,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read TARGET again: every bit, and logits of a batch, for which there must be memory for all weights",
+        help="compare a torch file with its checksums; read TARGET again: every bit, and logits, with all in memory",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="check all but the numbers, and say what would be written"
@@ -117,17 +128,16 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
-    for option in ("to", "model", "inspect", "verify", "dry_run"):
+    for option in ("to", "model", "inspect"):
         if a.mapping and getattr(a, option):
-            option = option.replace("_", "-")
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:
         raise ConfigError("--like belongs to --mapping; leave it out")
     return a
 
 
-def convert_by(mapping: KeyMapping, a: Any) -> None:
-    """Convert a model that is none of our families, in the direction that SOURCE tells. Raises ConfigError."""
+def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
+    """A model that is none of our families, in the direction that SOURCE tells. Raises ConfigError."""
     theirs = holds_tensors(a.source)
     if theirs != bool(a.like):
         raise ConfigError(
@@ -136,15 +146,19 @@ def convert_by(mapping: KeyMapping, a: Any) -> None:
             else f"--like {a.like}: SOURCE {a.source} is no safetensors file or folder and has a tree; leave it out"
         )
 
-    def to_dtype(name: str, array: np.ndarray) -> np.ndarray:
-        return cast(name, array, np.dtype(DTYPES[a.dtype])) if a.dtype and array.dtype.kind not in "iub" else array
+    def verified(read: Callable[[Path], Leaves]) -> Callable[[Path, Recut], Iterator[str]]:
+        return lambda path, conversion: verify_tensors(conversion, {PARAMETERS: read(path)})
 
-    with whole_or_nothing(a.target, a.force) as partial, writing(a.target):
-        if theirs:
-            written = mapped.to_ours(a.source, partial, mapping, a.like, to_dtype)
-        else:
-            written = mapped.to_theirs(a.source, partial, mapping, to_dtype, single=a.target.suffix == ".safetensors")
-    say(f"wrote {megabytes(written)} to {a.target}")
+    if theirs:
+        like = Pytree(a.like)
+        conversion = mapped.to_ours(a.source, mapping, a.dtype, like)
+        target = Target(partial(mapped.write_ours, tree=like.tree), verified(lambda path: Pytree(path).leaves))
+    else:
+        conversion = mapped.to_theirs(a.source, mapping, a.dtype)
+        write = partial(mapped.write_theirs, single=a.target.suffix == ".safetensors")
+        target = Target(write, verified(mapped.read_theirs), mapped.check_theirs)
+    say(f"{a.source} -> {a.target}: {summary(conversion)}")
+    return conversion, target
 
 
 def inspect(source: Path, kind: str, as_json: bool) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Optimizer
 from jaxdist.config.display import say
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import MOMENTS
-from jaxdist.convert.tables import Shape
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
 KEPT = {"state", "param_groups"}  # by AdamW, and by parameter "step" and MOMENTS

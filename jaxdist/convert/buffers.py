@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.convert.tables import Shape
+from jaxdist.convert.atoms import Shape
 
 ENOUGH = 512_000_000  # bytes: beyond them, what is free goes to the system
 PASSAGE = 1 << 20  # bytes on their way to the disk: so many stay in the processor's cache

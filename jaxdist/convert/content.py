@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, Entry, Shape, entries
+from jaxdist.convert.atoms import Entry, Shape
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
 
 PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, under torch's names: optax's mu and nu
@@ -41,7 +42,7 @@ class Origin:
     kind: str = ""
     naming: str = ""
     names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
-    metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files; of a DCP folder, its prefixes
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
     extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
     step: int = 0  # steps done by then

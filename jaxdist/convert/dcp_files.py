@@ -24,21 +24,25 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import buffers, torch_files
+from jaxdist.convert import adamw, buffers, torch_files
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS, Shape
+from jaxdist.convert.tables import NAMINGS, entries
 from jaxdist.convert.torch_zip import TorchFile
 
-MODEL, STATE, APP = "model.", "optimizer.state.", "app."
+MODEL, STATE, GROUPS, APP = "model.", "optimizer.state.", "param_groups.", "app."
+# What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
+PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
 
 
 class Tensors:
@@ -52,12 +56,28 @@ class Tensors:
         entries = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
         outer = APP if all(name.startswith(APP) for name in entries) else ""
-        self.leaves = {
-            re.sub(r"^optim\.", "optimizer.", name.removeprefix(outer)): Leaf(
-                tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), partial(self.read, name, entry)
-            )
-            for name, entry in entries.items()
+        optimizer = "optim." if any(name.startswith(f"{outer}optim.") for name in entries) else PREFIXES["optimizer"]
+        self.names = {
+            re.sub(f"^{optimizer}", PREFIXES["optimizer"], name.removeprefix(outer)): name for name in entries
+        }  # as we call them -> in the index
+        self.leaves = {name: self._leaf(there, entries[there]) for name, there in self.names.items()}
+        self.plain = [name for name, entry in found if name not in entries]
+        self.given = [n for n in self.leaves if n != "step" and not n.startswith(PREFIXES["optimizer"])]
+        self.inner = _prefix(self.given)
+        self.prefixes = {
+            "model": outer + self.inner,
+            "optimizer": outer + optimizer,
+            "step": f"{outer}step" if "step" in self.leaves or f"{outer}step" in self.plain else "",
         }
+
+    @property
+    def parameters(self) -> dict[str, Leaf]:
+        """Those of the model, under the names that the model gave them."""
+        return {n.removeprefix(self.inner): self.leaves[n] for n in self.given if n.startswith(self.inner)}
+
+    def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
+        dtype = torch_files.dtype_of(entry.properties.dtype)
+        return Leaf(tuple(entry.size), dtype, partial(self.read, name, entry))
 
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
@@ -80,15 +100,43 @@ class Tensors:
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if getattr(found, "transform_descriptors", None):
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
-        path = self.folder / found.relative_path
-        with path.open("rb") as file:
-            part = torch_files.load(path, cast(IO[bytes], _create_file_view(file, found.offset, found.length)))
+        path, part = self._loaded(found)
         leaf = torch_files.leaf(path, name, part, found.offset)
         if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
             raise ValueError(
                 f"{found.relative_path} has {leaf.dtype}{list(leaf.shape)} of it, not {dtype}{list(chunk.sizes)}"
             )
         return leaf.read()
+
+    def _loaded(self, place: Any, **options: Any) -> tuple[Path, Any]:
+        """What `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""
+        path = self.folder / place.relative_path
+        with path.open("rb") as file:
+            view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+            return path, torch_files.load(path, view, **options)
+
+    def extras(self) -> dict[str, Any]:
+        """What is neither weight nor moment nor step, by its whole name: groups, scheduler, counters, averages.
+
+        What is more than tensors and plain values stays behind, and it says so.
+        """
+        found: dict[str, Any] = {}
+        behind: list[str] = []
+        for name in self.plain:
+            try:
+                found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], map_location="cpu")[1]
+            except (ConfigError, OSError, KeyError):
+                behind.append(name)
+        size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        known = {"step", *(name for name in self.given if name.startswith(self.inner))}
+        for name in (n for n in self.leaves if n not in known and not n.startswith(STATE)):
+            if self.leaves[name].bytes > size:  # it shows a few numbers many times
+                behind.append(self.names[name])
+            else:
+                found[self.names[name]] = torch_files.to_torch(self.leaves[name].read())
+        if behind:
+            say(f"{self.folder}: {len(behind)} entries stay behind, {behind[0]} first: they cannot be read safely")
+        return found
 
 
 def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
@@ -103,37 +151,91 @@ def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
-    return _parameters(Tensors(whole(path)).leaves)
+    return Tensors(whole(path)).parameters
 
 
-def _parameters(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
-    """Those below `model.`; all where it is the model's own prefix: then other weights lie beside it."""
-    given = {name: leaf for name, leaf in leaves.items() if name != "step" and not name.startswith("optimizer.")}
-    inside = {name.removeprefix(MODEL): leaf for name, leaf in given.items() if name.startswith(MODEL)}
-    own = any(name.endswith((".weight", ".bias")) for name in given if not name.startswith(MODEL))
-    return inside if inside and not own else given
+def _prefix(given: Sequence[str]) -> str:
+    """What stands before the parameters: `model.`; nothing where that is the model's own: others lie beside it then,
+    which are no averages of those within."""
+    given = list(map(plain, given))
+    inside = {name.removeprefix(MODEL) for name in given if name.startswith(MODEL)}
+    beside = [name for name in given if not name.startswith(MODEL) and name.endswith((".weight", ".bias"))]
+    return MODEL if inside and all(name.partition(".")[2] in inside for name in beside) else ""
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = whole(path)
-    leaves = Tensors(found).leaves
-    model = _parameters(leaves)
+    tensors = Tensors(found)
+    leaves, model = tensors.leaves, tensors.parameters
     said = _experiment(found)
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
     table = NAMINGS[naming][experiment.model.family]
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
+    extras = tensors.extras() if training and not said else {}
+    prefix = tensors.prefixes["optimizer"]
     updates = None
-    counts = [leaf for name, leaf in leaves.items() if name.startswith(STATE) and name.endswith(".step")]
-    if training and counts:
-        updates = one_count(str(path), (int(leaf.read()) for leaf in counts))
+    if training and (states := _states(str(path), leaves, extras, prefix)):
+        updates = one_count(str(path), (torch_files.count_of(path, count) for count in states))
         groups |= {kind: _moments(leaves, kind, lambda name: table.full_name(plain(name))) for kind in MOMENTS}
-    step = int(leaves["step"].read()) if "step" in leaves else updates or 0
-    if updates is not None and not said:
-        say(f"{path}: the optimizer's settings of another program stay behind; --model gives them")
-    origin = origin_of(found) if said else Origin("dcp", naming, carried(names, naming, experiment.model))
-    return Content(experiment, naming, groups, step, updates, origin, metrics_of(found) if said else b"").checked(path)
+    said_step = leaves["step"].read().item() if "step" in leaves else extras.get(tensors.prefixes["step"])
+    step = next((n for n in (said_step, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
+    if said:
+        return Content(experiment, naming, groups, step, updates, origin_of(found), metrics_of(found)).checked(path)
+    if updates is not None and (trained := list(_groups(extras, f"{prefix}{GROUPS}").values())):
+        with torch_files.reading(path, "optimizer"):
+            named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
+            for group in named:
+                group["params"] = [table.full_name(plain(name)) for name in group["params"]]
+            shapes = {name: entry.shape for name, entry in entries(naming, experiment.model).items()}
+            settings = adamw.settings(str(path), named, shapes) | torch_files.schedule(path, {}, named, wanted=True)
+        experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
+    carries = carried(names, naming, experiment.model)
+    origin = Origin("dcp", naming, carries, tensors.prefixes, extras=extras, step=step)
+    return Content(experiment, naming, groups, step, updates, origin).checked(path)
+
+
+def _states(path: str, leaves: Leaves, extras: Mapping[str, Any], optimizer: str) -> list[Any]:
+    """How many steps each parameter has made. Raises ConfigError where there is more than AdamW's state, or less."""
+    kept = [name.removeprefix(STATE).rpartition(".")[::2] for name in leaves if name.startswith(STATE)]
+    counts = {name: leaves[f"{STATE}{name}.step"].read().item() for name, kind in kept if kind == "step"}
+    begun = f"{optimizer}state."
+    plain_ones = {key.removeprefix(begun): value for key, value in extras.items() if key.startswith(begun)}
+    counts |= {key.removesuffix(".step"): value for key, value in plain_ones.items() if key.endswith(".step")}
+    more = {kind for _, kind in kept} | {key.rpartition(".")[2] for key in plain_ones}
+    if more := more - {"step", *MOMENTS}:
+        raise ConfigError(
+            f"{path}: its optimizer keeps {', '.join(sorted(more))} too, AdamW of jaxdist does not; leave it out"
+        )
+    if uncounted := [name for name, _ in kept if name not in counts]:
+        raise ConfigError(f"{path}: its optimizer has moments of {uncounted[0]}, and no count of its steps; add it")
+    return list(counts.values())
+
+
+def _groups(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+    """The optimizer's groups by what they are called: their number, or the name of the one parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in extras.items():
+        if key.startswith(prefix):
+            group, _, setting = key.removeprefix(prefix).rpartition(".")
+            found.setdefault(group, {"params": [group]})[setting] = value
+    return found
+
+
+def _extras(content: Content, prefix: str) -> dict[str, Any]:
+    """What lay beside weights and moments, to be written again; the groups as they are after more steps."""
+    origin = content.origin
+    extras = dict(origin.extras or {}) if origin.kind == "dcp" else {}
+    if not extras or content.step == origin.step:
+        return extras
+    rate = torch_files.rate_of(content)
+    for name, group in _groups(extras, prefix).items():
+        now = adamw.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
+        extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
+    if others := [key for key in extras if not key.startswith(prefix)]:
+        say(f"{others[0]} and what else is neither weight nor optimizer stays as it was before the steps since")
+    return extras
 
 
 def _moments(leaves: Mapping[str, Leaf], kind: str, rename: Any) -> Leaves:
@@ -167,10 +269,12 @@ class Layout(dcp.FileSystemWriter):
         results = []
         for i, item in enumerate(plan.items):
             path = self.folder / f"__0_{i}.distcp"
-            tensor = cast(Tensor, planner.resolve_data(item))
-            file = TorchFile(path, tensor)
-            file.seal()  # a count is there already
-            self.files[item.index.fqn] = file, tensor
+            data = planner.resolve_data(item)
+            if isinstance(data, Tensor):
+                self.files[item.index.fqn] = TorchFile(path, data), data
+                self.files[item.index.fqn][0].seal()  # a count is there already
+            else:
+                path.write_bytes(data.getbuffer())
             size = path.stat().st_size
             results.append(WriteResult(item.index, size, _StorageInfo(path.name, 0, size)))
         done: Future[list[WriteResult]] = Future()
@@ -189,33 +293,52 @@ def check(conversion: Conversion) -> None:
 
 
 def write(path: Path, conversion: Conversion) -> None:
-    """Write a run folder that `torch_ref` goes on from, with this one checkpoint. Raises ConfigError."""
+    """Write a run folder with this one checkpoint, which `torch_ref` goes on from; one that came from another program
+    has the names that it had there. Raises ConfigError."""
     content = conversion.content
     folder = begin(path, content)
     names = content.origin.names_in("dcp")
+    prefixes = {**PREFIXES, **(content.origin.metadata if content.origin.kind == "dcp" else {})}
+    if conversion.naming != "torch_ref" or prefixes["model"] != MODEL:
+        say("its tensors are called as in the program that they came from, which torch_ref does not read")
 
-    def key(group: str, name: str) -> str:
-        name = names.get(name, name)
-        return f"{MODEL}{name}" if group == PARAMETERS else f"{STATE}{name}.{group}"
+    twins = conversion.twins("dcp")
+
+    def keys(group: str, name: str) -> list[str]:
+        there = names.get(name, name)
+        if group != PARAMETERS:
+            return [f"{prefixes['optimizer']}state.{there}.{group}"]
+        return [prefixes["model"] + called for called in (there, twins.get(name)) if called]
 
     with FakeTensorMode():
         state: dict[str, Any] = {
-            key(group, name): torch_files.empty(leaf)
+            key: torch_files.empty(leaf)
             for group, leaves in conversion.groups.items()
             for name, leaf in leaves.items()
+            for key in keys(group, name)
         }
-    counts = {"step": torch.tensor(content.step)}
+    step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
+    counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
     if content.updates is not None:
-        counts |= {key("step", name): torch.tensor(float(content.updates)) for name in conversion.entries}
+        done = float(content.updates)
+        counts |= {key: torch.tensor(done) for name in conversion.entries for key in keys("step", name)}
+    extras = _extras(content, f"{prefixes['optimizer']}{GROUPS}")
+    # A count is a number where it was one, and a tensor else.
+    counts |= {key: int(counts[key]) for key in counts.keys() & extras.keys() if isinstance(extras[key], int)}
     beside = unfinished(folder.checkpoints, content.step)
     beside.mkdir(parents=True)
     layout = Layout(beside)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         try:
-            dcp.save(state | counts, storage_writer=layout, no_dist=True)
+            dcp.save(state | extras | counts, storage_writer=layout, no_dist=True)
         except CheckpointException as error:  # around what was raised below
             raise next(iter(error.failures.values()))[0] from None
-    conversion.each(lambda group, name, array: layout.put(key(group, name), array), *conversion.groups)
+
+    def put(group: str, name: str, array: np.ndarray) -> None:
+        for key in keys(group, name):
+            layout.put(key, array)
+
+    conversion.each(put, *conversion.groups)
     (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
     publish(folder.checkpoints, content.step)

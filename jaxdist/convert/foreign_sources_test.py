@@ -8,6 +8,7 @@ import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,32 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError, TrainingError
+from jaxdist import checkpoint
+from jaxdist.config import ConfigError, TrainingError, checkpoint_in
 from jaxdist.config.dcp import Index, read_index
-from jaxdist.config.hf import experiment_for
-from jaxdist.convert import buffers
+from jaxdist.config.hf import experiment_for, to_settings
+from jaxdist.convert import buffers, orbax_files
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import whole_or_nothing
 from jaxdist.weights import source_experiment
 
 torch = pytest.importorskip("torch")
+tree_flatten_with_path = importlib.import_module("torch.utils._pytree").tree_flatten_with_path
+torch_files = importlib.import_module("jaxdist.convert.torch_files")
+dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
 dcp = importlib.import_module("torch.distributed.checkpoint")
 
 MODEL, TIED = MODELS["Qwen2ForCausalLM"], MODELS["Qwen3ForCausalLM"]
 WEIGHTS = "model.safetensors"
 
 
-def config(folder: Path) -> list[str]:
+def config(folder: Path, model: Any = MODEL) -> list[str]:
     file = folder / "model.toml"
-    file.write_text(experiment_for(MODEL.model_dump(), "test").to_toml())
+    file.write_text(experiment_for(model.model_dump(), "test").to_toml())
     return ["--model", str(file)]
 
 
@@ -97,6 +104,116 @@ class TestDistributed:
         main(line)
         main([line[1], str(tmp_path / "b.pt")])
         assert tensors(tmp_path / "b.pt") == right
+
+    @pytest.mark.parametrize("kind", ["weights alone", "in parts", "in parts of an app", "averaged"])
+    @pytest.mark.parametrize("model", [MODEL, TIED])
+    def test_it_comes_back_under_its_names(self, kind: str, model: Any, tmp_path: Path) -> None:
+        """Those of a state dict alone, and those of a tree with an optimizer; a tied head too."""
+        tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)
+        names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
+        state = dict(zip(names, tree["optimizer"]["state"].values(), strict=True))
+        weights = {f"module.{name}": tensor for name, tensor in tree["model"].items()}
+        parts = {"model": weights, "optim": {"state": {f"module.{n}": entry for n, entry in state.items()}}}
+        trees = {"weights alone": weights, "in parts": parts, "in parts of an app": {"app": parts}}
+        trees["averaged"] = parts | {"ema": weights}
+        source, run, *_ = self.saved(tmp_path / "dcp", trees[kind])
+        main([source, run, *config(tmp_path, model)])
+        main([run, str(tmp_path / "back"), "--to", "dcp"])
+        before, after = (dcp_files.Tensors(checkpoint_in(tmp_path / name)) for name in ("dcp", "back"))
+        keys, again = (set(read_index(tensors.folder).state_dict_metadata) for tensors in (before, after))
+        assert keys == again
+        for name, leaf in before.leaves.items():
+            assert leaf.dtype == after.leaves[name].dtype
+            assert leaf.read().tobytes() == after.leaves[name].read().tobytes(), name
+
+    @pytest.mark.parametrize("flat", [False, True])
+    @pytest.mark.parametrize("more", [0, 20])
+    def test_all_of_a_script(self, flat: bool, more: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """As torch's own functions save it: groups, schedule, counters and averages come back, the groups as of now."""
+        transformers = pytest.importorskip("transformers")
+        state_dict = importlib.import_module("torch.distributed.checkpoint.state_dict")
+        options = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+        def script(seed: int) -> tuple[Any, Any, Any]:
+            torch.manual_seed(seed)
+            module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**to_settings(MODEL, "float32")))
+            wide = [[p for p in module.parameters() if (p.ndim >= 2) == matrices] for matrices in (True, False)]
+            groups = [{"params": wide[0]}, {"params": wide[1], "weight_decay": 0.0}]
+            optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.03)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+            for _ in range(3):
+                module(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            return module, optimizer, schedule
+
+        def tree(module: Any, optimizer: Any, schedule: Any) -> Any:
+            model, optim = state_dict.get_state_dict(module, optimizer, options=options)
+            train = {"epoch": 3, "best": torch.tensor(1.5), "names": ["a"]}
+            return {"app": {"model": model, "optim": optim, "schedule": schedule.state_dict(), "train": train}}
+
+        saved = tree(*script(0))
+        source, run, *model = self.saved(tmp_path / "dcp", saved)
+        main([source, run, *model])
+        o = checkpoint.read_experiment(checkpoint.locate(Path(run))).optimizer
+        assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
+        content = orbax_files.opened(Path(run))
+        content = replace(content, step=content.step + more, updates=content.step + more)
+        capsys.readouterr()
+        dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
+        assert ("stays as it was" in capsys.readouterr().out) == bool(more)
+
+        other = script(1)
+        there = tree(*other)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(there, checkpoint_id=checkpoint_in(tmp_path / "back"), no_dist=True)
+        parts = there["app"]
+        state_dict.set_state_dict(
+            *other[:2], model_state_dict=parts["model"], optim_state_dict=parts["optim"], options=options
+        )
+        taken = {"app": tree(*other)["app"] | {"schedule": parts["schedule"], "train": parts["train"]}}
+        right, back = (tree_flatten_with_path(tree)[0] for tree in (saved, taken))
+        rate = torch_files.rate_of(content)
+        for (path, before), (_, after) in zip(right, back, strict=True):
+            last = str(getattr(path[-1], "key", "")).rpartition(".")[-1]
+            if isinstance(before, torch.Tensor):
+                assert torch.equal(before + more * (last == "step"), after), path
+            else:
+                assert after == (rate if more and last == "lr" else before), path
+
+    def test_numbers_in_place_of_tensors(self, tmp_path: Path) -> None:
+        """Counts as plain numbers are counts, and come back as such; and a tensor within a value keeps its own."""
+        tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(MODEL)), weights_only=True)
+        names = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
+        entries = tree["optimizer"]["state"].values()
+        state = {n: {**entry, "step": int(entry["step"])} for n, entry in zip(names, entries, strict=True)}
+        parts = {"model": dict(tree["model"]), "optimizer": {"state": state}, "step": 5000}
+        source, run, *model = self.saved(tmp_path / "dcp", parts | {"pair": (torch.ones(3), 2)})
+        main([source, run, *model])
+        content = orbax_files.opened(Path(run))
+        assert (content.step, content.updates) == (5000, int(state[names[0]]["step"]))
+        later = replace(content, step=5020, updates=19)
+        dcp_files.write(tmp_path / "back", Conversion(later, KINDS["dcp"].naming_of(later)))
+        back = dcp_files.Tensors(checkpoint_in(tmp_path / "back")).extras()
+        assert back["step"] == 5020 and back[f"optimizer.state.{names[0]}.step"] == 19
+        assert torch.equal(back["pair"][0], torch.ones(3)) and back["pair"][1] == 2
+
+    @pytest.mark.parametrize("kind", ["momentum_buffer", "max_exp_avg_sq", "uncounted"])
+    def test_the_state_of_another_optimizer(self, kind: str, tmp_path: Path) -> None:
+        """Is refused, as that of a torch file is: nothing stays behind silently."""
+        tree = torch.load(written(tmp_path / "a.pt", "torch", content_of(MODEL)), weights_only=True)
+        name = "model.norm.weight"
+        moment = torch.ones_like(tree["model"][name])
+        state = {"exp_avg": moment, "exp_avg_sq": moment} | ({} if kind == "uncounted" else {"step": 3, kind: moment})
+        source, run, *model = self.saved(
+            tmp_path / "dcp", {"model": dict(tree["model"]), "optimizer": {"state": {name: state}}}
+        )
+        says = "no count of its steps" if kind == "uncounted" else f"keeps {kind} too"
+        with pytest.raises(ConfigError, match=says):
+            main([source, run, *model])
+        main([source, run, *model, "--to", "hf"])  # has no optimizer
 
     def test_a_models_own_prefix(self, tmp_path: Path) -> None:
         """Hugging Face's `model.` at the top, the head and an optimizer beside it."""

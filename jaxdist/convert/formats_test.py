@@ -20,11 +20,12 @@ from jaxdist.config import GPT2, ConfigError, Llama, TrainingError, checkpoint_i
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, orbax_files, stream, verify
 from jaxdist.convert.__main__ import main
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
-from jaxdist.convert.tables import NAMINGS, OWN, Shape, entries, shapes_of
+from jaxdist.convert.tables import NAMINGS, OWN, entries, shapes_of
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")

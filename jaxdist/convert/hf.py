@@ -34,10 +34,11 @@ def is_hf(path: Path) -> bool:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor, under the files' names. Raises ConfigError."""
-    return _leaves(Tensors(path))
+    return leaves(Tensors(path))
 
 
-def _leaves(tensors: Tensors) -> dict[str, Leaf]:
+def leaves(tensors: Tensors) -> dict[str, Leaf]:
+    """All of them, to be read."""
     return {name: Leaf(t.shape, t.dtype, partial(tensors.read, name)) for name, t in tensors.described.items()}
 
 
@@ -46,9 +47,9 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     found = experiment_for(read_model(path).model_dump(), source=str(path))
     experiment = agreed(str(path), found, wanted)
     tensors = Tensors(path)
-    table, leaves = HUGGINGFACE[experiment.model.family], _leaves(tensors)
-    names = inverted(str(path), {name: table.full_name(name) for name in leaves})
-    groups = {PARAMETERS: {full: leaves[name] for full, name in names.items()}}
+    table, there = HUGGINGFACE[experiment.model.family], leaves(tensors)
+    names = inverted(str(path), {name: table.full_name(name) for name in there})
+    groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
     origin = Origin("hf", "huggingface", kept, tensors.metadata, companions(path))
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
@@ -78,23 +79,19 @@ def write(path: Path, conversion: Conversion) -> None:
     written if no architecture of transformers can express the model.
     """
     content, described = conversion.content, conversion.groups[PARAMETERS]
-    model, origin = content.experiment.model, content.origin
-    table, config = HUGGINGFACE[model.family], check(conversion)
-    names = origin.names_in("hf")
-    first = described[table.rows[0].theirs]
-    described = {names.get(name, name): leaf for name, leaf in described.items()}
-    again = names.get(table.head) if model.tied else None  # the embedding, once more
-    if again:
-        described |= {again: first}
+    origin = content.origin
+    config, names, twins = check(conversion), origin.names_in("hf"), conversion.twins("hf")
+    again = {twin: described[name] for name, twin in twins.items()}
+    described = {names.get(name, name): leaf for name, leaf in described.items()} | again
 
     path.mkdir(parents=True, exist_ok=True)
     metadata = origin.metadata if origin.kind == "hf" else safetensors_writer.FRAMEWORK
     places = safetensors_writer.lay_out(path, described, metadata)
 
     def put(_: str, name: str, array: np.ndarray) -> None:
-        buffers.write(*places[names.get(name, name)], array)
-        if again and name == table.rows[0].theirs:
-            buffers.write(*places[again], array)
+        for there in (names.get(name, name), twins.get(name)):
+            if there:
+                buffers.write(*places[there], array)
 
     conversion.each(put, PARAMETERS)
     for name, file in {**origin.files, CONFIG: config}.items():

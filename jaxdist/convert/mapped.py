@@ -1,23 +1,44 @@
 """Weights of a user's own model by a key mapping: an Orbax checkpoint of a pytree <-> safetensors of torch's names."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.checkpoint import reading
 from jaxdist.config import ConfigError
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.convert import buffers, safetensors_writer
+from jaxdist.convert import buffers, hf, orbax_files, safetensors_writer
+from jaxdist.convert.atoms import Entry, whole
+from jaxdist.convert.content import PARAMETERS, Leaf, Leaves
 from jaxdist.convert.mapping import KeyMapping
-from jaxdist.convert.safetensors_files import Tensor, Tensors
-from jaxdist.convert.trees import flatten, shapes, unflatten
+from jaxdist.convert.orbax_files import Coming, Streaming
+from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.stream import Recut
+from jaxdist.convert.trees import flatten, unflatten
 
 METADATA = "_METADATA"
-Cast = Callable[[str, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Remapping(Recut):
+    """Weights of one side of a key mapping, seen as those of the other."""
+
+    leaves: Leaves
+    cuts: tuple[Mapping[str, Entry], Mapping[str, Entry]]  # as they are, and as they will be
+
+    @property
+    def given(self) -> dict[str, Leaves]:
+        return {PARAMETERS: self.leaves}
+
+    @property
+    def sources(self) -> Mapping[str, Entry]:
+        return self.cuts[0]
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self.cuts[1]
 
 
 def holds_tensors(path: Path) -> bool:
@@ -35,47 +56,72 @@ def locate(path: Path) -> Path:
             f"{path}: {what}; give a folder that ocp.StandardCheckpointer wrote, a .safetensors file, or a folder with "
             f"{SINGLE}"
         )
-    return chosen[0]
+    return chosen[0].resolve()
 
 
-def read_tree(path: Path) -> Any:
-    """A pytree of numpy arrays from an Orbax checkpoint. Raises ConfigError."""
-    found = locate(path).resolve()
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader, reading(found):
-        tree = reader.metadata(found).item_metadata.tree
-        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        return reader.restore(found, args=ocp.args.PyTreeRestore(restore_args=to_host))
+class Pytree:
+    """An Orbax checkpoint of a pytree: its tree, and its arrays by their dotted names, none of them read yet."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError."""
+        found = locate(path)
+        self.tree: Any = orbax_files.stores(found)
+        self.leaves: dict[str, Leaf] = {
+            name: orbax_files.leaf(found, store) for name, store in flatten(self.tree).items()
+        }
+        self.shapes = {name: leaf.shape for name, leaf in self.leaves.items()}
 
 
-def to_theirs(source: Path, target: Path, mapping: KeyMapping, cast: Cast, single: bool) -> int:
-    """An Orbax checkpoint -> safetensors: a `single` file or a folder. Returns its bytes. Raises ConfigError."""
-    parameters = {name: np.asarray(leaf) for name, leaf in flatten(read_tree(source)).items()}
-    ours = {name: array.shape for name, array in parameters.items()}
-    mapping.check(ours, mapping.their_shapes(ours) | dict.fromkeys(mapping.theirs_only, ()))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: cast(name, tensor) for name, tensor in mapping.to_theirs(parameters).items()}
-    described = {name: Tensor(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+def to_theirs(source: Path, mapping: KeyMapping, dtype: str | None) -> Remapping:
+    """An Orbax checkpoint, to be written as torch's tensors. Raises ConfigError."""
+    ours = Pytree(source)
+    mapping.check(ours.shapes, mapping.their_shapes(ours.shapes) | dict.fromkeys(mapping.theirs_only, ()))
+    return Remapping(ours.leaves, mapping.cuts(ours.shapes), dtype=dtype)
+
+
+def to_ours(source: Path, mapping: KeyMapping, dtype: str | None, like: Pytree) -> Remapping:
+    """Safetensors, to be written as arrays of `like`; those in `ours_only` keep its values. Raises ConfigError."""
+    leaves, shapes = read_theirs(source), like.shapes
+    mapping.check(shapes, {name: leaf.shape for name, leaf in leaves.items()})
+    ours, theirs = mapping.cuts(shapes)
+    kept = {name: f"{name} of --like" for name in shapes if name not in ours}  # no name of theirs
+    ours |= {name: whole(name, (name, 0), shapes[name]) for name in kept}
+    theirs |= {there: whole(there, (name, 0), shapes[name]) for name, there in kept.items()}
+    leaves |= {there: like.leaves[name] for name, there in kept.items()}
+    return Remapping(leaves, (theirs, {name: ours[name] for name in shapes}), dtype=dtype)
+
+
+def check_theirs(conversion: Remapping) -> None:
+    """Raises ConfigError where safetensors has no such dtype."""
+    for name, leaf in conversion.groups[PARAMETERS].items():
+        if leaf.dtype not in safetensors_writer.NAMES:
+            known = ", ".join(map(str, safetensors_writer.NAMES))
+            raise ConfigError(f"{name} is {leaf.dtype}, which safetensors files cannot hold; give one of {known}")
+
+
+def write_theirs(path: Path, conversion: Remapping, single: bool) -> None:
+    """Write safetensors: a `single` file, or a folder."""
+    leaves = conversion.groups[PARAMETERS]
     if single:
-        places = safetensors_writer.lay_out_file(target, described)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        places = safetensors_writer.lay_out_file(path, leaves)
     else:
-        target.mkdir()
-        places = safetensors_writer.lay_out(target, described)
-    for name, tensor in tensors.items():
-        buffers.write(*places[name], tensor)
-    return sum(tensor.nbytes for tensor in tensors.values())
+        path.mkdir(parents=True)
+        places = safetensors_writer.lay_out(path, leaves)
+    conversion.each(lambda _, name, array: buffers.write(*places[name], array), PARAMETERS)
 
 
-def to_ours(source: Path, target: Path, mapping: KeyMapping, like: Path, cast: Cast) -> int:
-    """Safetensors -> an Orbax checkpoint with the tree and shapes of `like`. Returns its bytes. Raises ConfigError.
+def write_ours(path: Path, conversion: Remapping, tree: Any) -> None:
+    """Write an Orbax checkpoint of a pytree like `tree`."""
+    coming = {
+        name: Coming(PARAMETERS, leaf.shape, leaf.dtype, {name: ()})
+        for name, leaf in conversion.groups[PARAMETERS].items()
+    }
+    streaming = Streaming(conversion)
+    with ocp.Checkpointer(streaming.handler()) as writer, streaming.to_the_end():
+        writer.save(path.resolve(), args=ocp.args.PyTreeSave(unflatten(tree, coming)))
 
-    Parameters in `ours_only` keep the values that `like` has.
-    """
-    tree = read_tree(like)
-    tensors = Tensors(source)
-    mapping.check(shapes(tree), {name: tensor.shape for name, tensor in tensors.described.items()})
-    read = {name: tensors.read(name) for name in tensors.described if name not in mapping.theirs_only}
-    parameters = flatten(tree) | mapping.to_ours(read, shapes(tree))
-    parameters = {name: cast(name, np.asarray(array)) for name, array in parameters.items()}
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(target.resolve(), unflatten(tree, parameters))
-    return sum(array.nbytes for array in parameters.values())
+
+def read_theirs(path: Path) -> dict[str, Leaf]:
+    """Safetensors, in a file or a folder. Raises ConfigError."""
+    return hf.leaves(Tensors(path))

@@ -1,5 +1,8 @@
 """A user's own model between Orbax and safetensors by a key mapping: to the bit, whole or not at all."""
 
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, TrainingError
-from jaxdist.convert import mapped
+from jaxdist.convert import buffers, mapped, stream
 from jaxdist.convert.__main__ import main
+from jaxdist.convert.mapped import Pytree, Remapping
 from jaxdist.convert.mapping import KeyMapping, Row
 from jaxdist.convert.trees import flatten, unflatten
 
@@ -50,6 +54,11 @@ def files(tmp_path: Path) -> tuple[Path, Path, Path]:
     return save(tmp_path / "ours", tree()), save(tmp_path / "like", tree(1)), tmp_path / "mapping.toml"
 
 
+def read_tree(path: Path) -> Any:
+    found = Pytree(path)
+    return unflatten(found.tree, {name: leaf.read() for name, leaf in found.leaves.items()})
+
+
 def same(a: Any, b: Any) -> bool:
     x, y = flatten(a), flatten(b)
     return list(x) == list(y) and all(x[n].dtype == y[n].dtype and x[n].tobytes() == y[n].tobytes() for n in x)
@@ -71,7 +80,9 @@ def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: P
     main([str(tmp_path / target), str(tmp_path / "back"), "--mapping", str(mapping), "--like", str(like)])
     wanted = tree()
     wanted["params"]["steps"] = tree(1)["params"]["steps"]  # ours alone: as `like` has it
-    assert same(mapped.read_tree(tmp_path / "back"), wanted)
+    assert same(read_tree(tmp_path / "back"), wanted)
+    with ocp.StandardCheckpointer() as reader:
+        assert same(reader.restore(tmp_path / "back"), wanted)
 
 
 def test_dtype(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -82,8 +93,95 @@ def test_dtype(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     save_file(half | {"counter": np.ones(1, np.int64)}, tmp_path / "half.safetensors")
     arguments = ["--mapping", str(mapping), "--like", str(like), "--dtype", "float64"]
     main([str(tmp_path / "half.safetensors"), str(tmp_path / "back"), *arguments])
-    back = flatten(mapped.read_tree(tmp_path / "back"))
+    back = flatten(read_tree(tmp_path / "back"))
     assert back["steps"].dtype == np.int32 and back["scan.kernel"].dtype == np.float64
+
+
+@pytest.mark.parametrize("target", ["theirs.safetensors", "theirs", "back"])
+def test_verify_reads_again(
+    target: str, files: tuple[Path, Path, Path], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, like, mapping = files
+    arguments = [str(ours), str(tmp_path / target), "--mapping", str(mapping), "--verify"]
+    if target == "back":
+        main([str(ours), str(tmp_path / "a.safetensors"), "--mapping", str(mapping)])
+        save_file(load_file(tmp_path / "a.safetensors") | {"counter": np.ones(1)}, tmp_path / "a.safetensors")
+        arguments = [str(tmp_path / "a.safetensors"), *arguments[1:], "--like", str(like)]
+    main([*arguments, "--dry-run"])
+    assert "nothing was written" in capsys.readouterr().out and not (tmp_path / target).exists()
+    main(arguments)
+    assert f"verified: {6 if target == 'back' else 7} tensors" in capsys.readouterr().out
+    convert = Remapping.convert
+
+    def changing(self: Remapping, *args: Any) -> dict[str, np.ndarray]:
+        """Each time another number."""
+        found = convert(self, *args)
+        for array in found.values():
+            array.reshape(-1)[0] = next(numbers)
+        return found
+
+    numbers = iter(range(100))
+    monkeypatch.setattr(Remapping, "convert", changing)
+    with pytest.raises(TrainingError, match="read again as other numbers; nothing is kept"):
+        main([*arguments, "--force"])
+    assert (tmp_path / target).exists()  # the one before
+
+
+def test_pieces_in_another_order(tmp_path: Path) -> None:
+    """The stream agrees with the arrays in memory where pieces of one array are others of the other's."""
+    rows = [Row("kv", "qkv", "reshape", (1, 6), part=part, chunk=(1 - part, 2)) for part in range(2)]
+    mapping, ours = KeyMapping(tuple(rows)), {"kv": np.arange(12.0, dtype=np.float32).reshape(2, 6)}
+    mapping.save(tmp_path / "mapping.toml")
+    arguments = ["--mapping", str(tmp_path / "mapping.toml"), "--verify"]
+    main([str(save(tmp_path / "ours", ours)), str(tmp_path / "theirs.safetensors"), *arguments])
+    found = load_file(tmp_path / "theirs.safetensors")["qkv"]
+    assert np.array_equal(found, mapping.to_theirs(ours)["qkv"]) and np.array_equal(found, ours["kv"][::-1])
+    main([
+        str(tmp_path / "theirs.safetensors"), str(tmp_path / "back"), *arguments, "--like", str(tmp_path / "ours")
+    ])  # fmt: skip
+    assert same(read_tree(tmp_path / "back"), ours)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"a": np.ones(2, np.complex64)}, r"a is complex64, which safetensors files cannot hold"),
+        ({"a.b": np.ones(2), "a": {"b": np.zeros(2)}}, r"two arrays of the tree are called a.b"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--dtype", "float32"]])
+def test_what_cannot_be_written(values: Any, says: str, more: list[str], tmp_path: Path) -> None:
+    KeyMapping((Row("a", "a"), Row("a.b", "a.b"))[: len(values)]).save(tmp_path / "mapping.toml")
+    source = str(save(tmp_path / "ours", values))
+    with pytest.raises(ConfigError, match=says):
+        main([source, str(tmp_path / "b"), "--mapping", str(tmp_path / "mapping.toml"), *more])
+    assert not (tmp_path / "b").exists()
+
+
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, as numpy counts it; and where all is there at once, it is seen."""
+    values = {f"l_{i}": {"kernel": np.full((600, 600), i, np.float32)} for i in range(24)}
+    mapping = KeyMapping((Row("l_{layer}.kernel", "l.{layer}.weight", "transpose"),))
+    mapping.save(tmp_path / "mapping.toml")
+    save(tmp_path / "ours", values)
+    there = [str(tmp_path / "ours"), str(tmp_path / "theirs"), "--mapping", str(tmp_path / "mapping.toml")]
+    back = [there[1], str(tmp_path / "back"), *there[2:], "--like", there[0]]
+    for arguments in there, back:
+        main(arguments)  # imports count too
+    monkeypatch.setattr(stream, "AHEAD", 0)
+    monkeypatch.setattr(buffers, "ENOUGH", 0)
+    size = 600 * 600 * 4
+
+    def peak(do: Callable[[], object]) -> int:
+        tracemalloc.start()
+        do()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    for arguments in there, back:
+        assert peak(partial(main, [*arguments, "--force"])) < 5 * size
+    assert peak(lambda: list(mapped.to_theirs(tmp_path / "ours", mapping, None).stream("parameters"))) > 20 * size
 
 
 @pytest.mark.parametrize("kind", ["manager", "items", "pytree", "nnx"])
@@ -93,6 +191,7 @@ def test_whatever_orbax_wrote(kind: str, tmp_path: Path) -> None:
         values = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
         save(tmp_path / "x", values)
     elif kind == "pytree":
+        values = {"params": values["params"] | {"epoch": 3, "rate": 0.5}}
         with ocp.PyTreeCheckpointer() as writer:
             writer.save(tmp_path / "x", values)
     else:
@@ -102,7 +201,7 @@ def test_whatever_orbax_wrote(kind: str, tmp_path: Path) -> None:
             manager.save(7, args=args if kind == "manager" else ocp.args.Composite(**items))
             manager.wait_until_finished()
         (tmp_path / "all" / "7").rename(tmp_path / "x")
-    read = flatten(mapped.read_tree(tmp_path / "x"))
+    read = flatten(read_tree(tmp_path / "x"))
     assert list(read) == list(flatten(values)) and all(np.array_equal(read[n], x) for n, x in flatten(values).items())
 
 

@@ -21,7 +21,7 @@ array's first axis (the layers not counted), `chunk = [0, 3]` the first of three
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +31,12 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.config.errors import nearest
 from jaxdist.config.experiment import read_toml
-from jaxdist.convert.transforms import RESHAPE, TRANSFORMS, Shape, fitting, result, to_ours, to_theirs
+from jaxdist.convert.atoms import Entry, Shape, by_views, recut
+from jaxdist.convert.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
 LAYER = "{layer}"
 Shapes = Mapping[str, Shape]
+View = Callable[["Pair", np.ndarray], np.ndarray]
 
 
 class Row(NamedTuple):
@@ -42,7 +44,7 @@ class Row(NamedTuple):
 
     ours: str
     theirs: str
-    transform: str = "same"
+    transform: str = SAME
     shape: Shape = ()
     part: int | None = None
     chunk: tuple[int, int] | None = None
@@ -68,6 +70,16 @@ class Pair(NamedTuple):
     def piece(self, shape: Shape) -> Shape:
         """The shape of the piece of ours."""
         return shape[len(self.entry) :]
+
+    def of_ours(self, array: np.ndarray) -> np.ndarray:
+        """The piece of ours, a view."""
+        place: tuple[Any, ...] = (*self.entry, ...)
+        return array[place]
+
+    def of_theirs(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
+        """The piece of theirs as ours has it, a view; `shape` is that of ours."""
+        chunk = self.row.chunk
+        return as_ours(self.row.transform, np.split(tensor, chunk[1])[chunk[0]] if chunk else tensor, self.piece(shape))
 
     def whole(self, shape: Shape) -> Shape:
         """The shape of theirs, of which a chunk has this one."""
@@ -189,33 +201,42 @@ class KeyMapping:
                 f"({len(missing)} in all) in no row; add rows, or list them in {side}_only"
             )
 
+    def cuts(self, shapes: Shapes) -> tuple[dict[str, Entry], dict[str, Entry]]:
+        """Parameters of ours, of these shapes, and tensors of theirs, cut into the same pieces. Raises ConfigError."""
+        there = self.their_shapes(shapes)
+        ours: dict[str, list[Pair]] = defaultdict(list)
+        theirs: dict[str, list[Pair]] = defaultdict(list)
+        for pair in self.pairs(shapes):
+            ours[pair.ours].append(pair)
+            theirs[pair.theirs].append(pair)
+        atoms = {pair: (name, i) for name, pairs in ours.items() for i, pair in enumerate(pairs)}
+
+        def entry(name: str, pairs: Sequence[Pair], shape: Shape, view: View, turned: bool = False) -> Entry:
+            held = [atoms[pair] for pair in pairs]
+            return by_views(name, held, shape, lambda tensor, i: view(pairs[i], tensor), turned)
+
+        def of_theirs(pair: Pair, tensor: np.ndarray) -> np.ndarray:
+            return pair.of_theirs(tensor, shapes[pair.ours])
+
+        def turned(pairs: Sequence[Pair]) -> bool:
+            return any(pair.row.transform not in (SAME, RESHAPE) or pair.row.chunk for pair in pairs)
+
+        return (
+            {name: entry(name, pairs, shapes[name], Pair.of_ours) for name, pairs in ours.items()},
+            {name: entry(name, pairs, there[name], of_theirs, turned(pairs)) for name, pairs in theirs.items()},
+        )
+
     def to_theirs(self, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Their tensors from our parameters, the same bits. Names in `ours_only` are left out. Raises ConfigError."""
-        shapes = {name: array.shape for name, array in parameters.items()}
-        tensors: dict[str, np.ndarray] = {}
-        chunks: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
-        for pair in self.pairs(shapes):
-            tensor = to_theirs(pair.row.transform, parameters[pair.ours][pair.entry], pair.row.shape)
-            if pair.row.chunk:
-                chunks[pair.theirs][pair.row.chunk[0]] = tensor
-            else:
-                tensors[pair.theirs] = tensor
-        return tensors | {name: np.concatenate([pieces[i] for i in sorted(pieces)]) for name, pieces in chunks.items()}
+        return recut(parameters, *self.cuts({name: array.shape for name, array in parameters.items()}))
 
     def to_ours(self, tensors: Mapping[str, np.ndarray], shapes: Shapes) -> dict[str, np.ndarray]:
         """Our parameters, of these shapes, from their tensors, the same bits. Raises ConfigError."""
-        found: dict[str, np.ndarray] = {}
-        for pair in self.pairs(shapes):
-            ours, theirs, row, _ = pair
-            if theirs not in tensors:
-                raise ConfigError(f"{self.source}: theirs = {theirs!r}: no such tensor; {nearest(theirs, tensors)}")
-            tensor = np.split(tensors[theirs], row.chunk[1])[row.chunk[0]] if row.chunk else tensors[theirs]
-            array = to_ours(row.transform, tensor, pair.piece(shapes[ours]))
-            if pair.entry:
-                found.setdefault(ours, np.empty(shapes[ours], array.dtype))[pair.entry] = array
-            else:
-                found[ours] = array
-        return found
+        ours, theirs = self.cuts(shapes)
+        for name in theirs:
+            if name not in tensors:
+                raise ConfigError(f"{self.source}: theirs = {name!r}: no such tensor; {nearest(name, tensors)}")
+        return recut(tensors, theirs, ours)
 
     def their_shapes(self, ours: Shapes) -> dict[str, Shape]:
         """Their tensors' shapes from our parameters'. Raises ConfigError where a transform cannot be applied."""

@@ -9,11 +9,12 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import to_settings
+from jaxdist.convert import atoms
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.mapping import KeyMapping, Module, Row, Shape, Shapes
 from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.tables import HUGGINGFACE, shapes_of
-from jaxdist.convert.transforms import TRANSFORMS, fitting, result, to_ours, to_theirs
+from jaxdist.convert.transforms import TRANSFORMS, as_ours, fitting, result
 
 D, H, C, F, L = 12, 3, 4, 20, 3
 
@@ -190,6 +191,10 @@ EXAMPLES = {
 }  # fmt: skip
 
 
+def to_theirs(name: str, array: np.ndarray) -> np.ndarray:
+    return KeyMapping((Row("a", "b", name, (5, 4) if name == "reshape" else ()),)).to_theirs({"a": array})["b"]
+
+
 class TestTransforms:
     @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
     @pytest.mark.parametrize("name", TRANSFORMS)
@@ -197,9 +202,9 @@ class TestTransforms:
         shape = EXAMPLES[name]
         array = np.random.default_rng(0).normal(size=shape).astype(dtype)
         array.flat[0] = np.nan
-        there = to_theirs(name, array, (5, 4))
+        there = to_theirs(name, array)
         assert there.flags.c_contiguous and there.shape == ((5, 4) if name == "reshape" else result(name, shape))
-        back = to_ours(name, there, shape)
+        back = as_ours(name, there, shape)
         assert back.dtype == array.dtype and back.shape == shape and back.tobytes() == array.tobytes()
         if name not in ("same", "reshape", "heads_bias"):
             assert there.tobytes() != array.tobytes()
@@ -226,6 +231,18 @@ class TestTransforms:
         np.testing.assert_allclose(one[:, :, 0], np.einsum("bwi,wio->bo", signal, arrays["conv1d"]), rtol=1e-12)
         two = torch.nn.functional.conv2d(torch.from_numpy(np.moveaxis(image, -1, 1).copy()), there("conv2d"))
         np.testing.assert_allclose(two[:, :, 0, 0], np.einsum("bhwi,hwio->bo", image, arrays["conv2d"]), rtol=1e-12)
+
+        assert np.array_equal(to_theirs("heads_bias", arrays["heads_bias"]), arrays["heads_bias"].flatten())
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.complex128])
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_copies_in_blocks(self, turned: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A matrix of several blocks and a rest, either of the two turned."""
+        monkeypatch.setattr(atoms, "BLOCK", 3)
+        of = np.arange(7 * 11).astype(dtype).reshape(7, 11)
+        to = np.zeros((11, 7), dtype)
+        atoms.copy(to if turned else to.T, of.T if turned else of)
+        assert np.array_equal(to, of.T)
 
     def test_fitting(self) -> None:
         assert fitting((3, 4), (4, 3)) == ["transpose"] and fitting((4, 4), (4, 4)) == ["same", "transpose"]
@@ -466,3 +483,5 @@ class TestFile:
             KeyMapping((row,), ("a.kernel", "b.bias"), ("b.bias",)).check(OURS, THEIRS)
         with pytest.raises(ConfigError, match=r"theirs = 'a.weight': no such tensor"):
             KeyMapping((row,)).to_ours({"b": np.ones(2)}, OURS)
+        with pytest.raises(ConfigError, match=r"a \(2, 3\): the mapping has not all pieces of it"):
+            KeyMapping((Row("a", "k", part=0),)).to_ours({"k": np.ones(3)}, {"a": (2, 3)})

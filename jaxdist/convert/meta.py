@@ -10,9 +10,10 @@ from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.config.hf import MOST_LAYERS, experiment_for
 from jaxdist.convert import torch_files
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
 from jaxdist.convert.naming import recognized
-from jaxdist.convert.tables import Shape, entries
+from jaxdist.convert.tables import entries
 
 PARAMS, FILES = "params.json", "consolidated.*.pth"
 LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults

@@ -7,8 +7,8 @@ itself: those of a run and those written here lie in chunks of one layer.
 import asyncio
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,11 @@ from jaxdist import checkpoint, models
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.convert import buffers
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
-from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import LAYERS, Shape, parts, shapes_of
+from jaxdist.convert.stream import Conversion, Recut
+from jaxdist.convert.tables import LAYERS, parts, shapes_of
 from jaxdist.optim import adamw
 
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each
@@ -38,7 +39,7 @@ ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
     found = checkpoint.locate(path)
-    return {name: _leaf(found, store) for name, store in _stores(found, "parameters").items()}
+    return {name: leaf(found, store) for name, store in stores(found / "parameters").items()}
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
@@ -47,14 +48,14 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
     shapes = shapes_of(experiment.model)
 
-    def layers(what: str, stores: Mapping[str, ts.TensorStore]) -> Leaves:
-        check_shapes(what, {name: tuple(store.shape) for name, store in stores.items()}, shapes)
-        return {part: leaf for name, store in stores.items() for part, leaf in _layers(found, name, store).items()}
+    def layers(what: str, arrays: Mapping[str, ts.TensorStore]) -> Leaves:
+        check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, shapes)
+        return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
 
-    groups = {PARAMETERS: layers(str(path), _stores(found, "parameters"))}
+    groups = {PARAMETERS: layers(str(path), stores(found / "parameters"))}
     updates = None
     if training and (found / "optimizer").is_dir():
-        adam = next(part for part in _stores(found, "optimizer") if isinstance(part, dict) and "mu" in part)
+        adam = next(part for part in stores(found / "optimizer") if isinstance(part, dict) and "mu" in part)
         groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
         updates = int(_read(found, adam["count"]))
     if not found.name.isdecimal():
@@ -80,17 +81,16 @@ class Opening(ocp.type_handlers.NumpyHandler):
         ]
 
 
-def _stores(path: Path, item: str) -> Any:
-    """The tree of an item, its arrays not read yet. Raises ConfigError."""
+def stores(path: Path) -> Any:
+    """The pytree that Orbax wrote to a folder, its arrays not read yet. Raises ConfigError."""
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray"))
+        (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray")), (float, Opening("scalar"))
     )
-    handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=registry)
-    with checkpoint.opened(path, handler) as reader:
-        tree = reader.metadata(path).item_metadata[item].tree
-        stores = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
-        args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=stores)})
-        return reader.restore(path, args=args)[item]
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as reader, checkpoint.reading(path):
+        tree = reader.metadata(path).item_metadata.tree
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
+        return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
 
 
 def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
@@ -101,7 +101,8 @@ def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
     return array
 
 
-def _leaf(path: Path, store: ts.TensorStore) -> Leaf:
+def leaf(path: Path, store: ts.TensorStore) -> Leaf:
+    """An array of the checkpoint `path`."""
     return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(_read, path, store))
 
 
@@ -109,8 +110,8 @@ def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
     """The layers of an array by their names, or itself where it has none."""
     names = [part for part, _, _ in parts(name, tuple(store.shape))]
     if names == [name]:
-        return {name: _leaf(path, store)}
-    return {part: _leaf(path, store[layer]) for layer, part in enumerate(names)}
+        return {name: leaf(path, store)}
+    return {part: leaf(path, store[layer]) for layer, part in enumerate(names)}
 
 
 def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:
@@ -124,21 +125,39 @@ def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:
 
 @dataclass(frozen=True)
 class Coming:
-    """An array that a conversion will give."""
+    """An array that a conversion will give; `places` are those of its tensors along the first axes."""
 
     group: str
-    name: str
     shape: Shape
     dtype: np.dtype
+    places: Mapping[str, tuple[int, ...]]
 
 
 class Streaming(ocp.type_handlers.NumpyHandler):
-    """Writes arrays a layer at a time, as a conversion gives them."""
+    """Writes arrays as a conversion gives their tensors."""
 
-    def __init__(self, conversion: Conversion) -> None:
+    def __init__(self, conversion: Recut) -> None:
         super().__init__()
         self.conversion, self.lock, self.failed = conversion, threading.Lock(), False
         self.begun: list[ocp.future.Future] = []
+
+    def handler(self) -> ocp.PyTreeCheckpointHandler:
+        """What handles pytrees of `Coming` and of numpy arrays."""
+        arrays = ocp.type_handlers.create_type_handler_registry(
+            (Coming, self), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        )
+        # Weights hardly compress, and it would take most of the time.
+        return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False)
+
+    @contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Waits until nothing is being written any more, also where one of the items failed."""
+        try:
+            yield
+        finally:
+            for item in self.begun:
+                with suppress(Exception):  # it has been raised already
+                    item.result()
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         """Writes them all."""
@@ -146,28 +165,20 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         await asyncio.to_thread(self.begun[-1].result)
         return []
 
-    def wait(self) -> None:
-        """Until nothing is being written any more, also where one of the items failed."""
-        for item in self.begun:
-            with suppress(Exception):
-                item.result()
-
     async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:
-        places: dict[tuple[str, str], Any] = {}
+        there: dict[tuple[str, str], Any] = {}
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            named = parts(value.name, value.shape)
-            *_, shape = named[0]
-            chunk = (*(1,) * (len(value.shape) - len(shape)), *chunk_of(shape, value.dtype))
+            outer = len(next(iter(value.places.values())))
+            chunk = (*(1,) * outer, *chunk_of(value.shape[outer:], value.dtype))
             spec = get_json_tspec_write(
                 info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
             )
             store = await ts.open(spec, create=True, open=True, context=info.ts_context)
-            for part, (_, layer), _ in named:
-                places[value.group, part] = store if len(named) == 1 else store[layer]
+            there |= {(value.group, name): store[place] for name, place in value.places.items()}
 
         def put(group: str, name: str, array: np.ndarray) -> None:
-            places[group, name].write(array, can_reference_source_data_indefinitely=True).result()
+            there[group, name].write(array, can_reference_source_data_indefinitely=True).result()
 
         def convert() -> None:
             with self.lock:  # two items at once would be twice as much in memory
@@ -198,17 +209,9 @@ def write(path: Path, conversion: Conversion) -> None:
     check(conversion)
     content = conversion.content
     folder = begin(path, content)
-    streaming = Streaming(conversion)
-    arrays = ocp.type_handlers.create_type_handler_registry(
-        (Coming, streaming), (np.ndarray, ocp.type_handlers.NumpyHandler())
-    )
-    # Weights hardly compress, and it would take most of the time.
-    handler = partial(ocp.PyTreeCheckpointHandler, type_handler_registry=arrays, use_compression=False)
     shapes = shapes_of(content.experiment.model)
     coming = {
-        group: {
-            name: Coming(group, name, shape, leaves[parts(name, shape)[0][0]].dtype) for name, shape in shapes.items()
-        }
+        group: {name: _coming(group, name, shape, leaves) for name, shape in shapes.items()}
         for group, leaves in conversion.groups.items()
     }
     values: dict[str, Any] = {
@@ -217,12 +220,17 @@ def write(path: Path, conversion: Conversion) -> None:
     }
     if content.updates is not None:
         values["optimizer"] = ocp.args.PyTreeSave(_optimizer(content, coming))
-    with ocp.Checkpointer(checkpoint.items(handler)) as writer:
-        try:
-            writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))
-        finally:
-            streaming.wait()
+    streaming = Streaming(conversion)
+    with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer, streaming.to_the_end():
+        writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))
     publish(folder.checkpoints, content.step)
+
+
+def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
+    named = parts(name, shape)
+    outer = len(shape) - len(named[0][-1])  # 1 where it has layers
+    places = {part: (layer,)[:outer] for part, (_, layer), _ in named}
+    return Coming(group, shape, leaves[named[0][0]].dtype, places)
 
 
 def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, RunFolder, read_metrics
+from jaxdist.config.checkpoints import damage, seal
 from jaxdist.config.foreign import read_json
 from jaxdist.convert.content import Content, Origin
 
@@ -28,6 +29,7 @@ def begin(path: Path, content: Content) -> RunFolder:
             (beside / "files" / name).write_bytes(file)
         if origin.extras:
             _torch_files().save_plain(beside / EXTRAS, origin.extras)
+        seal(beside)
     return folder
 
 
@@ -38,8 +40,10 @@ def _run_of(checkpoint: Path) -> Path:
 def origin_of(checkpoint: Path) -> Origin:
     """Where the weights of a run came from, as far as the run folder around `checkpoint` knows."""
     beside = _run_of(checkpoint) / ORIGIN
-    if not (beside / "origin.json").is_file():
+    if not beside.exists():
         return Origin()
+    if reason := damage(beside):
+        raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
     try:
         said: dict[str, Any] = read_json(beside / "origin.json")
         origin = Origin(**said)

@@ -6,6 +6,7 @@ their way at once: beside the largest of them, as many as a budget of memory all
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -19,11 +20,13 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
+from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
-from jaxdist.convert.tables import Atom, Entry, entries
+from jaxdist.convert.tables import NAMINGS, entries
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
+KEPT = "iubc"  # numpy's kinds of numbers that stay as they are: whole ones, and what would lose a part
 AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
@@ -51,28 +54,36 @@ def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Un
     return list({id(unit): unit for unit in of.values()}.values())
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A checkpoint, seen in the tensors of another naming; weights in `dtype`, or as they are."""
+@dataclass(frozen=True, kw_only=True)
+class Recut(ABC):
+    """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are."""
 
-    content: Content
-    naming: str
     dtype: str | None = None
     report: Callable[[int], None] = lambda count: None  # is told the bytes of each tensor that is taken
 
-    @cached_property
-    def units(self) -> list[Unit]:
-        return units(self.content.entries, self.entries)
+    @property
+    @abstractmethod
+    def given(self) -> Mapping[str, Leaves]:
+        """What there is."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> Mapping[str, Entry]:
+        """The tensors of each group as they are given."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> Mapping[str, Entry]:
+        """The tensors of each group as they will be."""
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """The tensors of each group."""
-        return entries(self.naming, self.content.experiment.model)
+    def units(self) -> list[Unit]:
+        return units(self.sources, self.entries)
 
     @cached_property
     def groups(self) -> dict[str, Leaves]:
         """What there will be: shapes and dtypes, and reading of one at a time, which is slow where several are one."""
-        return {group: self._leaves(group) for group in self.content.groups}
+        return {group: self._leaves(group) for group in self.given}
 
     def _leaves(self, group: str) -> Leaves:
         found: dict[str, Leaf] = {}
@@ -87,9 +98,9 @@ class Conversion:
         return self.convert(group, unit)[name]
 
     def _dtype(self, group: str, unit: Unit) -> np.dtype:
-        leaves = self.content.groups[group]
+        leaves = self.given[group]
         dtypes = {leaves[source.name].dtype for source in unit.sources}
-        if self.dtype and group == PARAMETERS:
+        if self.dtype and group == PARAMETERS and not any(dtype.kind in KEPT for dtype in dtypes):
             return np.dtype(DTYPES[self.dtype])
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(str, dtypes)))
@@ -100,17 +111,12 @@ class Conversion:
 
     def convert(self, group: str, unit: Unit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
-        leaves, dtype = self.content.groups[group], self._dtype(group, unit)
+        leaves, dtype = self.given[group], self._dtype(group, unit)
         source, target = unit.sources[0], unit.targets[0]
         if target.same(source):  # then they are all of the unit
-            return {target.name: np.ascontiguousarray(cast(source.name, leaves[source.name].read(), dtype))}
+            return {target.name: np.asarray(cast(source.name, leaves[source.name].read(), dtype), order="C")}
         made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
-        places = {atom: (target, i) for target in unit.targets for i, atom in enumerate(target.atoms)}
-        for source in unit.sources:
-            tensor = cast(source.name, leaves[source.name].read(), dtype)
-            for atom, array in zip(source.atoms, source.split(tensor), strict=True):
-                target, i = places[atom]
-                target.put(made[target.name], i, array)
+        fill(made, unit.targets, unit.sources, lambda source: cast(source.name, leaves[source.name].read(), dtype))
         return made
 
     def stream(self, *groups: str) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -143,13 +149,39 @@ class Conversion:
     def _cost(self, group: str, unit: Unit) -> int:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
-        read = [self.content.groups[group][source.name] for source in unit.sources]
+        read = [self.given[group][source.name] for source in unit.sources]
         return made + max(made, *(leaf.bytes for leaf in read))
 
     @property
     def bytes(self) -> int:
         """Of all groups, as they will be."""
         return sum(leaf.bytes for leaves in self.groups.values() for leaf in leaves.values())
+
+
+@dataclass(frozen=True)
+class Conversion(Recut):
+    """A checkpoint, seen in the tensors of another naming."""
+
+    content: Content
+    naming: str
+
+    @property
+    def given(self) -> Mapping[str, Leaves]:
+        return self.content.groups
+
+    @cached_property
+    def sources(self) -> dict[str, Entry]:
+        return self.content.entries
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        return entries(self.naming, self.content.experiment.model)
+
+    def twins(self, kind: str) -> dict[str, str]:
+        """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""
+        model, names = self.content.experiment.model, self.content.origin.names_in(kind)
+        head = NAMINGS[self.naming][model.family].head
+        return {next(iter(self.entries)): names[head]} if model.tied and head in names else {}
 
 
 class Job(NamedTuple):

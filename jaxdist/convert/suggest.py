@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.mapping import LAYER, KeyMapping, Row, Shapes
-from jaxdist.convert.transforms import RESHAPE, Shape, fitting
+from jaxdist.convert.transforms import RESHAPE, fitting
 
 LEAST = 0.2  # of the score of a folded pair; a poorer one may fit better name by name
 CLOSE = 0.05  # two candidates whose scores differ by less cannot be told apart

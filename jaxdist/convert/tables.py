@@ -5,19 +5,17 @@ one parameter of ours. A tensor of a naming holds one atom or several, and two n
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, product
+from collections.abc import Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist import models
 from jaxdist.config import GPT2, Llama
+from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
 
 STACKED = "layers."  # how the names of our stacked parameters begin
-BLOCK = 128  # rows and columns
-Shape = tuple[int, ...]
-Atom = tuple[str, int]  # a parameter of ours and its layer; 0 for what has no layers
 
 
 class Row(NamedTuple):
@@ -61,23 +59,6 @@ class Row(NamedTuple):
             tensor.reshape(turned.shape)[...] = turned
         else:
             copy(self.split(tensor)[part], atom)
-
-
-def copy(to: np.ndarray, of: np.ndarray) -> None:
-    """Copy one array into another of its shape and dtype.
-
-    A matrix that is turned on the way goes in blocks that stay in the cache: else each number costs a line of it.
-    """
-    bits = f"u{to.itemsize}"  # numpy is slow with dtypes that are not its own
-    to, of = to.view(bits), of.view(bits)
-    if to.ndim != 2 or (to.strides[0] < to.strides[1]) == (of.strides[0] < of.strides[1]):
-        to[...] = of
-        return
-    if to.strides[0] < to.strides[1]:
-        to, of = to.T, of.T
-    for row, column in product(*(range(0, size, BLOCK) for size in to.shape)):
-        block = slice(row, row + BLOCK), slice(column, column + BLOCK)
-        to[block] = np.ascontiguousarray(of[block].T).T
 
 
 def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
@@ -210,28 +191,13 @@ NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META}
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
-class Entry(NamedTuple):
-    """One tensor of a naming: the atoms that it holds, how it is taken apart into them, and how one is put into it."""
-
-    name: str
-    atoms: tuple[Atom, ...]
-    shape: Shape
-    split: Callable[[np.ndarray], Sequence[np.ndarray]]
-    put: Callable[[np.ndarray, int, np.ndarray], None]
-    order: tuple[bool, bool] = False, False  # transposed, interleaved
-
-    def same(self, other: "Entry") -> bool:
-        """Whether both tensors are the same numbers in the same order."""
-        return (self.atoms, self.shape, self.order) == (other.atoms, other.shape, other.order)
-
-
 def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
     """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules."""
     shapes = shapes_of(model)
     if naming == OWN:
         return {name: _own(name, shape) for name, shape in shapes.items()}
     if naming == LAYERS:
-        return {part: _atom(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
+        return {part: whole(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
     found: dict[str, Entry] = {}
     for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
         block = list(rows)
@@ -249,13 +215,8 @@ def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
 
 def _own(name: str, shape: Shape) -> Entry:
     if not name.startswith(STACKED):
-        return _atom(name, (name, 0), shape)
-    atoms = tuple(atom for _, atom, _ in parts(name, shape))
-    return Entry(name, atoms, shape, list, lambda out, i, atom: copy(out[i], atom))
-
-
-def _atom(name: str, atom: Atom, shape: Shape) -> Entry:
-    return Entry(name, (atom,), shape, lambda tensor: [tensor], lambda out, _, array: copy(out, array))
+        return whole(name, (name, 0), shape)
+    return by_views(name, [atom for _, atom, _ in parts(name, shape)], shape, lambda tensor, layer: tensor[layer])
 
 
 def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape]) -> Entry:

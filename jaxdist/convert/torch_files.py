@@ -4,6 +4,7 @@ No pickle is executed: torch reads them with `weights_only`. Tensors come from t
 and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 """
 
+import json
 import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import adamw, buffers
+from jaxdist.convert import adamw, buffers, torch_numpy
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.naming import carried, plain, recognized
@@ -39,7 +40,7 @@ MODEL = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
-EXPERIMENT = "experiment"
+EXPERIMENT, METRICS = "experiment", "metrics.jsonl"  # of the run: keys of our own
 MOST = 10_000_000  # values in a file
 
 
@@ -49,7 +50,9 @@ def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
     Raises ConfigError."""
     try:
         device = "meta" if within or is_zip(path) else "cpu"
-        return walked(torch.load(within or path, weights_only=True, **({"map_location": device} | options)))
+        with torch_numpy.allowed():
+            tree = torch.load(within or path, weights_only=True, **({"map_location": device} | options))
+        return torch_numpy.restored(walked(tree))
     except UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
         raise ConfigError(
@@ -133,6 +136,12 @@ def empty(leaf: Leaf) -> Tensor:
     return torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name))
 
 
+def to_torch(array: np.ndarray) -> Tensor:
+    """The same bits, of any dtype."""
+    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+
+
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The same bits, of any dtype."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -196,12 +205,25 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if trained:
         with reading(path, "optimizer"):
             settings = adamw.settings(str(path), trained, shapes)
-            settings |= {} if _own(tree) else _schedule(path, tree, trained, bool(wanted))
-        values = found.model_dump(exclude_none=True)
-        experiment = Experiment.parse(values | {"optimizer": values["optimizer"] | settings}, f"{path}: optimizer")
+            settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
+        experiment = trained_by(found, settings, f"{path}: optimizer")
     extras = _extras(path, tree, trained)
     origin = Origin("torch", naming, kept, files=companions(path.parent), extras=extras, step=step)
-    return Content(experiment, naming, groups, step, updates, origin).checked(path)
+    logged = _logged(path, tree) if training and _own(tree) else b""
+    return Content(experiment, naming, groups, step, updates, origin, logged).checked(path)
+
+
+def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str) -> Experiment:
+    """The experiment with these settings of its optimizer. Raises ConfigError."""
+    values = experiment.model_dump(exclude_none=True)
+    return Experiment.parse(values | {"optimizer": values["optimizer"] | settings}, source)
+
+
+def rate_of(content: Content) -> float:
+    """The learning rate of the step to come."""
+    e = content.experiment
+    with jax.enable_x64(True):
+        return float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(content.step + 1)))
 
 
 def _own(tree: Any) -> bool:
@@ -219,7 +241,7 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     return agreed(str(path), found, wanted)
 
 
-def _schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
+def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
     """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
     scheduler = _part(tree, SCHEDULER)
     if wanted and not scheduler and not all("initial_lr" in group for group in groups):
@@ -257,10 +279,29 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
     kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else dict(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
+        kept.pop(METRICS, None)
     kept[_key(kept, MODEL)] = {}
     if trained:
         kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
-    return tree_map_only(Tensor, Tensor.contiguous, kept)
+    return tree_map_only(Tensor, partial(_contiguous, path), kept)
+
+
+def _contiguous(path: Path, tensor: Tensor) -> Tensor:
+    """Itself, with numbers of its own. Raises ConfigError for one that shows a few of the file many times."""
+    if tensor.numel() * tensor.itemsize > path.stat().st_size:
+        raise ConfigError(f"{path}: a tensor {tuple(tensor.shape)} is larger than the file; use a whole copy")
+    return tensor.contiguous()
+
+
+def _logged(path: Path, tree: Mapping[str, Any]) -> bytes:
+    """What a run of ours logged. Raises ConfigError where it is no such log."""
+    try:
+        text = tree.get(METRICS, "").encode()
+        if not all(type(json.loads(line)["step"]) is int for line in text.split(b"\n")[:-1]):
+            raise ValueError("a line has no step")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: its {METRICS} is damaged: {error!r}; leave it out") from None
+    return text
 
 
 def check(conversion: Conversion) -> None:
@@ -285,11 +326,12 @@ def write(path: Path, conversion: Conversion) -> None:
     if origin.kind == "torch" and origin.extras is None and content.updates is None:
         file = TorchFile(path, model)
     else:
-        tree = dict(origin.extras or {})
+        tree = dict(origin.extras or {}) if origin.kind == "torch" else {}
         tree[_key(tree, MODEL)] = model
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
         tree.setdefault(EXPERIMENT, content.experiment.model_dump(mode="json", exclude_none=True))
+        tree |= {METRICS: content.metrics.decode()} if content.metrics else {}
         file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     file.seal()
@@ -301,8 +343,7 @@ def _training(
     """Optimizer, scheduler and step under the keys of `tree`: as they were there, if no step has been made since."""
     o, kept = content.experiment.optimizer, _part(tree, OPTIMIZER)
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
-    with jax.enable_x64(True):
-        rate = float(learning_rate(o, content.experiment.train.steps, jnp.asarray(content.step + 1)))
+    rate = rate_of(content)
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
     groups = kept["param_groups"] if kept else adamw.groups_of(shapes, o, rate)
     scheduler = _part(tree, SCHEDULER) if kept else {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxdist import checkpoint
@@ -93,6 +94,8 @@ class TestTorchFiles:
             "scaler": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3},
             "amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 3}},
             "rng": torch.get_rng_state(),
+            "numpy": np.random.RandomState(3).get_state(),
+            "best": {"loss": np.float64(1.25), "last": np.arange(6, dtype=">i4").reshape(2, 3).T},
             "epoch": 2,
         }
         torch.save(saved, tmp_path / "a.pt")
@@ -100,7 +103,11 @@ class TestTorchFiles:
         main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", config])
         main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
         main([str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--verify"])
-        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        back = torch.load(tmp_path / "b.pt", weights_only=False)  # numpy's are more than tensors and plain values
+        np.random.RandomState().set_state(back["numpy"])
+        assert np.array_equal(back["numpy"][1], saved["numpy"][1]) and back["numpy"][2:] == saved["numpy"][2:]
+        assert type(back["best"]["loss"]) is np.float64 and back["best"]["loss"] == 1.25
+        assert np.array_equal(back["best"]["last"], saved["best"]["last"])  # numpy itself reads it in its own order
         for key in ("scaler", "amp", "epoch"):
             assert back[key] == saved[key]
         assert torch.equal(back["rng"], saved["rng"]) and back["step"] == back["scheduler"]["last_epoch"] == 3
@@ -214,12 +221,53 @@ class TestTorchFiles:
         for file in files:
             with zipfile.ZipFile(file) as archive:
                 assert archive.testzip() is None
-                record = max(archive.infolist(), key=lambda info: info.file_size)
+                records = [info for info in archive.infolist() if "/data/" in info.filename]
+                record = max(records, key=lambda info: info.file_size)
         content = bytearray(files[-1].read_bytes())
         content[record.header_offset + record.file_size] ^= 1
         files[-1].write_bytes(content)
         with zipfile.ZipFile(files[-1]) as archive:
             assert archive.testzip() is not None
+        if kind == "torch":
+            with pytest.raises(ConfigError, match=r"its record \S+ has changed since it was written"):
+                main([str(made), str(tmp_path / "run"), "--verify"])
+
+    def test_what_a_run_logged(self, tmp_path: Path) -> None:
+        """Goes along, and back to the run."""
+        content = replace(content_of(self.model), metrics=b'{"step": 1}\n')
+        file = written(tmp_path / "a.pt", "torch", content)
+        main([str(file), str(tmp_path / "run")])
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == content.metrics
+        assert torch_files.opened(file).origin.extras.keys() == {"model", "optimizer", "scheduler", "step"}
+
+    @pytest.mark.parametrize("what", ["origin.json", "extras.pt", "files/config.json"])
+    def test_damage_to_what_waits_for_the_way_back(self, what: str, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        (tmp_path / "config.json").write_text("{}")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        file = tmp_path / "run" / "origin" / what
+        content = bytearray(file.read_bytes())
+        content[-2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} has changed"):
+            main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        file.unlink()
+        with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} is missing"):
+            main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+
+    @pytest.mark.parametrize("text", ["\ud800", "hello\n", '{"loss": 1}\n', 5])
+    def test_a_log_that_is_none(self, text: Any, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree | {"metrics.jsonl": text}, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt: its metrics.jsonl is damaged"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+
+    def test_a_tensor_that_shows_few_numbers_often(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree | {"more": torch.zeros(1).expand(10**14)}, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a tensor \(100000000000000,\) is larger than the file"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
 
     def script(self, file: Path, rule: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
         """What a script of torch's own saves after five steps, `keys` being its names of the parts."""

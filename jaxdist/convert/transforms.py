@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Shape = tuple[int, ...]
+from jaxdist.convert.atoms import Shape
 
 
 class Transform(NamedTuple):
@@ -22,9 +22,10 @@ class Transform(NamedTuple):
     output: str = "same"
 
 
+SAME = "same"
 RESHAPE = "reshape"  # the one whose result does not follow from our shape: its row says it
 TRANSFORMS = {
-    "same": Transform(None),
+    SAME: Transform(None),
     "transpose": Transform(((1,), (0,))),  # Dense (I,O) <-> Linear (O,I)
     "conv1d": Transform(((2,), (1,), (0,)), "channels"),  # (W,I,O) <-> (O,I,W)
     "conv2d": Transform(((3,), (2,), (0,), (1,)), "channels"),  # (H,W,I,O) <-> (O,I,H,W)
@@ -53,25 +54,13 @@ def fitting(ours: Shape, theirs: Shape) -> list[str]:
     return fits or ([RESHAPE] if units[0] == units[1] else [])
 
 
-def to_theirs(name: str, array: np.ndarray, shape: Shape = ()) -> np.ndarray:
-    """Ours -> theirs, contiguous, the same bits. `shape` is theirs, for `reshape`."""
-    if name == RESHAPE:
-        return np.ascontiguousarray(array).reshape(shape)
-    axes = TRANSFORMS[name].axes
-    if axes is not None:
-        merged = result(name, array.shape)
-        assert merged is not None, f"{name} of {array.shape}"
-        array = array.transpose([axis for group in axes for axis in group]).reshape(merged)
-    return array.copy(order="C")
-
-
-def to_ours(name: str, array: np.ndarray, shape: Shape) -> np.ndarray:
-    """Theirs -> ours of this shape, contiguous, the same bits."""
+def as_ours(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
+    """Theirs as ours of this shape: a view of a tensor that is contiguous."""
     axes = TRANSFORMS[name].axes
     if axes is None:
-        return np.ascontiguousarray(array).reshape(shape)
+        return tensor.reshape(shape)
     order = [axis for group in axes for axis in group]
-    return np.ascontiguousarray(array.reshape([shape[axis] for axis in order]).transpose(np.argsort(order)))
+    return tensor.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
 
 def output_to_theirs(kind: str, array: np.ndarray) -> np.ndarray:

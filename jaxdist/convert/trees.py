@@ -5,12 +5,20 @@ from typing import Any
 
 import jax
 
+from jaxdist.config import ConfigError
+
 SHELL, CORE = "params.", ".value"  # what linen puts around all names, and nnx after them: left out where all have it
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """name -> leaf, in the order of `jax.tree.leaves`: dictionaries are sorted."""
-    found = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in _leaves(tree)}
+    """name -> leaf, in the order of `jax.tree.leaves`: dictionaries are sorted. Raises ConfigError for a name given
+    twice."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name in found:
+            raise ConfigError(f"two arrays of the tree are called {name}; name one of them otherwise, without a dot")
+        found[name] = leaf
     for affix, drop in ((SHELL, str.removeprefix), (CORE, str.removesuffix)):
         has = str.startswith if affix == SHELL else str.endswith
         if all(has(name, affix) for name in found):
@@ -26,7 +34,3 @@ def unflatten(tree: Any, named: Mapping[str, Any]) -> Any:
 def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """name -> shape of the leaves."""
     return {name: tuple(leaf.shape) for name, leaf in flatten(tree).items()}
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]

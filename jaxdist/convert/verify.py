@@ -1,36 +1,60 @@
 """After a conversion: what was written is read again, and both ends compute the same logits."""
 
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import Experiment, TrainingError
-from jaxdist.convert.content import PARAMETERS, Content
+from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import Format
-from jaxdist.convert.stream import Conversion
+from jaxdist.convert.stream import Conversion, Recut
 from jaxdist.convert.tables import OWN
 from jaxdist.mesh import lay_out
 from jaxdist.program import Program
 
 
-def verify(conversion: Conversion, target: Format, path: Path) -> Iterator[str]:
-    """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
-    content = conversion.content
-    written = target.opened(path, content.experiment)
+def verify_source(path: Path) -> Iterator[str]:
+    """A line that says that a torch file, or Meta's, is as it was written. Raises ConfigError where it is not.
+
+    Run folders have been compared with their manifest already; safetensors have no checksums.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
+    for file in filter(zipfile.is_zipfile, files):
+        try:
+            with zipfile.ZipFile(file) as archive:
+                summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
+                damaged = archive.testzip() if summed else None
+        except Exception as error:  # of a damaged directory, many kinds
+            raise ConfigError(f"{file}: its records cannot be read: {error}; use a whole copy") from None
+        if damaged:
+            raise ConfigError(f"{file}: its record {damaged} has changed since it was written; use a whole copy")
+        if summed:
+            yield f"verified: the records of {file.name} have their checksums"
+
+
+def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator[str]:
+    """A line that says that all tensors are there. Raises TrainingError where what was written is not what was read."""
 
     def compare(group: str, name: str, array: np.ndarray) -> None:
-        there = written.groups[group][name].read()
+        there = written[group][name].read()
         if there.dtype != array.dtype or not np.array_equal(bits(there), bits(array)):
             raise TrainingError(f"{group} {name} was written and read again as other numbers; nothing is kept")
 
     conversion.each(compare, *conversion.groups)
+    yield f"verified: {sum(map(len, conversion.groups.values()))} tensors read again are equal to the bit"
+
+
+def verify(target: Format, path: Path, conversion: Conversion) -> Iterator[str]:
+    """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
+    content = conversion.content
+    written = target.opened(path, content.experiment)
+    yield from verify_tensors(conversion, written.groups)
     if (written.step, written.updates) != (content.step, content.updates):
         raise TrainingError(f"step {content.step} was written and read again as {written.step}; nothing is kept")
-    count = sum(map(len, conversion.groups.values()))
-    yield f"verified: {count} tensors read again are equal to the bit"
     here, there = logits(content), logits(written)
     equal = np.array_equal(here, there, equal_nan=True)
     apart = np.max(np.abs(here - there), initial=0) / np.max(np.abs(here), initial=0) if not equal else 0

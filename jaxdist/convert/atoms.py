@@ -1,0 +1,97 @@
+"""What two namings of a model share: the least pieces that both have, and how tensors are made of them. numpy only."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+
+BLOCK = 128  # rows and columns
+Shape = tuple[int, ...]
+Atom = tuple[str, int]  # a parameter of ours and its layer, or the number of another piece; 0 for one that is whole
+
+
+class Entry(NamedTuple):
+    """One tensor of a naming: the atoms that it holds, how it is taken apart into them, and how one is put into it."""
+
+    name: str
+    atoms: tuple[Atom, ...]
+    shape: Shape
+    split: Callable[[np.ndarray], Sequence[np.ndarray]]
+    put: Callable[[np.ndarray, int, np.ndarray], None]
+    order: tuple[bool, bool] = False, False  # transposed, interleaved
+
+    def same(self, other: "Entry") -> bool:
+        """Whether both tensors are the same numbers in the same order."""
+        return (self.atoms, self.shape, self.order) == (other.atoms, other.shape, other.order)
+
+
+def by_views(
+    name: str, atoms: Sequence[Atom], shape: Shape, view: Callable[[np.ndarray, int], np.ndarray], turned: bool = False
+) -> Entry:
+    """An entry of which `view(tensor, i)` shows atom i as ours has it; `turned` where its numbers are transposed."""
+    return Entry(
+        name,
+        tuple(atoms),
+        shape,
+        lambda tensor: [view(tensor, i) for i in range(len(atoms))],
+        lambda out, i, atom: copy(view(out, i), atom),
+        (turned, False),
+    )
+
+
+def whole(name: str, atom: Atom, shape: Shape) -> Entry:
+    """An entry that is one atom."""
+    return by_views(name, [atom], shape, lambda tensor, _: tensor)
+
+
+def recut(
+    tensors: Mapping[str, np.ndarray], sources: Mapping[str, Entry], targets: Mapping[str, Entry]
+) -> dict[str, np.ndarray]:
+    """The tensors of one naming from those of another, the same bits; where dtypes meet, in what numpy takes for both.
+
+    Raises ConfigError where the pieces are not all of a tensor.
+    """
+    held = {atom: tensors[source.name].dtype for source in sources.values() for atom in source.atoms}
+    made: dict[str, np.ndarray] = {}
+    for name, target in targets.items():
+        made[name] = np.empty(target.shape, np.result_type(*(held[atom] for atom in target.atoms)))
+        if sum(piece.size for piece in target.split(made[name])) != made[name].size:
+            raise ConfigError(f"{name} {target.shape}: the mapping has not all pieces of it; add rows for the others")
+    fill(made, targets.values(), sources.values(), lambda source: tensors[source.name])
+    return made
+
+
+def fill(
+    made: Mapping[str, np.ndarray],
+    targets: Iterable[Entry],
+    sources: Iterable[Entry],
+    read: Callable[[Entry], np.ndarray],
+) -> None:
+    """Put the atoms of the sources, which are read one at a time, into the targets' tensors, which hold the same."""
+    places = {atom: (target, i) for target in targets for i, atom in enumerate(target.atoms)}
+    for source in sources:
+        tensor = read(source)
+        for atom, piece in zip(source.atoms, source.split(tensor), strict=True):
+            target, i = places[atom]
+            target.put(made[target.name], i, piece.astype(made[target.name].dtype, copy=False))
+
+
+def copy(to: np.ndarray, of: np.ndarray) -> None:
+    """Copy one array into another of its shape and dtype.
+
+    A matrix that is turned on the way goes in blocks that stay in the cache: else each number costs a line of it.
+    """
+    if to.itemsize <= 8:
+        bits = f"u{to.itemsize}"  # numpy is slow with dtypes that are not its own
+        to, of = to.view(bits), of.view(bits)
+    if to.ndim != 2 or (to.strides[0] < to.strides[1]) == (of.strides[0] < of.strides[1]):
+        to[...] = of
+        return
+    if to.strides[0] < to.strides[1]:
+        to, of = to.T, of.T
+    for row, column in product(*(range(0, size, BLOCK) for size in to.shape)):
+        block = slice(row, row + BLOCK), slice(column, column + BLOCK)
+        to[block] = np.ascontiguousarray(of[block].T).T
