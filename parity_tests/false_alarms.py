@@ -52,7 +52,11 @@ MESHES: dict[str, dict[str, Any]] = {
 DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
-PACKAGES, CONVERSION = ("jaxdist", "torch_ref", "parity_tests"), "jaxdist.convert"
+PACKAGES = ("jaxdist", "torch_ref", "parity_tests")
+CARRYING = (
+    *(f"jaxdist.{name}" for name in ("convert", "checkpoint", "config.checkpoints", "config.dcp")),
+    "torch_ref.checkpoint",
+)
 
 
 class Case(NamedTuple):
@@ -113,11 +117,11 @@ def code() -> str:
 def sources() -> list[Path]:
     """This file and all of ours that it and the train commands import.
 
-    But not what converts: it brings the same bits to both sides.
+    But not what converts or keeps weights and states: that carries bits, which tests of its own compare.
     """
     for side in SIDES:
         import_module(TRAIN[side])
-    ours = [m for name, m in sys.modules.items() if name.startswith(PACKAGES) and not name.startswith(CONVERSION)]
+    ours = [m for name, m in sys.modules.items() if name.startswith(PACKAGES) and not name.startswith(CARRYING)]
     return sorted({Path(__file__), *(Path(module.__file__) for module in ours if module.__file__)})
 
 
