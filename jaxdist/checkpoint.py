@@ -10,7 +10,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,6 @@ class Checkpoints:
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
         self.wait()
-        sweep(self.folder)  # of a save that failed some files may have come after it was dropped
         values: dict[str, Any] = {
             "parameters": ocp.args.StandardSave(parameters, by_layer(parameters)),
             "experiment": ocp.args.JsonSave(experiment.model_dump(exclude_none=True)),
@@ -95,11 +94,12 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         """Wait for what is being written."""
-        with self.thread:
+        with ExitStack() as stack:
+            if "checkpointer" in self.__dict__:
+                stack.callback(sweep, self.folder)
+                stack.callback(self.checkpointer.close)
+            stack.enter_context(self.thread)
             self.wait()
-        if "checkpointer" in self.__dict__:
-            self.checkpointer.close()
-            sweep(self.folder)
 
 
 def by_layer(tree: Any) -> Any:

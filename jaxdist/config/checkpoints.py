@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import textwrap
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from jaxdist.config.foreign import read_json, within
 
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
+LINGER = 1.0  # seconds: TensorStore's threads and other ranks end the file they are at, which takes much less
 
 
 def unfinished(checkpoints: Path, step: int) -> Path:
@@ -40,7 +42,7 @@ def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True
         yield
     except Exception as error:  # of Orbax, TensorStore and torch, many kinds
         if first:
-            sweep(checkpoints)
+            settle(checkpoints)
         reason = textwrap.shorten(str(error), 200)
         message = f"the checkpoint of step {step} could not be written to {checkpoints}: {reason}"
         if config.failure == "stop":
@@ -207,6 +209,14 @@ def sweep(checkpoints: Path) -> None:
     """Drop what interrupted saves left."""
     for entry in checkpoints.glob(f"*{UNFINISHED}*"):
         shutil.rmtree(entry, ignore_errors=True)
+
+
+def settle(checkpoints: Path) -> None:
+    """Drop what a save that failed leaves; the writers of its other files are not waited for, and make folders anew."""
+    until = time.monotonic() + LINGER
+    while time.monotonic() < until:
+        sweep(checkpoints)
+        time.sleep(LINGER / 20)
 
 
 def thin(checkpoints: Path, config: Checkpoint) -> None:

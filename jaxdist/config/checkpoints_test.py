@@ -1,8 +1,11 @@
 """What makes a checkpoint whole, whatever its files hold; `*_train_test.py` damage real ones."""
 
 import json
+import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,7 @@ from jaxdist.config.checkpoints import (
     thin,
     unfinished,
     whole,
+    written,
 )
 
 
@@ -179,3 +183,23 @@ def test_what_is_kept(tmp_path: Path, config: Checkpoint, left: list[int]) -> No
         write(tmp_path, step)
     thin(tmp_path, config)
     assert steps_in(tmp_path) == left
+
+
+@pytest.mark.parametrize("drop", [checkpoints.settle, checkpoints.sweep])
+def test_writers_that_outlive_a_save_that_failed(
+    drop: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make its folder anew three times; dropped once, it stays."""
+    files, remove = iter("abc"), shutil.rmtree
+
+    def remove_and_write_on(folder: Path, **options: Any) -> None:
+        remove(folder, **options)
+        for name in islice(files, 1):
+            (folder / name).mkdir(parents=True)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_and_write_on)
+    monkeypatch.setattr(checkpoints, "settle", drop)
+    with written(tmp_path, 2, Checkpoint(failure="go on")):
+        unfinished(tmp_path, 2).mkdir()
+        raise OSError("No space left on device")
+    assert any(tmp_path.iterdir()) == (drop is checkpoints.sweep)
