@@ -17,6 +17,7 @@ import shutil
 import signal
 import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
@@ -31,9 +33,13 @@ from safetensors.numpy import save, save_file
 
 from jaxdist.config import ConfigError, Llama, check_shapes, whole
 from jaxdist.config.checkpoints import MANIFEST, seal
+from jaxdist.config.dcp import INDEX as DCP
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.config.hf import read_model, to_settings
+from jaxdist.config.hf import experiment_for, read_model, to_settings
+from jaxdist.convert import dcp_files, torch_files
+from jaxdist.convert.content import Content
 from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.tables import entries
 from torch_ref.hf import Weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -52,6 +58,7 @@ NAMES = {
     "lm_head.weight": ("lm_head.weight", (5, 4)),
     LONE: ("norm.weight", (4,)),
 }
+TORCH = "a.pt"
 OUTSIDE, LINK = "outside.safetensors", "link"
 SECRET = 7.0  # what the file outside of the folder holds, and none within it
 
@@ -108,6 +115,38 @@ def around_manifest(folder: Path) -> list[bytes]:
     return [(folder / MANIFEST).read_bytes()]
 
 
+def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A model's weights, and the state of an AdamW that has made a step."""
+    weights = {n: torch.ones(entry.shape, requires_grad=True) for n, entry in entries("huggingface", MODEL).items()}
+    optimizer = torch.optim.AdamW(weights.values())
+    sum(tensor.sum() for tensor in weights.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return {name: tensor.detach() for name, tensor in weights.items()}, optimizer.state_dict()
+
+
+def around_torch(folder: Path) -> list[bytes]:
+    """A script's file, with an optimizer and numpy's numbers; a state dict alone."""
+    weights, optimizer = trained()
+    numbers = {"rng": np.random.RandomState(0).get_state(), "best": np.float64(2), "grid": np.ones((2, 3), ">i4").T}
+    found = []
+    for tree in {"model": weights, "optimizer": optimizer, "step": torch.tensor(3)} | numbers, weights:
+        torch.save(tree, folder / TORCH)
+        found.append((folder / TORCH).read_bytes())
+    return found
+
+
+def around_dcp(folder: Path) -> list[bytes]:
+    """The index of a script's checkpoint, whose optimizer's state goes by names, and a file outside."""
+    weights, optimizer = trained()
+    state = {name: optimizer["state"][number] for number, name in enumerate(weights)}
+    (folder.parent / OUTSIDE).write_bytes(b"weights")
+    links(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
+        dcp.save({"model": weights, "optimizer": {"state": state}, "epoch": 3}, checkpoint_id=folder, no_dist=True)
+    return [(folder / DCP).read_bytes()]
+
+
 # Readers. An AssertionError says what was taken and must not be.
 
 
@@ -143,6 +182,21 @@ def read_manifest(folder: Path) -> None:
     assert not files.keys() & {LINK, f"../{OUTSIDE}"}, "read from outside of the folder"
 
 
+def read_torch(folder: Path) -> None:
+    read_all(torch_files.opened(folder / TORCH, experiment_for(MODEL.model_dump(), "fuzz")))
+
+
+def read_dcp(folder: Path) -> None:
+    read_all(dcp_files.opened(folder, experiment_for(MODEL.model_dump(), "fuzz")))
+
+
+def read_all(content: Content) -> None:
+    for leaves in content.groups.values():
+        for leaf in leaves.values():
+            array = leaf.read()
+            assert (array.shape, array.dtype) == (leaf.shape, leaf.dtype)
+
+
 def assert_keys_once(text: bytes) -> None:
     def once(pairs: list[tuple[str, Any]]) -> None:
         assert len(dict(pairs)) == len(pairs), "a key was given twice"
@@ -159,6 +213,10 @@ class Kind(NamedTuple):
     values: tuple[str, ...]
     json_in: Callable[[bytes], bytes] = lambda content: content
     with_json: Callable[[bytes, bytes], bytes] = lambda text, _: text
+
+
+def no_json(_: bytes) -> bytes:
+    return b"null"
 
 
 def header(content: bytes) -> bytes:
@@ -189,6 +247,8 @@ KINDS = {
     "index": Kind(INDEX, around_index, (read_by_jaxdist, read_by_torch), PATHS),
     "config": Kind("config.json", around_config, (read_config, read_by_torch), SETTINGS),
     "manifest": Kind(MANIFEST, around_manifest, (read_manifest,), PATHS),
+    "torch": Kind(TORCH, around_torch, (read_torch,), (), no_json),
+    "dcp": Kind(DCP, around_dcp, (read_dcp,), (), no_json),
 }
 
 # Mutations.
@@ -265,9 +325,9 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
 def mutations(kind: Kind, valid: list[bytes], failed: list[bytes]) -> st.SearchStrategy[bytes]:
     """A third each: edits of what is valid, edits of what once failed, damage to the bytes of either."""
-    before = [content for content in failed if is_json(kind.json_in(content))]
+    with_json, before = ([content for content in some if is_json(kind.json_in(content))] for some in (valid, failed))
     return st.one_of(
-        st.one_of([edited(kind, content) for content in valid]),
+        st.one_of([edited(kind, content) for content in with_json]),
         st.one_of([edited(kind, content) for content in before]),
         st.one_of([damaged(content) for content in valid + failed]),
     )

@@ -1,6 +1,8 @@
-"""Mutated safetensors, index, config and manifest files end in a ConfigError; a reader that takes one is seen."""
+"""Mutated files of every kind end in a ConfigError; a reader that takes one is seen."""
 
+import io
 import os
+import pickle
 import random
 import re
 import signal
@@ -12,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from jaxdist.config import checkpoints, foreign, hf
+from jaxdist.config import checkpoints, dcp, foreign, hf
 from jaxdist.config.hf import COUNT, Key
-from jaxdist.convert import safetensors_files
+from jaxdist.convert import safetensors_files, torch_files
 from parity_tests import fuzz
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +69,22 @@ def join(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def load_as_it_is(path: Path, **options: Any) -> Any:
+    return torch.load(path, weights_only=True, **({"map_location": "meta"} | options))
+
+
+class AsFiles(io.BytesIO):
+    """Memory is asked for as long as the reading is to be, and then read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        bytearray(max(size or 0, 0))
+        return super().read(size)
+
+
+def index_from_a_file(content: io.BytesIO, index: Callable[[Any], Any] = dcp.Index) -> Any:
+    return index(AsFiles(content.getvalue()))
+
+
 # What is planted: the kind of file, what is put in whose place, and what the fuzzer says of it.
 PLANTS: dict[str, tuple[str, tuple[Any, str, Any], str]] = {
     "any path in an index": ("index", (foreign, "within", join), "outside of the folder"),
@@ -75,6 +94,7 @@ PLANTS: dict[str, tuple[str, tuple[Any, str, Any], str]] = {
         "config", (hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), "of each layer"
     ),
     "numpy's errors": ("safetensors", (safetensors_files.Tensors, "read", read_unchecked), "imension"),
+    "torch's errors": ("torch", (torch_files, "load", load_as_it_is), "Weights only load failed"),
 }  # fmt: skip
 
 
@@ -97,6 +117,8 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pyte
         ("manifest", (foreign, "_object", last_wins), "file-given-twice.json"),
         ("manifest", (checkpoints, "within", join), "outside-by-dots.json"),
         ("manifest", (checkpoints, "within", join), "outside-by-a-link.json"),
+        ("dcp", (dcp.Index, "dispatch", pickle._Unpickler.dispatch), "bytearray-of-8-terabytes"),  # type: ignore[attr-defined]
+        ("dcp", (dcp, "Index", index_from_a_file), "bytes-of-8-terabytes"),
     ],
 )
 def test_without_its_check_a_kept_file_fails_again(

@@ -5,9 +5,10 @@ A pickle can name any function of any module, and call it. Here a name that is n
 index is read, and not before.
 """
 
+import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.foreign import within
@@ -33,6 +34,9 @@ ALLOWED = {
 class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Unpickles an index; in Python, since C's takes as much memory as a few bytes of a hostile one may name."""
 
+    # An index holds no bytearray, and one is made as long as its opcode says before anything is read.
+    dispatch: ClassVar = {o: load for o, load in pickle._Unpickler.dispatch.items() if o != pickle.BYTEARRAY8[0]}  # type: ignore[attr-defined]
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which belongs to no index of a checkpoint")
@@ -42,13 +46,29 @@ class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
 def read_index(folder: Path) -> Any:
     """The `Metadata` of the checkpoint in `folder`. Raises ConfigError for a damaged or hostile one."""
     try:
-        with (folder / INDEX).open("rb") as file:
-            index = Index(file).load()
+        index = Index(io.BytesIO((folder / INDEX).read_bytes())).load()  # a file would read whatever length it names
         for place in index.storage_data.values():
             within(folder, place.relative_path)
-        dict(index.state_dict_metadata)
+            _check_counts(place.offset, place.length)
+        for name, entry in index.state_dict_metadata.items():
+            _check_entry(name, entry)
     except Exception as error:  # a damaged pickle may raise anything
         raise ConfigError(
             f"checkpoint {folder}: its {INDEX} is refused: {error}; use another, or a copy of it"
         ) from None
     return index
+
+
+def _check_entry(name: str, entry: Any) -> None:
+    """A damaged pickle may leave out any attribute, or put anything in its place. Raises whatever that leads to."""
+    if not isinstance(name, str):
+        raise TypeError(f"an entry is called {name!r}")
+    if type(entry).__name__ == "TensorStorageMetadata":
+        _check_counts(*entry.size, *(n for chunk in entry.chunks for n in (*chunk.sizes, *chunk.offsets)))
+        if (dtype := str(entry.properties.dtype).removeprefix("torch.")) not in _DTYPES:
+            raise TypeError(f"{name} is of dtype {dtype}")
+
+
+def _check_counts(*numbers: int) -> None:
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError("a size or an offset is no whole number from 0")
