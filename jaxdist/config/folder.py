@@ -194,13 +194,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
     file = path / "metrics.jsonl"
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-        records = [json.loads(line) for line in lines]
-        if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
-            raise ValueError("a line has no step")
-        return records
+        return parse_metrics(file.read_text(encoding="utf-8")) if file.exists() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
+
+
+def parse_metrics(text: str) -> list[dict[str, Any]]:
+    """The records of lines of JSON, as `read_metrics` has them. Raises ValueError."""
+    records = [json.loads(line) for line in text.split("\n")[:-1]]
+    if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
+        raise ValueError("a line has no step")
+    return records
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:

@@ -5,10 +5,10 @@
 
 import math
 import re
+import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -41,6 +41,7 @@ from jaxdist.convert.tables import NAMINGS, entries
 from jaxdist.convert.torch_zip import TorchFile
 
 MODEL, STATE, GROUPS, APP = "model.", "optimizer.state.", "param_groups.", "app."
+PRIME = 2**61 - 1
 # What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
 PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
 
@@ -140,13 +141,25 @@ class Tensors:
 
 
 def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether the chunks are all of a tensor, and each number is in one of them."""
-    boxes = [tuple(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk in chunks]
-    within = all(0 <= start <= start + n <= size for box in boxes for (start, n), size in zip(box, shape, strict=True))
-    apart = all(
-        any(a + n <= b or b + m <= a for (a, n), (b, m) in zip(*pair, strict=True)) for pair in combinations(boxes, 2)
-    )
-    return within and apart and sum(chunk.sizes.numel() for chunk in chunks) == math.prod(shape)
+    """Whether each number of a tensor is in one of the chunks, and in one alone.
+
+    Each place (i, j, ...) stands for the monomial x^i y^j ... The sum of those of a box is a product of geometric sums,
+    so at a random point, modulo a prime, chunks that tile the shape add up to its own sum; others do so with a chance
+    of the largest i + j + ... to the prime.
+    """
+    point = [2 + secrets.randbelow(PRIME - 2) for _ in shape]
+
+    def total(starts: Sequence[int], sizes: Sequence[int]) -> int:
+        sums = (_geometric(x, start, n) for x, start, n in zip(point, starts, sizes, strict=True))
+        return math.prod(sums) % PRIME
+
+    within = all(start + n <= size for c in chunks for start, n, size in zip(c.offsets, c.sizes, shape, strict=True))
+    return within and sum(total(c.offsets, c.sizes) for c in chunks) % PRIME == total([0] * len(shape), shape)
+
+
+def _geometric(x: int, start: int, n: int) -> int:
+    """x^start + ... + x^(start + n - 1) modulo PRIME."""
+    return (pow(x, start + n, PRIME) - pow(x, start, PRIME)) * pow(x - 1, -1, PRIME) % PRIME
 
 
 def described(path: Path) -> dict[str, Leaf]:

@@ -341,6 +341,30 @@ def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
         assert chunk[0] == 1 or 2 * np.prod(chunk) <= orbax_files.CHUNK
 
 
+def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
+    """Two halves of a tensor, one of them left out, or given another place or size: told apart as by counting."""
+    random, found = np.random.default_rng(0), []
+    for _ in range(500):
+        shape = random.integers(1, 4, random.integers(1, 4))
+        cut = random.integers(0, shape[0] + 1)
+        starts = np.zeros((2, len(shape)), int)
+        sizes = np.array([shape, shape])
+        starts[1, 0], sizes[0, 0], sizes[1, 0] = cut, cut, shape[0] - cut
+        kept = random.permutation(2)[: random.integers(1, 3)]
+        changed = random.choice([starts, sizes])
+        changed += (random.random(changed.shape) < 0.1) * random.integers(0, 2, changed.shape)
+        count = np.zeros([8] * len(shape), int)
+        for part in kept:
+            count[tuple(map(slice, starts[part], starts[part] + sizes[part]))] += 1
+        inside = (starts[kept] + sizes[kept] <= shape).all()
+        found.append(bool(inside and (count[tuple(map(slice, shape))] == 1).all()))
+        chunks = [
+            dcp_files.ChunkStorageMetadata(*(torch.Size(a[part].tolist()) for a in (starts, sizes))) for part in kept
+        ]
+        assert dcp_files.tiled(tuple(shape.tolist()), chunks) == found[-1], chunks
+    assert 100 < sum(found) < 400
+
+
 def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
     """In the index of a distributed checkpoint a tensor is of parts, which must be all of it."""
     tensors = dcp_files.Tensors(checkpoint_in(written(tmp_path / "run", "dcp", content_of(Llama(**SMALL)))))

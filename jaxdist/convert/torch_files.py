@@ -4,7 +4,6 @@ No pickle is executed: torch reads them with `weights_only`. Tensors come from t
 and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 """
 
-import json
 import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
+from jaxdist.config.folder import parse_metrics
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import adamw, buffers, torch_numpy
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
@@ -296,12 +296,11 @@ def _contiguous(path: Path, tensor: Tensor) -> Tensor:
 def _logged(path: Path, tree: Mapping[str, Any]) -> bytes:
     """What a run of ours logged. Raises ConfigError where it is no such log."""
     try:
-        text = tree.get(METRICS, "").encode()
-        if not all(type(json.loads(line)["step"]) is int for line in text.split(b"\n")[:-1]):
-            raise ValueError("a line has no step")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text = tree.get(METRICS, "")
+        parse_metrics(text)
+        return text.encode()
+    except (ValueError, AttributeError) as error:
         raise ConfigError(f"{path}: its {METRICS} is damaged: {error!r}; leave it out") from None
-    return text
 
 
 def check(conversion: Conversion) -> None:
