@@ -9,6 +9,9 @@ device sends with ring algorithms; n is the size of the axis, w and x the bytes 
 | `use` | fsdp: all-gather, w(n-1)/n; else nothing | zero2, fsdp: reduce-scatter, w(n-1)/n; else nothing |
 | `enter` | nothing | all-reduce over tensor, 2x(n-1)/n |
 | `leave` | all-reduce over tensor, 2x(n-1)/n | nothing |
+| `enter`, sequence | all-gather over tensor, x(n-1)/n | reduce-scatter over tensor, x(n-1)/n |
+| `leave`, sequence | reduce-scatter over tensor, x(n-1)/n | all-gather over tensor, x(n-1)/n |
+| `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
 | `cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
 
@@ -30,6 +33,7 @@ from jaxdist.data import IGNORED
 from jaxdist.sharding import BATCH, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
+TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
 
 
 class Weight(NamedTuple):
@@ -90,6 +94,7 @@ class Parallel:
 
     strategy: Strategy
     precision: Precision
+    sequence: bool = False
 
     def use(self, module: M) -> M:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
@@ -102,12 +107,27 @@ class Parallel:
         return nnx.merge(graph, whole)
 
     def enter(self, x: jax.Array) -> jax.Array:
-        """Before a column-parallel product: the same x on each tensor device, whose gradients are summed."""
-        return vary(x, ("tensor",))
+        """Before a column-parallel product: the same x on each tensor device, whose gradients are summed.
+
+        Under sequence parallelism each has had its own times of x [B, T, D], and all of them from here on.
+        """
+        return lax.all_gather(x, "tensor", axis=TIME, tiled=True) if self.sequence else vary(x, ("tensor",))
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """After a row-parallel product: the sum of the tensor devices' partial results."""
-        return checkpoint_name(lax.psum(x, "tensor"), "leave")
+        """After a row-parallel product: the sum of the tensor devices' partial results, or each one's times of it."""
+        total = (
+            lax.psum_scatter(x, "tensor", scatter_dimension=TIME, tiled=True)
+            if self.sequence
+            else lax.psum(x, "tensor")
+        )
+        return checkpoint_name(total, "leave")
+
+    def own_times(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of the times that this device has between `leave` and `enter`."""
+        if not self.sequence:
+            return table_TD
+        size = table_TD.shape[0] // lax.axis_size("tensor")
+        return lax.dynamic_slice_in_dim(table_TD, lax.axis_index("tensor") * size, size)
 
     def lookup(self, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         """Vocabulary-parallel embedding, partial over tensor: rows of other devices are zero.

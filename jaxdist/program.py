@@ -49,7 +49,7 @@ class Program:
     def step_function(self) -> Step:
         e = self.experiment
         optimizer = adamw(e.optimizer, e.train.steps, self.layouts)
-        parallel = Parallel(self.strategy, e.precision)
+        parallel = Parallel(self.strategy, e.precision, e.parallel.sequence)
         return Step(
             self.model,
             self.layouts,

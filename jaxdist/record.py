@@ -21,7 +21,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import Parallel, vary
+from jaxdist.collectives import TIME, Parallel, vary
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
@@ -170,13 +170,15 @@ class Recorder:
         def see(state: TrainState, batch: Batch) -> jax.Array:
             return lax.psum(self.loss(look, state.parameters, batch), BATCH)
 
-        def spec(ndim: int, split: bool) -> P:  # what tensor splits are heads or columns
-            dims: list[Any] = [BATCH, *[None] * (ndim - 1)]
-            dims[min(2, ndim - 1)] = "tensor" if split else dims[min(2, ndim - 1)]
-            return P(*dims)
-
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
+
+        def spec(value: Any) -> P:
+            dims: list[Any] = [BATCH, *[None] * (value.ndim - 1)]
+            if "tensor" in axes(value):  # which splits heads or columns, or times
+                own_times = value.shape[TIME] < self.program.experiment.data.sequence
+                dims[TIME if own_times else min(2, value.ndim - 1)] = "tensor"
+            return P(*dims)
 
         jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
 
@@ -194,7 +196,7 @@ class Recorder:
             gradients, noted = jax.grad(loss, has_aux=True)(probes)
             return {"activation": noted, "activation_gradient": gradients}
 
-        specs = {n: spec(t.ndim, "tensor" in axes(t)) for n, t in shapes.items()}
+        specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
 
         def ordered(state: TrainState, batch: Batch) -> dict[str, Arrays]:

@@ -48,6 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "full": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full"}},
     "selective": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "selective"}},
+    "sequence": {"parallel": {"mesh": "2x4", "sequence": True}},
+    "sequence full": {
+        "parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero1", "sequence": True},
+        "train": {"accumulation": 2},
+        "memory": {"remat": "full"},
+    },
+    "sequence selective": {"parallel": {"mesh": "2x4", "sequence": True}, "memory": {"remat": "selective"}},
     "every second": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full", "remat_every": 2}},
 }
 

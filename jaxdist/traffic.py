@@ -93,19 +93,30 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
-    one for the embedding, one for the head, and three numbers a token for the loss.
+    one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
+    a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
     """
     e, model, tensor = experiment, experiment.model, mesh["tensor"]
     compute = ITEMSIZE[str(e.precision.compute)]
     tokens = e.train.batch * e.data.sequence / (mesh["fsdp"] * mesh["data"])  # all microbatches together
-    summed_again = recomputed(e) * model.layers if e.memory.remat == "full" else 0
+    again = recomputed(e) * model.layers
+    summed_again = again if e.memory.remat == "full" else 0
     activation = tokens * model.dim * compute
-    total = ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
+    if not e.parallel.sequence:
+        total = ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
+    else:
+        total = ring_bytes("reduce_scatter", activation * (4 * model.layers + summed_again + 2), tensor)
+        total += ring_bytes("all_gather", activation * (4 * model.layers + 2 * again + 2), tensor)
     total += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
-    if model.qk_norm:  # the norms' scales are whole on each tensor device, their gradients sums
-        scales = 2 * model.layers * model.head_dim * max(compute, 4)
-        total += ring_bytes("all_reduce", scales * e.train.accumulation, tensor)
+    summed = sum(math.prod(layout.shape) for layout in layouts.values() if partial_over_tensor(e, layout))
+    total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
     return least_of_parameters(e, layouts, mesh) | ({"tensor": total} if total else {})
+
+
+def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:
+    """Whether a parameter is whole on each tensor device, which uses it for its own heads or times alone."""
+    sequence = experiment.parallel.sequence and "tensor" not in layout.mesh_axes(False)
+    return sequence or "head_dim" in layout.axes
 
 
 def recomputed(experiment: Experiment) -> float:

@@ -28,6 +28,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": "1x4"},
     "2x4": {"mesh": "2x4"},
     "2x2x2": {"mesh": "data=2,fsdp=2,tensor=2"},
+    "sequence": {"mesh": "2x2", "parallel.sequence": True},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdist.config import Experiment
 from jaxdist.sharding import Layout, strategy
+from jaxdist.traffic import partial_over_tensor
 from parity_tests.run import JAX
 
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
@@ -23,8 +24,9 @@ Counts = dict[str, dict[str, Range]]  # axis -> op -> how many
 
 def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
     """Collectives of a step by each axis of several devices. What crosses data and fsdp at once counts as data."""
-    activations = {"tensor": {"all_reduce": exactly(of_activations(e))}}
-    found = activations | (by_parameter(e, layouts) if side == JAX else by_block(e, layouts, mesh))
+    found = {"tensor": of_activations(side, e, layouts)} | (
+        by_parameter(e, layouts) if side == JAX else by_block(e, layouts, mesh)
+    )
     for ops in found.values():
         least, most = ops.get("all_reduce", (0, 0))
         ops["all_reduce"] = least, most + SCALARS
@@ -35,12 +37,29 @@ def exactly(count: int) -> Range:
     return count, count
 
 
-def of_activations(e: Experiment) -> int:
-    """Over tensor: two a block forward and backward, one for embedding and head each, three for the loss."""
-    model, blocks = e.model, e.model.layers
-    again = math.ceil(blocks / e.memory.remat_every) if e.memory.remat == "full" else 0
-    norms = 2 * blocks if model.qk_norm else 0  # gradients of scales that every tensor device has
-    return e.train.accumulation * (4 * blocks + again + 2 + 3 + norms)
+def of_activations(side: str, e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, Range]:
+    """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
+
+    Beside them the gradients of parameters that every tensor device has and uses in part. Under sequence parallelism a
+    sum is a scatter and a gather, which a block that is computed again repeats where it enters a product.
+    """
+    m, blocks, memory = e.train.accumulation, e.model.layers, e.memory
+    again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
+    sums, again_full = 4 * blocks + 2, again if memory.remat == "full" else 0
+    shared = [layout for layout in layouts.values() if partial_over_tensor(e, layout)]
+    gathered = 0
+    if side != JAX and e.parallel.sequence:
+        # RowwiseParallel adds its bias before it scatters; the gradient of learned positions is gathered.
+        shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
+        gathered = sum("positions" in layout.axes for layout in layouts.values())
+    reduced = 3 + sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+    if not e.parallel.sequence:
+        return {"all_reduce": exactly(m * (sums + again_full + reduced))}
+    return {
+        "all_gather": exactly(m * (sums + 2 * again + gathered)),
+        "reduce_scatter": exactly(m * (sums + again_full)),
+        "all_reduce": exactly(m * reduced),
+    }
 
 
 def by_parameter(e: Experiment, layouts: Mapping[str, Layout]) -> Counts:

@@ -24,9 +24,10 @@ QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": None,
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
+        "sequence": "full",
     },
     "gpt2": {
-        "1x1": "selective", "fsdp": "accumulation", "2x4": "full",
+        "1x1": "selective", "fsdp": "accumulation", "2x4": "full", "sequence": "accumulation",
     },
 }  # fmt: skip
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
@@ -243,13 +244,12 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
     assert sum("gradients at step" in check.name for check in verdict.checks) == (1 if mesh == "1x1" else 3) * 2
 
 
-@pytest.mark.parametrize("mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2"])
-def test_memory_and_traffic_hold_on(runs: Runs, experiments: dict[str, Path], mesh: str) -> None:
-    experiment = Experiment.parse(read_toml(experiments["llama"]) | {"parallel": MESHES[mesh]}, source="test")
+@pytest.mark.parametrize("mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2", "sequence"])
+def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
     a, b = (runs(side, "llama", settings(mesh, QUICK["llama"][mesh])) for side in SIDES)
-    checks = list(levels.memory(a, b, experiment))
+    checks = list(levels.memory(a, b, a.experiment))
     for run in (a, b):
-        checks += levels.traffic(run, a.summary["least_bytes"], experiment.parallel.strategy)
+        checks += levels.traffic(run, a.summary["least_bytes"], a.experiment.parallel.strategy)
     assert [check for check in checks if not check.holds] == []
 
 

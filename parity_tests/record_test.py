@@ -33,7 +33,11 @@ CULPRITS = {
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [("llama", {"mesh": "2x2"} | VARIANTS["accumulation"]), ("gpt2", MESHES["zero1"] | VARIANTS["full"])],
+    [
+        ("llama", {"mesh": "2x2"} | VARIANTS["accumulation"]),
+        ("gpt2", MESHES["zero1"] | VARIANTS["full"]),
+        ("llama", MESHES["sequence"]),
+    ],
 )
 def test_both_sides_record_the_same(runs: Runs, model: str, settings: dict[str, Any]) -> None:
     a, b = (runs(side, model, settings | RECORD) for side in SIDES)

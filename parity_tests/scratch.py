@@ -17,31 +17,32 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 JAX, TORCH = SIDES = "jaxdist", "torch_ref"
 
 # Width -> arrays of so many numbers a token, in the compute dtype and in float32 or wider. D model, Q heads · C,
-# K kv heads · C, S scores: heads · T, F hidden. The mesh axis `tensor` splits all but D.
+# K kv heads · C, S scores: heads · T, F hidden. The mesh axis `tensor` splits all but D, and R under sequence
+# parallelism alone: D between the products.
 Arrays = Mapping[str, tuple[float, float]]
 Sizes = Mapping[str, float]
 
 # What a block keeps from forward to backward where nothing is computed again.
 KEPT: Mapping[tuple[str, str], Arrays] = {
-    # D: the input and the sum after attention; each norm before and after its scale. Q, K: queries and keys as rotated,
-    # values, the result. S: exp and its quotient. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
-    (JAX, "llama"): {"D": (2, 4), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
+    # R: the input and the sum after attention; each norm before its scale. D: and after it. Q, K: queries and keys as
+    # rotated, values, the result. S: exp and its quotient. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
+    (JAX, "llama"): {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
     # Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
-    (TORCH, "llama"): {"D": (2, 4), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)},
+    (TORCH, "llama"): {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)},
     # F: what goes into GELU by tanh, and what its formula makes of that on the way.
-    (JAX, "gpt2"): {"D": (0, 6), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (5, 1)},
-    (TORCH, "gpt2"): {"D": (2, 4), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)},
+    (JAX, "gpt2"): {"R": (0, 4), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (5, 1)},
+    (TORCH, "gpt2"): {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)},
 }
 # What a block keeps that is computed again: its input, or also the results of matrix products.
 AGAIN: Mapping[tuple[str, str], Arrays] = {
-    ("full", "llama"): {"D": (1, 0)},
-    ("full", "gpt2"): {"D": (1, 0)},
-    ("selective", "llama"): {"D": (3, 0), "Q": (1, 0), "K": (2, 0), "F": (2, 0)},
-    ("selective", "gpt2"): {"D": (3, 0), "Q": (1, 0), "K": (2, 0), "F": (1, 0)},
+    ("full", "llama"): {"R": (1, 0)},
+    ("full", "gpt2"): {"R": (1, 0)},
+    ("selective", "llama"): {"R": (3, 0), "Q": (1, 0), "K": (2, 0), "F": (2, 0)},
+    ("selective", "gpt2"): {"R": (3, 0), "Q": (1, 0), "K": (2, 0), "F": (1, 0)},
 }
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
-TAKEN: Arrays = {"D": (6, 0), "S": (0, 1.25), "F": (4, 0)}
-NORM: Arrays = {"D": (1, 2)}  # what the last norm keeps
+TAKEN: Arrays = {"R": (4, 0), "D": (2, 0), "S": (0, 1.25), "F": (4, 0)}
+NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
 
 
 NAMES = (
@@ -87,9 +88,10 @@ class Scratch:
         m, t = self.experiment.model, self.mesh["tensor"]
         heads = m.heads // t
         kv_heads = getattr(m, "kv_heads", m.heads) // t
+        times = t if self.experiment.parallel.sequence else 1
         return {
-            "D": m.dim, "Q": heads * m.head_dim, "K": kv_heads * m.head_dim, "S": heads * self.experiment.data.sequence,
-            "F": m.hidden // t, "V": m.vocab // t,
+            "D": m.dim, "R": m.dim / times, "Q": heads * m.head_dim, "K": kv_heads * m.head_dim,
+            "S": heads * self.experiment.data.sequence, "F": m.hidden // t, "V": m.vocab // t,
         }  # fmt: skip
 
     def compute(self, side: str) -> int:

@@ -56,6 +56,7 @@ def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
 CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "1x1"},
     {"parallel.mesh": "2x4"},
+    {"parallel.mesh": "2x4", "parallel.sequence": True},
     {"parallel.mesh": "8x1"},
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
@@ -79,6 +80,7 @@ def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
 MEASURED: list[tuple[dict[str, Any], int]] = [
     ({"parallel.mesh": "1x1"}, 165_069_336),
     ({"parallel.mesh": "2x4"}, 31_881_240),
+    ({"parallel.mesh": "2x4", "parallel.sequence": True}, 24_578_592),
     ({"parallel.mesh": "8x1"}, 22_567_960),
     ({"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 24_077_848),
     ({"parallel.mesh": "8x1", "parallel.strategy": "ddp", "train.accumulation": 2}, 17_196_568),

@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> n
     Returns the module to call, whose parameters hold no values yet: see `weights.fill`.
     """
     if axis_size(mesh, "tensor") > 1:
-        tensor_parallel(model, mesh["tensor"])
+        tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     rematerialize(model, experiment.memory)
     return data_parallel(model, experiment, mesh)
 
@@ -57,54 +57,60 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 class Replicated(ParallelStyle):
     """Parameters whole on every tensor rank, as DTensors, so that the clip sees all parameters on one mesh.
 
-    `layout` says how the ranks' plain inputs and outputs belong together: whole, or a slice of heads each.
-    With `local` False the output stays a DTensor, for a tied head to multiply with the embedding's.
+    `layout` says how the ranks' plain inputs and outputs belong together: whole, or a slice of heads or times each;
+    `outputs`, where given, how the outputs are laid out anew. With `local` False the output stays a DTensor, for a tied
+    head to multiply with the embedding's.
     """
 
-    def __init__(self, layout: Placement | None = None, local: bool = True):
+    def __init__(self, layout: Placement | None = None, *, outputs: Placement | None = None, local: bool = True):
         super().__init__()
         self.layout, self.local = layout or Replicate(), local
+        self.outputs = outputs or self.layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> Any:
             return tuple(DTensor.from_local(x, mesh, [self.layout], run_check=False) for x in inputs)
 
         def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
-            y = output.to_local()
-            # Through a plain tensor also where a DTensor is wanted: its backward pass sums partial gradients
-            # once.
-            return y if self.local else DTensor.from_local(y, mesh, [self.layout], run_check=False)
+            y = output.redistribute(mesh, [self.outputs])
+            if self.local or self.outputs != self.layout:
+                return y.to_local() if self.local else y
+            # Through a plain tensor: its backward pass sums partial gradients once.
+            return DTensor.from_local(y.to_local(), mesh, [self.layout], run_check=False)
 
         return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Heads, MLP width and vocabulary over the axis `tensor` (Megatron-LM, arXiv:1909.08053).
 
     Forward, one all-reduce of the activations after the embedding, each attention and each MLP; as many
-    backward, at the same places from the other side. Activations between them are whole on each rank.
+    backward, at the same places from the other side. Activations between them are whole on each rank, or
+    under `sequence` each rank has its times of them (torch: `SequenceParallel`), and each all-reduce is a
+    reduce-scatter there and an all-gather before the next product.
     """
     # One DTensor for all projections that read it, so that their input gradients are summed in one
     # all-reduce.
-    whole = (Replicate(),)
-    rotated = (*whole, None) if isinstance(model, Llama) else whole
+    between: Placement = Shard(1) if sequence else Replicate()
+    rotation = (None,) if isinstance(model, Llama) else ()
+    enter: dict[str, Any] = {"input_layouts": (between, *rotation), "desired_input_layouts": (Replicate(), *rotation)}
     plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "positions": Replicated(),
-        "layers.*.attention_norm": Replicated(),
-        "layers.*.attention": PrepareModuleInput(input_layouts=rotated, desired_input_layouts=rotated),
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "positions": Replicated(outputs=Shard(0) if sequence else None),
+        "layers.*.attention_norm": Replicated(between),
+        "layers.*.attention": PrepareModuleInput(**enter),
         "layers.*.attention.q_proj": ColwiseParallel(),
         "layers.*.attention.k_proj": ColwiseParallel(),
         "layers.*.attention.v_proj": ColwiseParallel(),
         "layers.*.attention.q_norm": Replicated(Shard(2)),
         "layers.*.attention.k_norm": Replicated(Shard(2)),
-        "layers.*.attention.o_proj": RowwiseParallel(),
-        "layers.*.mlp_norm": Replicated(),
-        "layers.*.mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        "layers.*.attention.o_proj": RowwiseParallel(output_layouts=between),
+        "layers.*.mlp_norm": Replicated(between),
+        "layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
         "layers.*.mlp.gate_proj": ColwiseParallel(),
         "layers.*.mlp.up_proj": ColwiseParallel(),
-        "layers.*.mlp.down_proj": RowwiseParallel(),
-        "norm": Replicated(local=False),
+        "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
+        "norm": Replicated(between, outputs=Replicate(), local=False),
         "lm_head": ColwiseParallel(use_local_output=False),
     }
     present = {name for name, _ in model.named_modules()}
@@ -112,7 +118,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 KEPT = {
-    # Results of matrix products and of the all-reduces after them. Batched products are attention's own:
+    # Results of matrix products and of the sums over ranks after them. Batched products are attention's own:
     # recomputed, but for the fused kernels.
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -120,6 +126,7 @@ KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 
 

@@ -28,10 +28,11 @@ from torch_ref.weights import local, named, place
 
 Arrays = dict[str, np.ndarray]
 
-# What tensor parallelism leaves in slices, along dimension 2: columns or heads.
+# What tensor parallelism leaves in slices, along dimension 2: columns or heads. Of the rest sequence parallelism may
+# leave times, along dimension 1.
 COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
-SPLIT = 2
+SPLIT, TIME = 2, 1
 
 
 def whole(tensors: dict[str, Tensor]) -> Arrays:
@@ -170,6 +171,7 @@ class Recorder:
         self.plain = getattr(model, "module", model)  # inside of DDP
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
+        self.length = experiment.data.sequence
 
     @contextmanager
     def watching(self, step: int, batch: Tokens) -> Iterator[Watch]:
@@ -215,10 +217,11 @@ class Recorder:
         tensor = range(self.mesh["tensor"].size())
 
         def join(name: str) -> np.ndarray:
-            if name.rpartition(".")[-1] not in COLUMNS | HEADS:
+            split = SPLIT if name.rpartition(".")[-1] in COLUMNS | HEADS else TIME
+            if split == TIME and ranks[0, 0][name][0].shape[TIME] == self.length:
                 return np.concatenate([part for row in ways for part in ranks[row, 0][name]])
             slices = (zip(*(ranks[row, t][name] for t in tensor), strict=True) for row in ways)
-            return np.concatenate([np.concatenate(part, axis=SPLIT) for row in slices for part in row])
+            return np.concatenate([np.concatenate(part, axis=split) for row in slices for part in row])
 
         return {name: join(name) for name in parts}
 

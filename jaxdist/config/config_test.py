@@ -103,6 +103,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--mesh", "fsdp=-1,tensor=3"], r"16 devices are no multiple of 3"),
     (["--mesh", "fsdp=4", "--strategy", "ddp"], r"ddp shards nothing; name the axis data"),
     (["--mesh", "data=4"], r"shards over the axis fsdp, which has size 1"),
+    (
+        ["--mesh", "1x4", "--parallel.sequence", "true", "--data.sequence", "34"],
+        r"data.sequence = 34 cannot be divided over the mesh axis tensor = 4, which splits it under parallel.sequence",
+    ),
     (["--mesh", "1x3"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"),
     (["--mesh", "1x8"], r"model.kv_heads = 4 cannot be divided over the mesh axis tensor = 8"),
     (

@@ -117,6 +117,9 @@ class Parallel(Section):
     reduce: Literal["auto", "microbatch", "step"] = "auto"
     """When gradients cross devices under accumulation. auto: ddp, zero1 once per step; zero2, fsdp per microbatch.
     step with zero2 or fsdp: once, at the price of whole gradients on every device."""
+    sequence: bool = False
+    """Sequence parallelism: between products norms and residual are split over time on the axis tensor
+    (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""
 
     @model_validator(mode="after")
     def _reduce(self) -> "Parallel":
@@ -293,6 +296,12 @@ class Experiment(Section):
             raise ConfigError(
                 f"train.batch = {train.batch} sequences cannot be divided over data × fsdp = {ways} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
+            )
+        if self.parallel.sequence and self.data.sequence % axes["tensor"]:
+            raise ConfigError(
+                f"data.sequence = {self.data.sequence} cannot be divided over the mesh axis tensor = {axes['tensor']}, "
+                "which splits it under parallel.sequence; change the mesh, or the length to a multiple of "
+                f"{axes['tensor']}"
             )
         for field, size, parameter, over in self._splits():
             if size % (parts := math.prod(axes[axis] for axis in over)):

@@ -78,7 +78,7 @@ class GPT2(nnx.Module):
     def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
-        x_BTD = add_bias(x_BTD, par.use(self.positions).embedding[: tokens_BT.shape[1]])
+        x_BTD = add_bias(x_BTD, par.own_times(par.use(self.positions).embedding[: tokens_BT.shape[1]]))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))
         return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 
 from jaxdist import collectives, optim, program, sharding, step
@@ -186,6 +187,42 @@ def vary_fsdp(x: jax.Array) -> jax.Array:
     return x if "fsdp" in jax.typeof(x).manual_axis_type.varying else vary(x, ("fsdp",))
 
 
+# ---- sequence parallelism
+
+
+@planted("sequence", "distribution", "activation/layers.0.attention_norm")
+def positions_of_the_first_times() -> None:
+    """Every device adds the learned positions of the first device's times."""
+    right = Parallel.own_times
+    plant(Parallel, "own_times", lambda self, table: table[: right(self, table).shape[0]])
+
+
+@planted("sequence", "distribution", "gradient/*norm.*")
+def norms_learn_from_the_first_times() -> None:
+    """The gradients of the norms' scales are those of the first device's times, not summed over tensor."""
+    right = layers.LayerNorm.__call__
+
+    def call(self: Any, x: jax.Array) -> jax.Array:
+        scale = self.scale[...]
+        first = lax.axis_index("tensor") == 0
+        self.scale = nnx.Param(jnp.where(first, scale, lax.stop_gradient(scale)))
+        return right(self, x)
+
+    plant(layers.LayerNorm, "__call__", call)
+
+
+@planted("sequence", "distribution", "activation/layers.0.attention.q_proj")
+def times_gathered_in_another_order() -> None:
+    """The devices' times are put together beginning with the last device's."""
+    right = Parallel.enter
+
+    def enter(self: Parallel, x: jax.Array) -> jax.Array:
+        whole = right(self, x)
+        return jnp.roll(whole, x.shape[1], axis=1) if whole.shape[1] > x.shape[1] else whole
+
+    plant(Parallel, "enter", enter)
+
+
 # ---- precision
 
 
@@ -193,8 +230,8 @@ def vary_fsdp(x: jax.Array) -> jax.Array:
 def gradients_reduced_in_bfloat16() -> None:
     """Under the fp32 policy gradients cross devices in bfloat16."""
 
-    def parallel(strategy: Any, precision: Any) -> Parallel:
-        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}))
+    def parallel(strategy: Any, precision: Any, sequence: bool) -> Parallel:
+        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}), sequence)
 
     plant(program, "Parallel", parallel)
 

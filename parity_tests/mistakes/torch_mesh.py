@@ -6,17 +6,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from jaxdist.data import Batch, Dataset
 from parity_tests.mistakes import altered, everywhere, mistake, plant
 from torch_ref import optim, parallelize, step
-from torch_ref.models import llama
+from torch_ref.models import layers, llama
 
 planted = partial(mistake, "torch_ref")
 
@@ -203,6 +204,45 @@ def replicated_not_sharded() -> None:
         return parallelize.replicate(module, mesh=flat, **more)
 
     plant(parallelize, "fully_shard", whole)
+
+
+@planted("sequence", "distribution", "activation/layers.0.attention_norm")
+def positions_of_the_first_times() -> None:
+    """Every rank adds the learned positions of the first rank's times."""
+
+    class FirstTimes(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            def enter(_: nn.Module, inputs: tuple[Tensor, ...], mesh: Any) -> Any:
+                return tuple(DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in inputs)
+
+            def leave(_: nn.Module, output: Any, mesh: Any) -> Tensor:
+                return output.to_local().chunk(mesh.size())[0]
+
+            return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
+
+    right = parallelize.Replicated
+    plant(
+        parallelize,
+        "Replicated",
+        lambda *inputs, outputs=None, **more: (
+            FirstTimes() if outputs == Shard(0) else right(*inputs, outputs=outputs, **more)
+        ),
+    )
+
+
+@planted("sequence", "distribution", "gradient/*norm.*")
+def norms_learn_from_their_own_times() -> None:
+    """The gradients of the norms are taken for summed where each rank has that of its own times."""
+    right = layers.LayerNorm.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return right(self, x)
+        whole = {n: p.to_local(grad_placements=[Replicate()]) for n, p in self.named_parameters()}
+        y = functional.layer_norm(x.to_local(), x.shape[-1:], whole["weight"], whole["bias"], self.eps)
+        return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
+
+    plant(layers.LayerNorm, "forward", forward)
 
 
 @planted("2x2", "traffic", "traffic/torch_ref, tensor:*")
