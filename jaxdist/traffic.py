@@ -108,7 +108,12 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         total = ring_bytes("reduce_scatter", activation * (4 * model.layers + summed_again + 2), tensor)
         total += ring_bytes("all_gather", activation * (4 * model.layers + 2 * again + 2), tensor)
     total += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
-    summed = sum(math.prod(layout.shape) for layout in layouts.values() if partial_over_tensor(e, layout))
+    used = {"positions": e.data.sequence}  # all of any other axis
+    summed = sum(
+        math.prod(used.get(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True))
+        for layout in layouts.values()
+        if partial_over_tensor(e, layout)
+    )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
     return least_of_parameters(e, layouts, mesh) | ({"tensor": total} if total else {})
 
