@@ -152,6 +152,7 @@ class Proof:
             init = self.folder / "seed"
             self.train(JAX, self.config("policy"), init, "--precision", "fp32", "--mesh", "1x1", "--steps", "0")
         start = self.folder / "start"
+        start.parent.mkdir(parents=True, exist_ok=True)
         self.finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 

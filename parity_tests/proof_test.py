@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxdist.config import ConfigError, Experiment, TrainingError
 from parity_tests import bisect, levels, proof
@@ -51,6 +52,7 @@ def asked(tmp_path: Path, **sections: Any) -> Proof:
 
 
 BF16 = {"policy": "bf16"}
+SMALL = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 24, "vocab": 256}
 
 
 def test_steps_that_were_not_run_are_told(tmp_path: Path) -> None:
@@ -161,6 +163,14 @@ def test_a_search_that_finds_nothing_says_so(tmp_path: Path) -> None:
     assert "memory, traffic" in asked(tmp_path).unfound
     assert "run mine kept (of steps: 5); record" in against(tmp_path, steps=(5,)).unfound
     assert "kept (of steps: none); record" in against(tmp_path).unfound
+
+
+def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
+    """What is no Hugging Face folder is made one, in a folder that is not there yet."""
+    drawn = asked(tmp_path / "drawn", model=SMALL)
+    drawn.start()
+    start = asked(tmp_path / "new", model=SMALL).start(drawn.folder / "seed")
+    assert load_file(start / "model.safetensors").keys() == load_file(drawn.folder / "start/model.safetensors").keys()
 
 
 def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

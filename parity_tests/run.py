@@ -1,8 +1,8 @@
 """Runs of either side through their command lines, and what they left behind, under common names."""
 
 import json
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -169,8 +169,9 @@ REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor are NaN and infinity."""
-    finite = not isinstance(value, float) or math.isfinite(value)
+    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor is what is beyond
+    float64's."""
+    finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
     return isinstance(value, kinds) and not isinstance(value, bool) and finite
 
 

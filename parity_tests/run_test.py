@@ -80,11 +80,24 @@ def truth_for_a_loss(run: Run) -> None:
     (run.path / "metrics.jsonl").write_text(lines)
 
 
+def loss_beyond_all_floats(run: Run) -> None:
+    lines = (run.path / "metrics.jsonl").read_text().replace('"loss": 1.0', '"loss": 1' + 400 * "0", 1)
+    (run.path / "metrics.jsonl").write_text(lines)
+
+
+def weights_in_float8(run: Run) -> None:
+    header = b'{"weights/w":{"dtype":"F8_E4M3","shape":[2],"data_offsets":[0,2]}}'
+    file = run.path / "record" / f"{STEPS}.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"88")
+
+
 BAD: dict[Callable[[Run], None], str] = {
     nan_in_the_weights: f"weights/w of step {STEPS} holds what is no number",
     infinity_in_a_record: "gradient/w of step 1 holds what is no number",
     record_without_a_step: r"final\.safetensors is named by no step; call it STEP\.safetensors",
     truth_for_a_loss: "loss = True at step 1",
+    loss_beyond_all_floats: "loss = 10+ at step 1",
+    weights_in_float8: "is damaged",
     order_of_no_names: "is damaged",
 }
 

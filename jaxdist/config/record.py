@@ -65,5 +65,5 @@ def read_record(file: Path) -> dict[str, np.ndarray]:
         with safe_open(file, framework="numpy") as opened:
             order = json.loads((opened.metadata() or {}).get("order", "null")) or list(opened.keys())
             return {name: opened.get_tensor(name) for name in order}
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, SafetensorError) as error:  # numpy has not all dtypes
         raise ConfigError(f"{file} is damaged: {error}; make the run again") from None
