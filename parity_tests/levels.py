@@ -10,7 +10,7 @@ from jaxdist.config import Experiment
 from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
-from parity_tests.run import STATES, Run
+from parity_tests.run import METRICS, NUMBER, STATES, Run, one_of
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Check
 
@@ -38,6 +38,7 @@ FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be n
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
+UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
 ROUNDED = f"{K} times what ours loses against the formula in float64, or {K} roundings of float32"
 
@@ -163,6 +164,21 @@ def precision(policy: Pair, double: Pair, compute: str) -> Iterator[Check]:
         ours, theirs = (compare.curve(run.metrics, a64.metrics, "learning_rate") for run in policy)
         bound = K * np.maximum(np.maximum.accumulate(ours), ROUNDING["float32"])
         yield Check("precision", "learning_rate", *compare.furthest(theirs, bound), ROUNDED)
+
+
+def numbers(run: Run) -> Check:
+    """What of a run is no number, in its curves and in all that it kept: also where nothing else compares it."""
+    kept = [*run.records.items(), (len(run.metrics), run.states)]
+    found = [
+        f"{name} at step {record['step']}"
+        for record in run.metrics
+        for name in METRICS
+        if not one_of(record.get(name), NUMBER)
+    ]
+    found += [
+        f"{name} of step {step}" for step, tensors in kept for name, a in tensors.items() if not np.isfinite(a).all()
+    ]
+    return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 
 
 def arithmetic(run: Run, compute: str) -> Iterator[Check]:

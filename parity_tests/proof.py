@@ -251,6 +251,7 @@ class Proof:
         policy = self.pair("policy")
         yield from levels.precision(policy, self.double, self.experiment.precision.compute)
         for run in policy:
+            yield levels.numbers(run)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)

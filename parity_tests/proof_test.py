@@ -101,6 +101,24 @@ def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> Non
     assert "cost to loss" in names
 
 
+@pytest.mark.parametrize("what", ["grad_norm at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
+def test_what_is_no_number_is_equal_to_nothing(tmp_path: Path, what: str) -> None:
+    """Of a policy's run, whose costs are not judged in all that it keeps."""
+    proof = asked(tmp_path, precision=BF16)
+    assert judged(proof).word == "equivalent"
+    wrong = made(TORCH, 1e-3, steps=(1, 4))
+    metrics = [
+        record | ({"grad_norm": np.nan} if what.startswith("grad_norm") and record["step"] == 5 else {})
+        for record in wrong.metrics
+    ]
+    wrong.__dict__.update(metrics=metrics)
+    for tensors in (wrong.states, wrong.records[4]):
+        tensors |= {name: a * np.nan for name, a in tensors.items() if what.startswith(name)}
+    proof.done[TORCH, "policy"] = wrong
+    failed = [check for check in proof.verdict().checks if not check.holds]
+    assert [(check.name, check.of) for check in failed] == [("torch_ref, what is no number", what)]
+
+
 def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
     verdict = judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST)
     assert verdict.word == "undecided" and "mathematics" in verdict.open and "amplifies" in verdict.sentence
