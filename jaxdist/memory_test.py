@@ -16,6 +16,7 @@ from jaxdist.metrics import held
 from jaxdist.models import llama
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
+from jaxdist.step import TrainState
 
 # With XLA's own code for fusions, which the conftest goes without: it decides on what is copied.
 AS_FOR_A_USER = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
@@ -28,6 +29,11 @@ def program(**sections: Any) -> Program:
 
 def compiled(p: Program, **options: Any) -> Any:
     return p.step.lower(p.abstract, p.abstract_batch).compile(options)
+
+
+def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
+    traced = p.step.trace(p.abstract, p.abstract_batch)
+    return metrics.memory(p, traced, traced.lower().compile(), state)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +53,19 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
     assert held(state.parameters) == whole // parameters
     counts = 2 * 4  # the step counts of Adam and of the schedule
     assert held(state.optimizer) == 2 * whole // optimizer + counts
-    reported = metrics.memory(p, compiled(p))
-    assert (reported["parameters"], reported["optimizer_state"]) == (
-        held(state.parameters),
-        held(state.optimizer),
-    )
+    found = reported(p)
+    assert (found["parameters"], found["optimizer_state"]) == (held(state.parameters), held(state.optimizer))
 
 
 def test_what_is_reported_is_what_is_held() -> None:
     """Of a state that lies otherwise than declared, each device holding all of its moments."""
     p = program(parallel={"mesh": "8x1"})
-    state, declared = p.initialize(), metrics.memory(p, compiled(p))
-    assert metrics.memory(p, compiled(p), state) == declared
+    state, declared = p.initialize(), reported(p)
+    assert reported(p, state) == declared
     everywhere = state._replace(optimizer=jax.device_put(state.optimizer, NamedSharding(p.mesh, P())))
-    reported = metrics.memory(p, compiled(p), everywhere)
-    assert reported["parameters"] == declared["parameters"]
-    assert reported["optimizer_state"] == held(everywhere.optimizer) > 7 * declared["optimizer_state"]
+    found = reported(p, everywhere)
+    assert found["parameters"] == declared["parameters"]
+    assert found["optimizer_state"] == held(everywhere.optimizer) > 7 * declared["optimizer_state"]
 
 
 def gradients(p: Program, batch: Any) -> Any:
@@ -95,7 +98,7 @@ def test_gradients_are_the_share_that_is_reported(
 ) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy, "reduce": reduce})
     found = held(gradients(p, batches(p.experiment, 1)[0]))
-    assert found == metrics.memory(p, compiled(p))["gradients"] == metrics.parameter_count(p.layouts) * 4 // share
+    assert found == reported(p)["gradients"] == metrics.parameter_count(p.layouts) * 4 // share
 
 
 def test_initialization_never_holds_the_whole_model() -> None:

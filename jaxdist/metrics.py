@@ -50,13 +50,13 @@ def schedule(o: Optimizer, steps: int) -> dict[int, float]:
     return {step: float(optim.learning_rate(o, steps, jnp.asarray(step))) for step in o.landmarks(steps)}
 
 
-def memory(program: Program, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
+def memory(program: Program, traced: Any, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
     """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
     `peak` is arguments + temporaries + outputs - reused arguments.
 
     Parameters and optimizer state are those that the fullest device holds of `state`; before there is one, as declared.
+    Gradients are those that the traced step adds up over the microbatches.
     """
-    mesh, strategy = axes_of(program.mesh), program.strategy
 
     def size(tree: Any, specs: Any) -> int:
         shards = jax.tree.map(
@@ -64,10 +64,6 @@ def memory(program: Program, compiled: Any, state: TrainState | None = None) -> 
         )
         return sum(jax.tree.leaves(shards))
 
-    gradients = sum(
-        math.prod(layout.local_shape(mesh, strategy.gradients)) * program.abstract.parameters[name].dtype.itemsize
-        for name, layout in program.layouts.items()
-    )
     analysis = compiled.memory_analysis()
     if state is None:
         parameters = size(program.abstract.parameters, program.specs.parameters)
@@ -76,7 +72,7 @@ def memory(program: Program, compiled: Any, state: TrainState | None = None) -> 
         parameters, optimizer = held(state.parameters), held(state.optimizer)
     return {
         "parameters": parameters,
-        "gradients": gradients,
+        "gradients": accumulated(traced.jaxpr),
         "optimizer_state": optimizer,
         "temporary": analysis.temp_size_in_bytes,
         "peak": analysis.argument_size_in_bytes
@@ -84,6 +80,14 @@ def memory(program: Program, compiled: Any, state: TrainState | None = None) -> 
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes,
     }
+
+
+def accumulated(closed: Any) -> int:
+    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device."""
+    *_, scan = (equation for equation, *_ in traffic.equations(closed) if equation.primitive.name == "scan")
+    first, several = scan.params["num_consts"], scan.params["num_carry"]
+    carried = [variable.aval for variable in scan.invars[first : first + several]]
+    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.ndim)
 
 
 def held(tree: Any) -> int:
@@ -122,7 +126,7 @@ def summary(
         "mesh": axes_of(program.mesh),
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,
-        "memory": memory(program, compiled, state) | allocated(program),
+        "memory": memory(program, traced, compiled, state) | allocated(program),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         traced = program.step.trace(program.abstract, program.abstract_batch)
         compiled = traced.lower().compile()
         compile_seconds = time.perf_counter() - began
-        rows = notes(metrics.memory(program, compiled), compile_seconds)
+        rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
         with Saving(experiment.checkpoint) as schedule:

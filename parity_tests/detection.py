@@ -31,6 +31,7 @@ from parity_tests.cases import MODELS, write_documents
 from parity_tests.mistakes import Mistake, table
 from parity_tests.proof import Proof
 from parity_tests.run import Run
+from parity_tests.stamp import code
 from parity_tests.verdict import LEVELS, Verdict
 
 NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
@@ -48,6 +49,8 @@ BASE: dict[str, dict[str, Any]] = {
     "precision": {"policy": "fp64"},
     "record": {"steps": [1, 2, 3], "tensors": "all"},
 }
+FOLDER = "run folder"
+MAKER = {FOLDER: "torch_ref"}  # a side that is no command's -> whose runs stand for it
 CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {},
     "gpt2": {"model": MODELS["gpt2"]},
@@ -60,19 +63,28 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
     "bf16": {"precision": {"policy": "bf16"}, "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}},
+    FOLDER: {"precision": {"policy": "fp32"}, "parallel": {"mesh": "1x1"}},
 }
 
 
 @dataclass
 class Trial(Proof):
-    """A proof of few steps, of which its runs keep all tensors; `mistake`, if any, is planted in runs of its side."""
+    """A proof of few steps, of which its runs keep all tensors; `mistake`, if any, is planted in runs of its side.
+
+    Where the reference is a run folder, torch_ref makes it.
+    """
 
     mistake: Mistake | None = None
     right: "Trial | None" = None  # the proof without the mistake
 
     def entry(self, side: str) -> tuple[str, ...]:
-        planted = self.mistake and self.mistake.side == side
-        return ("parity_tests.mistakes", self.mistake.name) if self.mistake and planted else super().entry(side)
+        maker = MAKER.get(side, side)
+        planted = self.mistake and self.mistake.side == maker
+        return ("parity_tests.mistakes", self.mistake.name) if self.mistake and planted else super().entry(maker)
+
+    def needed(self) -> list[tuple[str, str]]:
+        folder = [(self.reference, "policy")] if self.reference in MAKER else []
+        return super().needed() + folder
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         run = self.done[key]
@@ -90,9 +102,10 @@ class Trial(Proof):
     def judge(self, start: Path) -> Verdict:
         """Make the wrong run, which stands for every run of its config, and judge."""
         if self.mistake:
-            for kind in self.kinds:
-                if kind != "perturbed" and self.config(kind) == self.config("policy"):
-                    self.run(self.mistake.side, kind, start)
+            for side, kind in self.needed():
+                planted = MAKER.get(side, side) == self.mistake.side and kind != "perturbed"
+                if planted and self.config(kind) == self.config("policy"):
+                    self.run(side, kind, start)
         verdict = self.verdict()
         return replace(verdict, parting=self.parting(verdict, start)) if verdict.failed else verdict
 
@@ -131,7 +144,9 @@ class Benchmark:
             values |= {s: changes[s] for s in ("model", "precision") if s in changes}
             values["data"] |= {"path": str(self.documents)}
             experiment = Experiment.parse(values, source=configuration)
-            trial = Trial(experiment, self.folder / "right" / configuration, "cpu", xla_flags=QUICK, known=self.known)
+            reference = configuration if configuration in MAKER else "torch"
+            folder = self.folder / "right" / configuration
+            trial = Trial(experiment, folder, "cpu", reference, xla_flags=QUICK, known=self.known)
             start = self.start(trial)
             for side, kind in trial.needed():
                 trial.run(side, kind, start)
@@ -246,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "named_right": named,
         "configurations_without_a_mistake": len(benchmark.trials),  # each found equivalent
         "seconds": round(seconds),
+        "code": code(),
     }
     text = json.dumps(result | {"findings": [f.as_json() for f in findings]}, indent=2) + "\n"
     (output / "detection.json").write_text(text, encoding="utf-8")

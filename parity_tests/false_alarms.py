@@ -6,7 +6,6 @@ per side, which imports, traces and compiles once, and a run that several proofs
 goes on.
 """
 
-import hashlib
 import json
 import shutil
 import signal
@@ -17,8 +16,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
-from importlib import import_module
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +32,9 @@ from jaxdist.config.errors import nearest
 from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
 from parity_tests import cases
-from parity_tests.commands import TRAIN
 from parity_tests.proof import Proof
-from parity_tests.run import SIDES, Run
+from parity_tests.run import Run
+from parity_tests.stamp import code
 from parity_tests.verdict import LEVELS, NOT_EQUIVALENT, Check, Verdict
 from parity_tests.workers import Workers
 
@@ -52,11 +49,6 @@ MESHES: dict[str, dict[str, Any]] = {
 DEVICES = 4  # of the largest of them
 AXES = {"family": tuple(cases.MODELS), "mesh": tuple(MESHES), "precision": ("fp64", "fp32", "bf16")}
 RESULTS = "proofs.jsonl"
-PACKAGES = ("jaxdist", "torch_ref", "parity_tests")
-CARRYING = (
-    *(f"jaxdist.{name}" for name in ("convert", "checkpoint", "config.checkpoints", "config.dcp")),
-    "torch_ref.checkpoint",
-)
 
 
 class Case(NamedTuple):
@@ -103,26 +95,6 @@ class Result:
         shares = [(level, name, float(x)) for level, name, x in values["shares"]]
         case = Case(*(values[f] for f in Case._fields))
         return cls(case, values["verdict"], values["sentence"], shares, values.get("code", "unknown"))
-
-
-@cache
-def code() -> str:
-    """The SHA-256, cut short, of the sources that make and judge a proof: figures of others are not of this code."""
-    found = hashlib.sha256()
-    for file in sources():
-        found.update(file.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def sources() -> list[Path]:
-    """This file and all of ours that it and the train commands import.
-
-    But not what converts or keeps weights and states: that carries bits, which tests of its own compare.
-    """
-    for side in SIDES:
-        import_module(TRAIN[side])
-    ours = [m for name, m in sys.modules.items() if name.startswith(PACKAGES) and not name.startswith(CARRYING)]
-    return sorted({Path(__file__), *(Path(module.__file__) for module in ours if module.__file__)})
 
 
 def share(check: Check) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Experiment, Parallel
-from parity_tests import cases, false_alarms, workers
+from parity_tests import cases, false_alarms, stamp, workers
 from parity_tests.false_alarms import (
     MESHES,
     RESULTS,
@@ -24,12 +24,12 @@ from parity_tests.false_alarms import (
     Result,
     SharedProof,
     closest,
-    code,
     main,
     share,
     table,
 )
 from parity_tests.run import Run
+from parity_tests.stamp import code
 from parity_tests.verdict import NOT_EQUIVALENT, Check, Verdict
 from parity_tests.workers import Ranks, compiled_from, inherit
 from torch_ref import launch
@@ -241,7 +241,7 @@ def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_the_stamp_is_of_what_makes_and_judges_a_proof() -> None:
     root = Path(false_alarms.__file__).parents[1]
-    names = {file.relative_to(root).as_posix() for file in false_alarms.sources() if not file.stem.endswith("_test")}
+    names = {file.relative_to(root).as_posix() for file in stamp.sources() if not file.stem.endswith("_test")}
     needed = {
         f"{side}/{part}.py" for side in ("jaxdist", "torch_ref") for part in ("train", "step", "optim", "traffic")
     }

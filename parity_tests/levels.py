@@ -19,8 +19,12 @@ Tensors = Mapping[str, np.ndarray]
 
 EXACT = "float64: both sides round alike to 1e-15, and no planted mistake is smaller"
 AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
-# The widest bound within which float64 runs are called the same: the smallest of `cases.MISTAKES` moves a loss by 3e-5.
-WIDEST = 1e-6
+# By level, the widest bound within which runs are called the same. In float64 the smallest of `cases.MISTAKES` moves a
+# loss by 3e-5. A policy has none: float64 proves what its own noise, once training has amplified it, may hide.
+WIDEST = {"mathematics": 1e-6, "distribution": 1e-6}
+# Unless a float32 run is all there is of the other side: a clip that is 0.1 % wider moves first moments by 1e-3, and
+# training does not amplify that.
+WIDEST_ALONE = WIDEST | {"precision": 1e-3}
 NUMBERS = 256  # bytes of the few scalars that cross devices
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}
 COUNTED = "one a parameter or block each time it is needed, and a few single numbers (parity_tests/collectives.py)"
@@ -40,7 +44,8 @@ ALONE = "times what ours loses against the same float64 run; chosen between equa
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
 UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
-ROUNDED = f"{K} times what ours loses against the formula in float64, or {K} roundings of float32"
+ROUNDED = "weights that rounding alone moves at the end"
+RATE = f"{K} roundings of float32, of the highest rate: the formula's angle, cosine, factor and product"
 
 
 @dataclass(frozen=True)
@@ -102,14 +107,14 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
         gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), noise.zero_gradient)
         yield closest(f"gradients at step {step}", gradients, noise.gradients(step))
     for kind in STATES:
-        states = compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradient)
-        yield closest(f"{kind} at the end", states, noise.states(kind))
+        if states := compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradient):
+            yield closest(f"{kind} at the end", states, noise.states(kind))
 
 
-def too_wide(checks: Iterable[Check], limit: float = WIDEST) -> dict[str, str]:
+def too_wide(checks: Iterable[Check], limits: Mapping[str, float] = WIDEST) -> dict[str, str]:
     """Levels that cannot be decided, as equal runs may differ by more than a mistake moves them, with the reason."""
     found = {}
-    for level in ("mathematics", "distribution"):
+    for level, limit in limits.items():
         widest = max((c for c in checks if c.level == level), key=lambda check: check.widest, default=None)
         if widest and limit < widest.widest < float("inf"):
             found[level] = (
@@ -119,11 +124,24 @@ def too_wide(checks: Iterable[Check], limit: float = WIDEST) -> dict[str, str]:
     return found
 
 
-def apart(a: Run, b: Run, steps: Iterable[int], kinds: Iterable[str]) -> dict[str, float]:
-    """How far two runs are from each other, relative, over all tensors of a kind that `a` has as one vector."""
-    pairs = {f"gradients at step {s}": (a.kept("gradient", s), b.kept("gradient", s)) for s in steps}
-    pairs |= {f"{kind} at the end": (a.kept_states(kind), b.kept_states(kind)) for kind in kinds}
-    return {name: compare.whole(ours, theirs) for name, (ours, theirs) in pairs.items() if ours}
+def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
+    """All tensors of a kind that a run has, to be compared as one vector.
+
+    Weights whose names end in one of `still`, of a true gradient of zero, are one of their own: rounding moves them, by
+    Adam as far as training moves others.
+    """
+    found = {f"gradients at step {step}": run.kept("gradient", step) for step in run.gradient_steps}
+    states = {kind: run.kept_states(kind) for kind in STATES}
+    rounded = {name: w for name, w in states["weights"].items() if name.endswith(tuple(still))}
+    states["weights"] = {name: w for name, w in states["weights"].items() if name not in rounded}
+    found |= {f"{kind} at the end": tensors for kind, tensors in states.items()} | {ROUNDED: rounded}
+    return {name: tensors for name, tensors in found.items() if tensors}
+
+
+def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
+    """How far two runs are from each other in all that `a` has, relative."""
+    theirs = vectors(b, still)
+    return {name: compare.whole(tensors, theirs.get(name, {})) for name, tensors in vectors(a, still).items()}
 
 
 def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]:
@@ -136,11 +154,10 @@ def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]
     return x, y
 
 
-def precision(policy: Pair, double: Pair, compute: str) -> Iterator[Check]:
+def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] = ()) -> Iterator[Check]:
     """What the policy costs either side, against the other's cost; nothing where it is float64 itself.
 
     Where the other side has no float64 run of its own, both are held against ours, and only what it loses more counts.
-    What the float64 levels hold elsewhere is then judged too: later gradients, norm, second moment, learning rate.
     """
     (a, b), (a64, b64) = policy, double
     if compute == "float64":
@@ -150,20 +167,29 @@ def precision(policy: Pair, double: Pair, compute: str) -> Iterator[Check]:
     def cost(name: str, x: float, y: float, limit: float, why: str) -> Iterator[Check]:
         if x or y:
             least, most = (x, y) if alone else (min(x, y), max(x, y))
-            times = most / least if least else float("inf")
-            yield Check("precision", f"cost to {name}", times, limit, why, of=(b if most is y else a).side)
+            times, of = most / least if least else float("inf"), (b if most is y else a).side
+            widest = 0.0 if name == ROUNDED else limit * least
+            yield Check("precision", f"cost to {name}", times, limit, why, of=of, widest=widest)
 
-    steps, kinds = (a.gradient_steps, STATES) if alone else (a.gradient_steps[:1], ("weights", "exp_avg"))
-    costs, others = apart(a, a64, steps, kinds), apart(b, b64, steps, kinds)
+    costs, others = apart(a, a64, still), apart(b, b64, still)
     for name, x in costs.items():
-        yield from cost(name, x, others.get(name, float("inf")), LIMIT[compute], ALONE if alone else LOSES)
-    if len(a.metrics) >= FEWEST:
-        for field in ("loss", "grad_norm") if alone else ("loss",):
+        limit = DRIFT if name == ROUNDED else LIMIT[compute]
+        yield from cost(name, x, others.get(name, float("inf")), limit, ALONE if alone else LOSES)
+    for field in compare.FLOOR:
+        if any(run.metrics[0][field] is None for run in policy):
+            continue  # steps of a user's own tell the loss alone
+        if field == "learning_rate":
+            yield from rates(policy, double)
+        elif len(a.metrics) >= FEWEST:
             yield from cost(field, *lost(policy, double, field), DRIFT, DRIFTS)
-    if alone:
-        ours, theirs = (compare.curve(run.metrics, a64.metrics, "learning_rate") for run in policy)
-        bound = K * np.maximum(np.maximum.accumulate(ours), ROUNDING["float32"])
-        yield Check("precision", "learning_rate", *compare.furthest(theirs, bound), ROUNDED)
+
+
+def rates(policy: Pair, double: Pair) -> Iterator[Check]:
+    """The learning rate of each side, which is a formula's and knows no noise."""
+    for run, run64 in zip(policy, double, strict=True):
+        told, exact = (np.array([record["learning_rate"] for record in r.metrics]) for r in (run, run64))
+        bound = K * ROUNDING["float32"] * float(exact.max())
+        yield Check("precision", f"{run.side}, learning_rate", compare.absolute(told, exact), bound, RATE)
 
 
 def numbers(run: Run) -> Check:

@@ -12,7 +12,7 @@ from scipy import stats
 
 from jaxdist.config import Optimizer
 from parity_tests import compare, levels
-from parity_tests.levels import DRIFT, FEWEST, LIMIT, WIDEST
+from parity_tests.levels import DRIFT, FEWEST, LIMIT, WIDEST, WIDEST_ALONE
 from parity_tests.verdict import Check
 
 TRUE = np.random.default_rng(0).standard_normal(4000)
@@ -50,7 +50,7 @@ class Made:
         return self.vector(kind)
 
 
-NOISE = dict.fromkeys(("gradient", "weights", "exp_avg"), 1e-3)
+NOISE = dict.fromkeys(("gradient", "weights", "exp_avg", "exp_avg_sq"), 1e-3)
 NAMES = {
     "gradient": "cost to gradients at step 1",
     "weights": "cost to weights at the end",
@@ -88,7 +88,7 @@ def test_chance_goes_so_far_once_in_10_000_times() -> None:
     assert 0.9e-4 <= 2 * stats.f.sf(DRIFT**2, 3, 3) <= 1.1e-4
     # Of fewer steps, down to one, chance goes further, so that nothing is judged.
     few = {check.name for check in judged(Made(1e-1, NOISE, steps=FEWEST - 1), Made(1e-7, NOISE, steps=FEWEST - 1))}
-    assert few == set(NAMES.values()) - {NAMES["exp_avg_sq"]}
+    assert few == {*NAMES.values(), "made, learning_rate"}
 
 
 @pytest.mark.parametrize("kind", NOISE)
@@ -117,33 +117,63 @@ def test_float64_has_no_policy() -> None:
     assert not list(levels.precision((one, other), (one, other), "float64"))
 
 
-# ---- a run without a float64 one of its own
+# ---- all that a run keeps
 
 
-OURS = Made(1e-6, NOISE | {"exp_avg_sq": 1e-3}, grad_norm=1e-6, learning_rate=1e-8)
+OURS = Made(1e-6, NOISE, grad_norm=1e-6, learning_rate=1e-8)
 
 
-def test_a_run_by_itself_may_lose_less() -> None:
-    for right in (replace(OURS, draw=1), Made(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)):
-        assert not failed(OURS, right, "float32", alone=True)
-    assert {check.name for check in judged(OURS, OURS, "float32", alone=True)} == {
-        *NAMES.values(), "cost to loss", "cost to grad_norm", "learning_rate",
-    }  # fmt: skip
-
-
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
         ({"loss": 6e-5}, "cost to loss"),
         ({"grad_norm": -0.5}, "cost to grad_norm"),  # logged after the clip
-        ({"learning_rate": 1e-6}, "learning_rate"),
+        ({"learning_rate": 1e-6}, "wrong, learning_rate"),
         ({"vectors": OURS.vectors | {"exp_avg_sq": 0.1}}, "cost to exp_avg_sq at the end"),
         ({"vectors": OURS.vectors | {"gradient": 0.1}}, "cost to gradients at step 1"),
         ({"loss": np.nan}, "cost to loss"),
     ],
 )
-def test_all_that_it_keeps_is_judged(wrong: dict[str, Any], name: str) -> None:
-    assert failed(OURS, replace(OURS, draw=1, **wrong), "float32", alone=True) == {name}
+def test_all_that_a_run_keeps_is_judged(wrong: dict[str, Any], name: str, alone: bool) -> None:
+    theirs = replace(OURS, draw=1, side="wrong", **wrong)
+    assert failed(OURS, theirs, "float32", alone=alone) == {name}
+    if not alone:
+        assert failed(theirs, OURS, "float32") == {name}
+    assert {check.name for check in judged(OURS, theirs, "float32", alone=alone)} == {
+        *NAMES.values(), "cost to loss", "cost to grad_norm", "made, learning_rate", "wrong, learning_rate",
+    }  # fmt: skip
+
+
+def test_a_run_by_itself_may_lose_less() -> None:
+    """Than ours; of two that have float64 runs of their own either may be the one that loses too much."""
+    less = Made(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)
+    for right in (replace(OURS, draw=1), less):
+        assert not failed(OURS, right, "float32", alone=True)
+    assert NAMES["weights"] in failed(OURS, less, "float32")
+
+
+def test_weights_that_rounding_moves_are_no_yardstick() -> None:
+    """A key's bias, off by its own size on either side, hides nothing of other weights, nor is it left out."""
+
+    @dataclass
+    class Biased(Made):
+        bias: float = 0.0
+
+        def vector(self, kind: str) -> dict[str, np.ndarray]:
+            off = self.bias if kind == "weights" else 0.0
+            return super().vector(kind) | {f"{kind}/attention.k_proj.bias": np.full(2000, 1.0 + off)}
+
+    def found(**wrong: Any) -> set[str]:
+        policy: Any = Biased(vectors=NOISE, bias=0.9), replace(Biased(vectors=NOISE, draw=1, bias=-0.9), **wrong)
+        double: Any = Biased(), Biased()
+        checks = list(levels.precision(policy, double, "float32", still=[compare.ZERO_GRADIENT]))
+        assert {c.name: c.widest for c in checks}[f"cost to {levels.ROUNDED}"] == 0
+        return {check.name for check in checks if not check.holds}
+
+    assert not found()
+    assert found(vectors=NOISE | {"weights": 0.1}) == {NAMES["weights"]}
+    assert found(bias=1e-3) == {f"cost to {levels.ROUNDED}"}
 
 
 # ---- float64
@@ -179,10 +209,12 @@ def test_a_bound_that_lets_mistakes_pass_decides_nothing() -> None:
     right, off = Gradients(), Gradients(rounding=1e-17)
     (level, reason), *more = levels.too_wide(agreement(right, off, off).values()).items()
     assert level == "mathematics" and "rounding" in reason and not more
-    check = Check("distribution", "loss", 0.0, WIDEST, "why", widest=WIDEST)
-    assert not levels.too_wide([check]) and levels.too_wide([replace(check, widest=1.01 * WIDEST)])
-    assert not levels.too_wide([replace(check, level="precision", widest=1.0)])
-    assert not levels.too_wide([replace(check, widest=1e-4)], limit=1e-3)
+    for limits in (WIDEST, WIDEST_ALONE):
+        for name, limit in limits.items():
+            check = Check(name, "loss", 0.0, limit, "why", widest=limit)
+            assert not levels.too_wide([check], limits) and levels.too_wide(
+                [replace(check, widest=1.01 * limit)], limits
+            )
 
 
 def test_a_wide_bound_is_seen_behind_the_closest() -> None:

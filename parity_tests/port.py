@@ -44,9 +44,8 @@ from parity_tests.verdict import Verdict
 # Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
 # where a model computes in it whatever it is given.
 PERTURBATION = {False: compare.PERTURBATION, True: 4 * 2.0**-24}
-# The widest bound by which anything is decided: of a model that computes in float32 what that costs is more, as is what
-# it may hide.
-WIDEST = {False: levels.WIDEST, True: 1e-3}
+# The widest bounds of a model that computes in float32 whatever it is given: that costs more, and may hide more.
+NARROW = levels.WIDEST | {"mathematics": 1e-3, "distribution": 1e-3}
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
     "jax-float64": ("jax", "float64", False),
@@ -251,12 +250,13 @@ class Port:
             compared["distribution"] = ("jax-float64", "mesh-float64")
         findings = {level: Findings(runs[a], runs[b], perturbed) for level, (a, b) in compared.items()}
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
-        checks += levels.precision(single, double, "float32")
+        still = [f"/{name}" for name in findings["mathematics"].still or ()]
+        checks += levels.precision(single, double, "float32", still)
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
         notes = [*self.notes(), *port_levels.untraced(double[0])]
-        verdict = Verdict(checks, levels.too_wide(checks, WIDEST[bool(self.narrow)]), notes)
+        verdict = Verdict(checks, levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST), notes)
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
             parting = self.parting(folder / "bisection", findings[differ], compared[differ])

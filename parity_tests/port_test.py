@@ -80,7 +80,7 @@ class TestExample:
         command = [sys.executable, "-W", "error", "-m", "parity_tests.examples.vit", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.startswith("Equivalent: all 17 checks hold.")
+        assert done.stdout.startswith("Equivalent: all 23 checks hold.")
         written = json.loads((out / "verdict.json").read_text())
         assert {check["level"] for check in written["checks"]} == {"mathematics", "precision", "traffic"}
         names = [check["name"] for check in written["checks"]]

@@ -249,7 +249,8 @@ class Proof:
         for level, what, a, b in self.comparisons():
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy = self.pair("policy")
-        yield from levels.precision(policy, self.double, self.experiment.precision.compute)
+        still = (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
+        yield from levels.precision(policy, self.double, self.experiment.precision.compute, still)
         for run in policy:
             yield levels.numbers(run)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
@@ -272,7 +273,9 @@ class Proof:
     def verdict(self) -> Verdict:
         """What the runs show."""
         checks = list(self.checks())
-        return Verdict(checks, dict(self.open(checks)), list(self.notes()), memory=self.causes())
+        return Verdict(
+            checks, dict(self.open(checks)), list(self.notes()), memory=self.causes(), not_compared=self.not_compared()
+        )
 
     @property
     def scratch(self) -> Scratch:
@@ -293,13 +296,29 @@ class Proof:
 
     def open(self, checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
         """Levels that the runs cannot decide, with the reason."""
-        yield from levels.too_wide(checks).items()
+        alone = self.double[0] is self.double[1]
+        yield from levels.too_wide(checks, levels.WIDEST_ALONE if alone else levels.WIDEST).items()
         if not self.exact and self.noisy:
             yield (
                 "mathematics",
                 f"{self.sides[1]} ran in {self.experiment.precision.policy}, whose noise hides a learning rate, eps or "
                 "clip that is a little off; give a run of it in fp64 or fp32",
             )
+        for (side, kind), run in self.done.items():
+            if run.side in (JAX, *REFERENCES.values()) and (missing := run.lacking(self.experiment.record.steps)):
+                yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
+
+    def not_compared(self) -> list[str]:
+        """What the reference's run did not keep, or measured on another mesh."""
+        theirs = self.pair("policy")[1]
+        lacking = {
+            "mathematics and distribution in float64": not self.exact,
+            "gradients": not theirs.gradient_steps,
+            "memory": not self.measured("memory"),
+            "traffic": not self.measured("collectives"),
+            "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
+        }
+        return [what for what, lacks in lacking.items() if lacks]
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of a verdict's reach."""

@@ -25,7 +25,10 @@ def experiment(**sections: Any) -> Experiment:
     return Experiment.parse(values | sections, source="test")
 
 
-def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1,), **summary: Any) -> Run:
+FIGURES = {"arithmetic": {"rsqrt": "float64"}, "schedule": {"1": 0.1}}
+
+
+def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summary: Any) -> Run:
     """A run whose numbers are all off by so much, relative."""
     run, tensor = Run(side, Path("nowhere")), np.linspace(1, 2, 50) * (1 + off)
     records = {step: {"gradient/w": tensor} for step in steps}
@@ -34,7 +37,7 @@ def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1,), **summary: 
         {"step": step, "loss": loss * (1 + off), "grad_norm": 1.0 + off, "learning_rate": 0.1}
         for step, loss in enumerate(LOSSES, 1)
     ]
-    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": NO_MEMORY} | summary
+    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": NO_MEMORY} | FIGURES | summary
     run.__dict__.update(metrics=metrics, records=records, states=states, summary=summary)
     return run
 
@@ -52,6 +55,7 @@ def asked(tmp_path: Path, **sections: Any) -> Proof:
 
 
 BF16 = {"policy": "bf16"}
+WIDEST = levels.WIDEST["mathematics"]
 SMALL = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 24, "vocab": 256}
 
 
@@ -64,10 +68,28 @@ def test_steps_that_were_not_run_are_told(tmp_path: Path) -> None:
 def test_nothing_sent_is_compared_on_one_device(tmp_path: Path) -> None:
     """torch reports no collectives there, and that is a figure."""
     assert not any(note.startswith("collectives") for note in judged(asked(tmp_path)).notes)
-    other = asked(tmp_path)
-    judged(other)
-    del other.done[TORCH, "policy"].summary["collectives"]
-    assert any(note.startswith("collectives: not compared") for note in other.verdict().notes)
+
+
+@pytest.mark.parametrize("figure", ["mesh", "memory", "collectives", "arithmetic", "schedule"])
+def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure: str) -> None:
+    proof = asked(tmp_path)
+    assert judged(proof).word == "equivalent"
+    summary = proof.done[TORCH, "policy"].summary
+    proof.done[TORCH, "policy"].__dict__["summary"] = {name: x for name, x in summary.items() if name != figure}
+    assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it anew"}
+
+
+def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        del run.records[5]
+        for name in list(run.states):
+            if name.startswith("exp_avg/"):
+                del run.states[name]
+    verdict = proof.verdict()
+    assert verdict.word != "equivalent" and len(verdict.open) == len(proof.done)
+    assert verdict.open["jaxdist, one"] == "its run lacks gradients of step 5, exp_avg at the end; prove it anew"
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "other"), [(8, 1, 2), (3, 1, 3), (9, 1, 3), (7, 7, 1), (8, 4, 1)])
@@ -106,7 +128,7 @@ def test_what_is_no_number_is_equal_to_nothing(tmp_path: Path, what: str) -> Non
     """Of a policy's run, whose costs are not judged in all that it keeps."""
     proof = asked(tmp_path, precision=BF16)
     assert judged(proof).word == "equivalent"
-    wrong = made(TORCH, 1e-3, steps=(1, 4))
+    wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))
     metrics = [
         record | ({"grad_norm": np.nan} if what.startswith("grad_norm") and record["step"] == 5 else {})
         for record in wrong.metrics
@@ -115,26 +137,27 @@ def test_what_is_no_number_is_equal_to_nothing(tmp_path: Path, what: str) -> Non
     for tensors in (wrong.states, wrong.records[4]):
         tensors |= {name: a * np.nan for name, a in tensors.items() if what.startswith(name)}
     proof.done[TORCH, "policy"] = wrong
-    failed = [check for check in proof.verdict().checks if not check.holds]
-    assert [(check.name, check.of) for check in failed] == [("torch_ref, what is no number", what)]
+    assert ("torch_ref, what is no number", what) in {(check.name, check.of) for check in proof.verdict().failed}
 
 
 def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
-    verdict = judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST)
+    verdict = judged(asked(tmp_path), jaxdist_perturbed=WIDEST)
     assert verdict.word == "undecided" and "mathematics" in verdict.open and "amplifies" in verdict.sentence
-    assert judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST / 8).word == "equivalent"
-    assert judged(asked(tmp_path), jaxdist_perturbed=levels.WIDEST, torch_ref_one=1e-3).word == "not_equivalent"
+    assert judged(asked(tmp_path), jaxdist_perturbed=WIDEST / 8).word == "equivalent"
+    assert judged(asked(tmp_path), jaxdist_perturbed=WIDEST, torch_ref_one=1e-3).word == "not_equivalent"
 
 
 # ---- against a run that is there
 
 
-def against(tmp_path: Path, policy: str = "fp32", steps: tuple[int, ...] = (), off: float = 0.0) -> Proof:
+def against(
+    tmp_path: Path, policy: str = "fp32", steps: tuple[int, ...] = (), off: float = 0.0, ours: float = 1e-7
+) -> Proof:
     theirs = made("run mine", off, steps)
     theirs.__dict__["experiment"] = experiment(precision={"policy": policy})
     found = Proof.against(theirs, theirs.experiment, tmp_path)
     for kind in found.kinds:
-        found.done[JAX, kind] = made(JAX, 1e-7 if kind == "policy" else 0.0, steps)
+        found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps)
     if policy == "fp64":
         found.done[JAX, "policy"] = found.done[JAX, "mesh"]
     return found
@@ -147,6 +170,29 @@ def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
     notes = against(tmp_path, "fp64", (1, 5)).verdict().notes
     assert "gradients: of run mine compared of steps 1, 5 alone, which it kept" in notes
     assert not any(note.startswith("mathematics") for note in notes)
+
+
+def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
+    """Of which 32 times what ours loses would let a wider clip pass, or weights of half their size."""
+    widest = levels.WIDEST_ALONE["precision"]
+    for off in (0.0, widest, 30 * 0.3):
+        verdict = against(tmp_path, ours=off / 30 or 1.1 * widest / levels.DRIFT, off=off).verdict()
+        assert verdict.word == "undecided" and "precision" in verdict.open and "amplifies" in verdict.sentence
+    assert against(tmp_path, ours=0.9 * widest / levels.DRIFT).verdict().word == "equivalent"
+    assert against(tmp_path, ours=0.1, off=30 * 0.3).verdict().word == "not_equivalent"
+
+
+def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
+    found = against(tmp_path)
+    theirs = found.done["run mine", "policy"]
+    theirs.summary.clear()
+    verdict = found.verdict()
+    assert verdict.sentence.endswith(
+        "checks hold. Not compared: mathematics and distribution in float64, gradients, memory, traffic, dtypes of "
+        "softmax, norms, rotation and loss."
+    )
+    assert verdict.as_json()["not_compared"] == list(verdict.not_compared)
+    assert not judged(asked(tmp_path)).not_compared
 
 
 def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:

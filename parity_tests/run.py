@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,10 @@ SUMMARY: dict[str, tuple[type, dict[str, tuple[type, ...]]]] = {
     "schedule": (dict, {EVERY: NUMBER}),
     "versions": (dict, {EVERY: TEXT}),
 }
+
+
+# Of these a run of ours reports all.
+FIGURES = ("mesh", "memory", "collectives", "arithmetic", "schedule")
 
 
 @dataclass(frozen=True)
@@ -74,13 +78,14 @@ class Run:
 
         Raises ConfigError.
         """
-        files = {}
-        for file in (self.path / "record").glob("*.safetensors"):
-            if not file.stem.isdecimal():
-                raise ConfigError(f"{file} is named by no step; call it STEP.safetensors, or remove it")
-            files[int(file.stem)] = file
-        records = {step: read_record(files[step]) for step in sorted(files)}
-        return {step: self._renamed(record) for step, record in records.items()}
+        steps = {str(step): step for step in range(1, self.experiment.train.steps + 1)}
+        files = {file.stem: file for file in (self.path / "record").glob("*.safetensors")}
+        for name, file in files.items():
+            if name not in steps:
+                raise ConfigError(
+                    f"{file} is named by no step of 1 to {len(steps)}; call it STEP.safetensors, or remove it"
+                )
+        return {steps[name]: self._renamed(read_record(files[name])) for name in sorted(files, key=int)}
 
     def _renamed(self, record: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         record, model = names.unwrapped(record), self.experiment.model
@@ -131,6 +136,12 @@ class Run:
                         f"{self.path}: {name} of step {step} holds what is no number, which is equal to nothing; mend "
                         "the run first"
                     )
+
+    def lacking(self, recorded: Iterable[int]) -> list[str]:
+        """What of a run of ours is missing, that kept gradients of these steps."""
+        gradients = [f"gradients of step {step}" for step in recorded if not self.kept("gradient", step)]
+        states = [f"{kind} at the end" for kind in STATES if not self.kept_states(kind)]
+        return [*(name for name in FIGURES if self.summary.get(name) is None), *gradients, *states]
 
     def check_names(self) -> None:
         """Raises ConfigError where weights, moments or gradients are not those of the model, by name and shape."""

@@ -71,8 +71,13 @@ def order_of_no_names(run: Run) -> None:
     save_file(states(1.0), file, metadata={"order": "[1]"})
 
 
-def record_without_a_step(run: Run) -> None:
-    shutil.copy(run.path / "record" / f"{STEPS}.safetensors", run.path / "record" / "final.safetensors")
+def named(name: str) -> Callable[[Run], None]:
+    """A record called so besides."""
+
+    def copy(run: Run) -> None:
+        shutil.copy(run.path / "record" / f"{STEPS}.safetensors", run.path / "record" / f"{name}.safetensors")
+
+    return copy
 
 
 def truth_for_a_loss(run: Run) -> None:
@@ -91,10 +96,12 @@ def weights_in_float8(run: Run) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + b"88")
 
 
+NO_STEPS = ("final", "0", "3", "02", "٢", "²")  # the run has two
+
 BAD: dict[Callable[[Run], None], str] = {
     nan_in_the_weights: f"weights/w of step {STEPS} holds what is no number",
     infinity_in_a_record: "gradient/w of step 1 holds what is no number",
-    record_without_a_step: r"final\.safetensors is named by no step; call it STEP\.safetensors",
+    **{named(name): rf"{name}\.safetensors is named by no step of 1 to 2; call it" for name in NO_STEPS},
     truth_for_a_loss: "loss = True at step 1",
     loss_beyond_all_floats: "loss = 10+ at step 1",
     weights_in_float8: "is damaged",

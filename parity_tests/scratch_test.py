@@ -43,7 +43,8 @@ def scratch(e: Experiment) -> Scratch:
 def compiled(e: Experiment) -> dict[str, int]:
     """`memory` of the summary of a JAX run that need not be made."""
     p = Program(e, make_mesh(e, "cpu")[0])
-    return metrics.memory(p, p.step.lower(p.abstract, p.abstract_batch).compile())
+    traced = p.step.trace(p.abstract, p.abstract_batch)
+    return metrics.memory(p, traced, traced.lower().compile())
 
 
 def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:

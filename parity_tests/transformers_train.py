@@ -45,6 +45,7 @@ from jaxdist.data import IGNORED, Dataset, open_dataset
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
+from torch_ref.arithmetic import Arithmetic
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
 from torch_ref.train import fetch, metered
@@ -110,7 +111,8 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         if first:
             folder.create(experiment)
             say(str(plan))
-        traffic, counted = Traffic(mesh), metered(range(1, experiment.train.steps + 1), experiment.record.steps)
+        traffic, arithmetic = Traffic(mesh), Arithmetic()
+        counted = metered(range(1, experiment.train.steps + 1), experiment.record.steps)
         with progress(experiment.train.steps, 0) if first else nullcontext(lambda record: None) as show:
             for step in range(1, experiment.train.steps + 1):
                 began = time.perf_counter()
@@ -119,6 +121,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                     stack.enter_context(keep.activations())
                     if step == counted:
                         stack.enter_context(traffic)
+                        stack.enter_context(arithmetic)
                     batch = fetch(dataset, experiment, mesh, step)
                     values = train_step(model, optimizer, batch, experiment, mesh, keep)
                     rate = schedule.get_last_lr()[0]
@@ -137,7 +140,8 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         if first:
             steps = experiment.optimizer.landmarks(experiment.train.steps)
             told = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
-            folder.summarize(summary(experiment, plain, mesh, held, traffic) | {"schedule": told})
+            dtypes = {"arithmetic": arithmetic.narrowest(), "schedule": told}
+            folder.summarize(summary(experiment, plain, mesh, held, traffic) | dtypes)
 
 
 def build(init: Path, weights: dict[str, Tensor], experiment: Experiment, mesh: DeviceMesh) -> nn.Module:

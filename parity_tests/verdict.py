@@ -61,8 +61,9 @@ class Cause:
 class Verdict:
     """All checks, and what kept some from being made: `open` names each with its reason.
 
-    `notes` say how far the checks reach; `parting` is where the runs part, when that was looked for and found.
-    `memory` are the causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured.
+    `notes` say how far the checks reach, `not_compared` what of the other side's run there was not; `parting` is where
+    the runs part, when that was looked for and found. `memory` are the causes of what a step takes beside its state;
+    with the last, UNEXPLAINED, they sum to the measured.
     """
 
     checks: Sequence[Check]
@@ -70,6 +71,7 @@ class Verdict:
     notes: Sequence[str] = ()
     parting: Parting | None = None
     memory: Sequence[Cause] = ()
+    not_compared: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Check]:
@@ -94,7 +96,8 @@ class Verdict:
             )
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
-        return f"Equivalent: all {len(self.checks)} checks hold."
+        rest = f" Not compared: {', '.join(self.not_compared)}." if self.not_compared else ""
+        return f"Equivalent: all {len(self.checks)} checks hold.{rest}"
 
     def exit(self) -> None:
         """End the process with 3, unless the runs are equivalent."""
@@ -114,6 +117,7 @@ class Verdict:
             "sentence": self.sentence,
             "open": dict(self.open),
             "notes": list(self.notes),
+            "not_compared": list(self.not_compared),
             "parting": parting and finite(parting),
             "memory": [asdict(cause) for cause in self.memory],
             "checks": [finite(asdict(check) | {"holds": check.holds}) for check in self.checks],

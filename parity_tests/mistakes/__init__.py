@@ -15,7 +15,7 @@ from typing import Any
 # By side, so that a process of torch_ref never holds jax.
 TABLES = {
     "jaxdist": ("jax_model", "jax_training", "jax_mesh"),
-    "torch_ref": ("torch_model", "torch_training", "torch_mesh"),
+    "torch_ref": ("torch_model", "torch_training", "torch_mesh", "torch_folder"),
 }
 KNOWN: dict[str, "Mistake"] = {}  # filled by `mistake` as the tables are imported
 

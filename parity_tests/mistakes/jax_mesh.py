@@ -278,6 +278,19 @@ def moments_not_sharded() -> None:
     plant(sharding, "STRATEGIES", sharding.STRATEGIES | {"zero1": row})
 
 
+@planted("hybrid", "memory", "memory/gradients*")
+def gradients_kept_whole() -> None:
+    """Every device adds up whole gradients and gives away its share's sum at the end: the same numbers and bytes."""
+    right = Step.accumulate
+
+    def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays]:
+        row = replace(self.parallel.strategy, gradients=False)
+        loss, gradients = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
+        return loss, {n: collectives.scatter(g, self.layouts[n].fsdp_dim) for n, g in gradients.items()}
+
+    plant(Step, "accumulate", accumulate)
+
+
 @planted("2x2", "traffic", "traffic/jaxdist, *")
 def blocks_recomputed_unasked() -> None:
     """Blocks are computed again in the backward pass, their all-reduces and gathers with them."""

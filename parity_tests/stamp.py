@@ -1,0 +1,38 @@
+"""Of which code a measured figure is: what is kept in `parity_tests/measured/` says so."""
+
+import hashlib
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from parity_tests.commands import TRAIN
+from parity_tests.run import SIDES
+
+PACKAGES = ("jaxdist", "torch_ref", "parity_tests")
+CARRYING = (
+    *(f"jaxdist.{name}" for name in ("convert", "checkpoint", "config.checkpoints", "config.dcp")),
+    "torch_ref.checkpoint",
+)
+
+
+@cache
+def code() -> str:
+    """The SHA-256, cut short, of the sources that make and judge a proof: figures of others are not of this code."""
+    found = hashlib.sha256()
+    for file in sources():
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def sources() -> list[Path]:
+    """The command that runs, and all of ours that it and the train commands import.
+
+    But not what converts or keeps weights and states: that carries bits, which tests of its own compare.
+    """
+    for side in SIDES:
+        import_module(TRAIN[side])
+    ours = [m for name, m in sys.modules.items() if name.startswith(PACKAGES) and not name.startswith(CARRYING)]
+    command = getattr(sys.modules["__main__"], "__file__", None) or ""
+    commands = {Path(command)} if Path(command).parent.name in PACKAGES else set()
+    return sorted(commands | {Path(module.__file__) for module in ours if module.__file__})
