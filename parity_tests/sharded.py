@@ -247,7 +247,7 @@ class ShardedSide(JaxSide):
             "sent_bytes": math.fsum(collective.bytes for collective in self.collectives),
             "mesh": mesh,
             "strategy": program.experiment.parallel.strategy,
-            "memory": metrics.memory(program, self.compiled, self.state),
+            "memory": metrics.memory(program, self.traced, self.compiled, self.state),
             "collectives": [asdict(collective) for collective in self.collectives],
             "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
             "shares": {
