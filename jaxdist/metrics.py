@@ -85,8 +85,9 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
 def accumulated(closed: Any) -> int:
     """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device."""
     *_, scan = (equation for equation, *_ in traffic.equations(closed) if equation.primitive.name == "scan")
-    first, several = scan.params["num_consts"], scan.params["num_carry"]
-    carried = [variable.aval for variable in scan.invars[first : first + several]]
+    # What is carried leaves in the shape of one turn, what is stacked with an axis more; parameters differ by version.
+    ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
+    carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
     return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.ndim)
 
 
