@@ -2,7 +2,8 @@
 
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
 mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
-device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation.
+device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
+a strategy shards over fsdp it shards over context too.
 
 | verb | forward | backward |
 |---|---|---|
@@ -11,6 +12,7 @@ device sends with ring algorithms; n is the size of the axis, w and x the bytes 
 | `leave` | all-reduce over tensor, 2x(n-1)/n | nothing |
 | `enter`, sequence | all-gather over tensor, x(n-1)/n | reduce-scatter over tensor, x(n-1)/n |
 | `leave`, sequence | reduce-scatter over tensor, x(n-1)/n | all-gather over tensor, x(n-1)/n |
+| `attend` | over context: `parallel/context.py` | the same |
 | `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
 | `cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
@@ -20,17 +22,18 @@ No verb asks whether an axis has size 1: a collective over one device is free, a
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Precision
 from jaxdist.data import IGNORED
-from jaxdist.sharding import BATCH, Strategy
+from jaxdist.sharding import SHARDS, TOKENS, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
 TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
@@ -58,13 +61,13 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def gather(piece: jax.Array, dim: int, to: str = "varying") -> jax.Array:
-    """All-gather over fsdp along `dim`; `to="invarying"` where all devices are to agree on the result."""
-    return lax.all_gather(piece, "fsdp", axis=piece.ndim + dim, tiled=True, to=to)
+    """All-gather over fsdp and context along `dim`; `to="invarying"` where all devices are to agree on the result."""
+    return lax.all_gather(piece, SHARDS, axis=piece.ndim + dim, tiled=True, to=to)
 
 
 def scatter(whole: jax.Array, dim: int) -> jax.Array:
-    """Reduce-scatter over fsdp along `dim`."""
-    return lax.psum_scatter(whole, "fsdp", scatter_dimension=whole.ndim + dim, tiled=True)
+    """Reduce-scatter over fsdp and context along `dim`."""
+    return lax.psum_scatter(whole, SHARDS, scatter_dimension=whole.ndim + dim, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -72,7 +75,7 @@ def _whole(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | N
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
     piece = piece.astype(parallel.precision.compute)
-    return gather(vary(piece, ("data",)), dim) if parallel.strategy.parameters else vary(piece, BATCH)
+    return gather(vary(piece, ("data",)), dim) if parallel.strategy.parameters else vary(piece, TOKENS)
 
 
 def _whole_forward(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> Any:
@@ -88,12 +91,26 @@ def _whole_backward(parallel: "Parallel", dim: int, _: None, gradient: jax.Array
 _whole.defvjp(_whole_forward, _whole_backward)
 
 
+class Context(Protocol):
+    """How a sequence is split over the mesh axis `context` (`parallel/context.py`). n: the size of the axis."""
+
+    def order(self, length: int, n: int) -> np.ndarray:
+        """The times [T] in the order in which the devices hold them, equally many each."""
+
+    def rows(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of this device's times, of a table of all."""
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        """`layers.attend` over all times, of which each device has its own queries, keys and values."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """What a model may know of how it is distributed: the verbs."""
 
     strategy: Strategy
     precision: Precision
+    context: Context
     sequence: bool = False
 
     def use(self, module: M) -> M:
@@ -121,6 +138,14 @@ class Parallel:
             else lax.psum(x, "tensor")
         )
         return checkpoint_name(total, "leave")
+
+    def length(self, tokens_BT: jax.Array) -> int:
+        """The times of whole sequences, of which this device has those of `tokens_BT`."""
+        return int(tokens_BT.shape[1] * lax.axis_size("context"))
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
+        """`layers.attend` over all times, of which this device has its own."""
+        return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
 
     def own_times(self, table_TD: jax.Array) -> jax.Array:
         """The rows of the times that this device has between `leave` and `enter`."""

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = Program(experiment, mesh)
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)
-        logits = np.asarray(program.logits(load_weights(program, a.checkpoint), tokens), dtype=np.float32)
+        logits = program.logits(load_weights(program, a.checkpoint), tokens).astype(np.float32)
         try:
             with a.logits.open("wb") as file:
                 np.save(file, logits)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
         batch = dataset.batch(step, size, 0, split=split)
         batch.targets[sequences - (step - 1) * size :] = IGNORED  # the last batch goes round to the first sequences
-        loss, tokens = program.evaluate(parameters, batch)
+        loss, tokens = program.evaluate(parameters, program.place(batch))
         total, count = total + float(loss), count + float(tokens)
     if not math.isfinite(total):
         raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {total}; use one from before it diverged")
@@ -136,6 +136,7 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
         raise ConfigError(
             f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}"
         )
+    experiment.check_times(f"--tokens {path}: {tokens.shape[1]} tokens a row", tokens.shape[1], axes_of(program.mesh))
     ways = axes_of(program.mesh)["data"] * axes_of(program.mesh)["fsdp"]
     if tokens.shape[0] % ways:
         raise ConfigError(

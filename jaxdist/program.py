@@ -7,19 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import models, sharding
-from jaxdist.collectives import Parallel
+from jaxdist.collectives import Context, Parallel
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
 from jaxdist.optim import adamw
-from jaxdist.sharding import BATCH
+from jaxdist.parallel.context import context
+from jaxdist.sharding import BATCH, TOKENS
 from jaxdist.step import Arrays, Step, TrainState
 
 
@@ -46,10 +48,14 @@ class Program:
         return sharding.strategy(self.experiment.parallel)
 
     @cached_property
+    def context(self) -> Context:
+        return context(self.experiment.parallel, axes_of(self.mesh)["context"])
+
+    @cached_property
     def step_function(self) -> Step:
         e = self.experiment
         optimizer = adamw(e.optimizer, e.train.steps, self.layouts)
-        parallel = Parallel(self.strategy, e.precision, e.parallel.sequence)
+        parallel = Parallel(self.strategy, e.precision, self.context, e.parallel.sequence)
         return Step(
             self.model,
             self.layouts,
@@ -102,7 +108,16 @@ class Program:
         tokens = jax.ShapeDtypeStruct((self.experiment.train.batch, self.experiment.data.sequence), jnp.int32)
         return Batch(tokens, tokens)
 
-    batch_specs = Batch(P(BATCH), P(BATCH))
+    batch_specs = Batch(P(BATCH, "context"), P(BATCH, "context"))
+
+    def order(self, length: int) -> np.ndarray:
+        """The times of sequences of `length` in the order in which devices hold them."""
+        return self.context.order(length, axes_of(self.mesh)["context"])
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch [B, T] on the devices: each has its rows and times."""
+        order = self.order(batch.tokens.shape[1])
+        return jax.device_put(Batch(*(x[:, order] for x in batch)), self.shardings(self.batch_specs))
 
     # ---- compiled functions
 
@@ -125,7 +140,7 @@ class Program:
 
         def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
             loss = self.step_function.loss(None, parameters, batch)
-            return lax.psum(loss, BATCH), lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+            return lax.psum(loss, TOKENS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         specs = (self.specs.parameters, self.batch_specs)
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
@@ -135,13 +150,19 @@ class Program:
         """parameters -> by name whether all of it is finite, jitted."""
         return jax.jit(lambda parameters: {name: jnp.isfinite(w).all() for name, w in parameters.items()})
 
+    def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
+        """Logits [B, T, V] of tokens [B, T], on the host."""
+        order = self.order(tokens.shape[1])
+        return np.asarray(self.forward(parameters, tokens[:, order]))[:, np.argsort(order)]
+
     @cached_property
-    def logits(self) -> Any:
-        """(parameters, tokens [B, T]) -> logits [B, T, V], jitted."""
+    def forward(self) -> Any:
+        """(parameters, tokens as devices hold them) -> their logits, jitted."""
 
         def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
             step = self.step_function
             return models.bind(self.model, parameters)(step.parallel, tokens, step.rematerialize)
 
-        specs = (self.specs.parameters, P(BATCH))
-        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=P(BATCH, None, "tensor")))
+        specs = (self.specs.parameters, self.batch_specs.tokens)
+        logits = P(BATCH, "context", "tensor")
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits))

@@ -25,11 +25,14 @@ from jaxdist.collectives import TIME, Parallel, vary
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
+from jaxdist.mesh import axes_of
 from jaxdist.models import layers
 from jaxdist.optim import clip_by_norm
 from jaxdist.program import Program
-from jaxdist.sharding import BATCH
+from jaxdist.sharding import BATCH, TOKENS
 from jaxdist.step import Arrays, TrainState
+
+OF_TIMES = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [B, T, ...]
 
 Note = Callable[[str, jax.Array], jax.Array]
 
@@ -66,8 +69,9 @@ class Taps:
         with ExitStack() as stack:
             for cls in classes:
                 stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
-            for name in FUNCTIONS.keys() & vars(namespace).keys():
-                stack.enter_context(replaced(namespace, name, self.function(name, getattr(namespace, name))))
+            for owner in (namespace, Parallel):
+                for name in FUNCTIONS.keys() & vars(owner).keys():
+                    stack.enter_context(replaced(owner, name, self.function(name, getattr(owner, name))))
             for owner in (layers, namespace):  # by its module, or as its own name
                 if hasattr(owner, "scan_layers"):
                     stack.enter_context(replaced(owner, "scan_layers", self.unrolled))
@@ -119,7 +123,9 @@ class Recorder:
         kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
-        return {f"{kind}/{name}": np.asarray(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+        found = {f"{kind}/{name}": np.asarray(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+        inverse = np.argsort(self.program.order(self.program.experiment.data.sequence))
+        return {n: a[:, inverse] if n.startswith(OF_TIMES) else a for n, a in found.items()}
 
     def first_nonfinite(self, state: TrainState, batch: Batch) -> str | None:
         """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
@@ -161,6 +167,7 @@ class Recorder:
     @cached_property
     def forward(self) -> Any:
         """(state, batch) -> activations in the order of the forward pass, and their gradients from last to first."""
+        sequence = self.program.experiment.data.sequence
         shapes: dict[str, Any] = {}  # name -> type of the activation on a device
 
         def look(name: str, y: jax.Array) -> jax.Array:
@@ -168,16 +175,16 @@ class Recorder:
             return y
 
         def see(state: TrainState, batch: Batch) -> jax.Array:
-            return lax.psum(self.loss(look, state.parameters, batch), BATCH)
+            return lax.psum(self.loss(look, state.parameters, batch), TOKENS)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
 
         def spec(value: Any) -> P:
-            dims: list[Any] = [BATCH, *[None] * (value.ndim - 1)]
+            dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
             if "tensor" in axes(value):  # which splits heads or columns, or times
-                own_times = value.shape[TIME] < self.program.experiment.data.sequence
-                dims[TIME if own_times else min(2, value.ndim - 1)] = "tensor"
+                own_times = value.shape[TIME] < sequence // axes_of(self.program.mesh)["context"]
+                dims[TIME if own_times else 2] = ("context", "tensor") if own_times else "tensor"
             return P(*dims)
 
         jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
@@ -209,6 +216,6 @@ class Recorder:
     def loss(self, note: Note, parameters: Arrays, batch: Batch) -> jax.Array:
         """This device's part of the loss of the global batch, its activations passed through `note`."""
         step = self.program.step_function
-        count = lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+        count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
             return replace(step, model=model).loss(None, parameters, batch) / count

@@ -15,6 +15,8 @@ from jaxdist.config import ConfigError, Parallel
 from jaxdist.config.errors import nearest
 
 BATCH = ("data", "fsdp")  # the mesh axes that split the global batch
+SHARDS = ("fsdp", "context")  # those that split what a strategy shards: both hold other tokens, the same weights
+TOKENS = (*BATCH, "context")  # those over which tokens differ, and so gradients are summed
 
 # Logical axis -> mesh axis. A parameter without an `embed` dimension is split over fsdp along its last one.
 RULES: dict[str, str | None] = {
@@ -84,7 +86,7 @@ class Layout:
             if axis not in RULES:
                 raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
         return tuple(
-            (("tensor",) if RULES[axis] == "tensor" else ()) + (("fsdp",) if sharded and dim == self.fsdp_dim else ())
+            (("tensor",) if RULES[axis] == "tensor" else ()) + (SHARDS if sharded and dim == self.fsdp_dim else ())
             for dim, axis in enumerate(self.axes, start=-len(self.axes))
         )
 
@@ -104,7 +106,8 @@ class Layout:
             if size % ways:
                 raise ConfigError(
                     f"parallel.mesh: parameter {self.name} has {size} along its axis {axis}, which mesh axis "
-                    f"{' × '.join(entry)} = {ways} does not divide; change the mesh or the model's size"
+                    f"{' × '.join(a for a in entry if mesh[a] > 1)} = {ways} does not divide; change the mesh or the "
+                    "model's size"
                 )
             shape.append(size // ways)
         return tuple(shape)

@@ -16,7 +16,7 @@ from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.models import bind
-from jaxdist.sharding import BATCH, Layout
+from jaxdist.sharding import SHARDS, TOKENS, Layout
 
 Arrays = dict[str, jax.Array]
 
@@ -65,7 +65,7 @@ class Step:
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
         microbatch: uneven microbatches and devices weigh as their tokens do.
         """
-        count = lax.psum(jnp.sum(batch.targets != IGNORED), BATCH)
+        count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         scaled = jax.value_and_grad(lambda sinks, *rest: self.loss(sinks, *rest) / count)
 
         def microbatch(total: tuple[jax.Array, Arrays], part: Batch) -> tuple[tuple[jax.Array, Arrays], None]:
@@ -73,9 +73,9 @@ class Step:
 
         sinks = self.sinks()
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
-        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), BATCH)
+        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), TOKENS)
         (loss, gradients), _ = lax.scan(microbatch, (nothing, sinks), parts)
-        return lax.psum(loss, BATCH), gradients
+        return lax.psum(loss, TOKENS), gradients
 
     def sinks(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""
@@ -83,8 +83,8 @@ class Step:
         sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
         def zeros(layout: Layout) -> jax.Array:
-            tensor = tuple(axis for axis in layout.mesh_axes(sharded) if axis not in BATCH)
-            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), BATCH + tensor)
+            tensor = tuple(axis for axis in layout.mesh_axes(sharded) if axis not in TOKENS)
+            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), TOKENS + tensor)
 
         return {name: zeros(layout) for name, layout in self.layouts.items()}
 
@@ -95,7 +95,7 @@ class Step:
         def one(layout: Layout, g: jax.Array) -> jax.Array:
             g = g.astype(precision.reduce)
             if not strategy.optimizer:
-                g = lax.psum(g, BATCH)
+                g = lax.psum(g, TOKENS)
             else:
                 g = lax.psum(g if strategy.gradients else scatter(g, layout.fsdp_dim), "data")
             return g.astype(precision.parameters)
@@ -116,8 +116,8 @@ class Step:
             return parameters
 
         def piece(layout: Layout, w: jax.Array) -> jax.Array:
-            size = w.shape[layout.fsdp_dim] // lax.axis_size("fsdp")
-            return lax.dynamic_slice_in_dim(w, lax.axis_index("fsdp") * size, size, w.ndim + layout.fsdp_dim)
+            size = w.shape[layout.fsdp_dim] // lax.axis_size(SHARDS)
+            return lax.dynamic_slice_in_dim(w, lax.axis_index(SHARDS) * size, size, w.ndim + layout.fsdp_dim)
 
         return {name: piece(self.layouts[name], w) for name, w in parameters.items()}
 

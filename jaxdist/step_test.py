@@ -16,7 +16,7 @@ from jaxdist.conftest import GPT2, tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
-from jaxdist.sharding import BATCH
+from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
 
 STEPS = 20
@@ -55,6 +55,17 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"remat": "full"},
     },
     "sequence selective": {"parallel": {"mesh": "2x4", "sequence": True}, "memory": {"remat": "selective"}},
+    "ring": {"parallel": {"mesh": "context=2"}},
+    "ring 2x2x2": {
+        "parallel": {"mesh": "fsdp=2,context=2,tensor=2"},
+        "train": {"accumulation": 2},
+        "memory": {"remat": "full"},
+    },
+    "ring ddp": {"parallel": {"mesh": "data=2,context=2", "strategy": "ddp"}},
+    "ulysses": {"parallel": {"mesh": "fsdp=2,context=2,tensor=2", "context": "ulysses", "sequence": True}},
+    "ring selective": {"parallel": {"mesh": "fsdp=2,context=2"}, "memory": {"remat": "selective"}},
+    "ulysses full": {"parallel": {"mesh": "fsdp=2,context=2", "context": "ulysses"}, "memory": {"remat": "full"}},
+    "ulysses 4": {"parallel": {"mesh": "data=2,context=4", "strategy": "zero1", "context": "ulysses"}},
     "every second": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full", "remat_every": 2}},
 }
 
@@ -64,7 +75,7 @@ def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     state, curve = program.initialize(), []
     for batch in batches(experiment, steps):
-        state, values = program.step(state, batch)
+        state, values = program.step(state, program.place(batch))
         curve.append((float(values["loss"]), float(values["grad_norm"])))
     flat = jax.tree_util.tree_leaves_with_path(state)
     return np.array(curve), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
@@ -98,7 +109,15 @@ def test_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", ["fsdp", "2x4", "2x2x2"])
+def test_a_ring_of_five(batches: Any, alone: Any) -> None:
+    """An odd number of devices, more than two of them, and a window that ends within and between chunks."""
+    sections = {"model": dict(tiny().model.model_dump(), window=7)}
+    ring = {"parallel": {"mesh": "context=5", "strategy": "ddp"}}
+    loss, state = error(train(tiny(**ring, **sections), batches), alone(batches, **sections))
+    assert loss <= LOSS and state <= STATE
+
+
+@pytest.mark.parametrize("case", ["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"])
 def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": GPT2}
     # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
@@ -117,7 +136,7 @@ def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
 
 def divided(reduce: Any) -> Any:
     """Gradients are averaged over the devices, though the loss is divided by the global count already."""
-    return lambda self, g: jax.tree.map(lambda x: x / lax.axis_size(BATCH), reduce(self, g))
+    return lambda self, g: jax.tree.map(lambda x: x / lax.axis_size(TOKENS), reduce(self, g))
 
 
 def one_replica(reduce: Any) -> Any:
@@ -144,7 +163,7 @@ def own_tokens(cross_entropy: Any) -> Any:
 
     def wrong(self: Parallel, logits: Any, targets: Any) -> Any:
         count = (targets != IGNORED).sum()
-        return cross_entropy(self, logits, targets) / count * lax.pmean(count, BATCH)
+        return cross_entropy(self, logits, targets) / count * lax.pmean(count, TOKENS)
 
     return wrong
 

@@ -7,7 +7,7 @@ XLA's CPU backend widens bfloat16 collectives to float32; in float32 both agree 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from jaxdist.config import Experiment
-from jaxdist.sharding import Layout, strategy
+from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 
 KINDS = {
     "psum": "all_reduce",
@@ -26,6 +26,8 @@ KINDS = {
     "all_gather_invariant": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
+    "ppermute": "permute",
+    "all_to_all": "all_to_all",
 }
 SILENT = {"axis_index", "pvary", "pcast"}  # name an axis and send nothing
 
@@ -42,8 +44,11 @@ class Collective:
 
 
 def ring_bytes(op: str, whole: float, n: int) -> float:
-    """Bytes a device sends for one collective over n devices; `whole` is the unsharded array's size in bytes."""
-    return (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+    """Bytes a device sends for one collective over n devices; `whole` is the unsharded array's size in bytes.
+
+    Of permute and all_to_all `whole` is what one device holds.
+    """
+    return whole if op == "permute" else (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
 
 
 def count(closed: Any) -> list[Collective]:
@@ -98,7 +103,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     """
     e, model, tensor = experiment, experiment.model, mesh["tensor"]
     compute = ITEMSIZE[str(e.precision.compute)]
-    tokens = e.train.batch * e.data.sequence / (mesh["fsdp"] * mesh["data"])  # all microbatches together
+    tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS)  # all microbatches together
     again = recomputed(e) * model.layers
     summed_again = again if e.memory.remat == "full" else 0
     activation = tokens * model.dim * compute
@@ -115,7 +120,30 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         if partial_over_tensor(e, layout)
     )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
-    return least_of_parameters(e, layouts, mesh) | ({"tensor": total} if total else {})
+    found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
+    return dict(found + Counter({"context": least_of_attention(e, mesh)}))
+
+
+def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
+    """Of axes that are crossed at once, the one that it counts as."""
+    return next((axis for axis in axes if mesh[axis] > 1), axes[0])
+
+
+def least_of_attention(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Least bytes a device must send per step for all times to meet, as `parallel/context.py` says of each block.
+
+    What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
+    """
+    e, m, n = experiment, experiment.model, mesh["context"]
+    if n == 1:
+        return 0.0
+    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
+    tokens = e.train.batch * e.data.sequence / (mesh["data"] * mesh["fsdp"])
+    queries, keys = (tokens * heads * m.head_dim / mesh["tensor"] for heads in (m.heads, 2 * m.kv_heads))
+    if e.parallel.context == "ulysses":
+        return (2 * m.layers + again) * ring_bytes("all_to_all", (2 * queries + keys) / n * compute, n)
+    around = ring_bytes("all_gather", keys * compute, n)
+    return (2 * m.layers + again) * around + m.layers * keys * max(compute, 4)
 
 
 def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:
@@ -135,26 +163,28 @@ def least_of_parameters(
 ) -> dict[str, float]:
     """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
 
-    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits. fsdp gathers each block forward
+    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits; what goes over several axes at
+    once counts under the first of them. fsdp gathers each block forward
     and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm, head) once; a
     replica axis adds one all-reduce of the fsdp pieces.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
-    n, replicas, tensor = mesh["fsdp"], mesh["data"], mesh["tensor"]
+    n, replicas, tensor = mesh["fsdp"] * mesh["context"], mesh["data"], mesh["tensor"]
+    everywhere, shards = first(mesh, TOKENS), first(mesh, SHARDS)
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
         size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
         if not row.optimizer:
-            total["data"] += ring_bytes("all_reduce", size * reduced, replicas)
+            total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
             continue
         total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
-        total["fsdp"] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
+        total[shards] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
             again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed(e)
-            total["fsdp"] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
+            total[shards] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
         else:
-            total["fsdp"] += ring_bytes("all_gather", size * at_rest, n)
+            total[shards] += ring_bytes("all_gather", size * at_rest, n)
     return {axis: size for axis, size in total.items() if size}

@@ -103,12 +103,11 @@ def loop(
     """
     experiment = program.experiment
     train = experiment.train
-    sharding = program.shardings(program.batch_specs)
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
     tokens = train.batch * experiment.data.sequence
 
     def fetch(step: int) -> Batch:
-        return jax.device_put(dataset.batch(step, train.batch, train.seed), sharding)
+        return program.place(dataset.batch(step, train.batch, train.seed))
 
     recorder = Recorder(program)
     records: list[dict[str, Any]] = []
@@ -169,7 +168,7 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> fl
     loss = count = 0.0
     for step in range(1, train.validation_batches + 1):
         batch = dataset.batch(step, train.batch, train.seed, split="validation")
-        total, tokens = program.evaluate(state.parameters, batch)
+        total, tokens = program.evaluate(state.parameters, program.place(batch))
         loss, count = loss + float(total), count + float(tokens)
     return loss / count
 

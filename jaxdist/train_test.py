@@ -23,7 +23,7 @@ from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.convert import orbax_files
 from jaxdist.data import Batch, open_dataset
 from jaxdist.evaluate import main as evaluate
-from jaxdist.sharding import BATCH
+from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
 from jaxdist.train import main
 
@@ -93,7 +93,7 @@ def test_files_of_the_contract(straight: Path) -> None:
     assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.02)  # untrained
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["backend"] == "jax" and summary["devices"] == 4
-    assert summary["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert summary["mesh"] == {"data": 1, "fsdp": 2, "context": 1, "tensor": 2}
     assert {
         "versions",
         "parameters",
@@ -147,7 +147,7 @@ def test_resume_on_another_mesh(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     double = [*TINY, "--precision", "fp64"]
     main([*double, "--mesh", "1x1", "--steps", "8", "--output", str(one)])
-    main([*double, "--mesh", "4x2", "--steps", "4", "--output", str(two)])
+    main([*double, "--mesh", "fsdp=2,context=2,tensor=2", "--steps", "4", "--output", str(two)])
     main([*double, "--mesh", "8x1", "--strategy", "zero1", "--steps", "8", "--output", str(two), "--resume"])
     for a, b in zip(read_metrics(one), read_metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
@@ -176,6 +176,7 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         ["--batch", "1"],
         ["--batch", "32", "--mesh", "2x2"],
         ["--batch", "12", "--mesh", "data=4", "--strategy", "ddp"],
+        ["--batch", "8", "--mesh", "fsdp=2,context=4"],
     ):
         evaluate([*given, "--data", str(text), "--json", *options])
         results.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
@@ -185,9 +186,13 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[: 4 * 16].reshape(4, 16)
     np.save(tmp_path / "tokens.npy", tokens)
-    evaluate([*given, "--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy")])
-    logits = np.load(tmp_path / "l.npy")
-    assert logits.shape == (4, 16, 256) and logits.dtype == np.float32
+    found = []
+    for mesh in ("1x1", "context=4"):
+        asked = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / "l.npy"), "--mesh", mesh]
+        evaluate([*given, *asked])
+        found.append(np.load(tmp_path / "l.npy"))
+    assert found[0].shape == (4, 16, 256) and found[0].dtype == np.float32
+    assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[0])
 
 
 BAD_EVALUATION: dict[str, tuple[list[str], str]] = {
@@ -197,6 +202,10 @@ BAD_EVALUATION: dict[str, tuple[list[str], str]] = {
     "no folder": (["--tokens", "ids.npy", "--logits", "nowhere/l.npy"], r"--logits nowhere/l.npy: no such folder"),
     "id": (["--tokens", "ids.npy", "--logits", "l.npy"], r"ids from 0 to 299; model.vocab = 256"),
     "rows": (["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "2x1"], r"1 rows cannot be divided .* = 2"),
+    "times": (
+        ["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "context=4"],
+        r"row.npy: 10 tokens a row cannot be divided over the mesh axis context = 4",
+    ),
     "data": (["--data", "empty.txt"], r"data.path"),
 }
 
@@ -343,7 +352,7 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
 
     def accumulate(self: Step, parameters: Any, batch: Batch) -> Any:
         loss, gradients = right(self, parameters, batch)
-        planted = jnp.where(lax.psum(batch.tokens.sum(), BATCH) == int(third), jnp.inf, 1.0)
+        planted = jnp.where(lax.psum(batch.tokens.sum(), TOKENS) == int(third), jnp.inf, 1.0)
         return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}
 
     monkeypatch.setattr(Step, "accumulate", accumulate)

@@ -29,6 +29,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "2x4": {"mesh": "2x4"},
     "2x2x2": {"mesh": "data=2,fsdp=2,tensor=2"},
     "sequence": {"mesh": "2x2", "parallel.sequence": True},
+    "ring": {"mesh": "fsdp=2,context=2"},
+    "ring-zero1": {"mesh": "data=2,context=2", "strategy": "zero1"},
+    "ring-tensor": {"mesh": "context=2,tensor=2", "parallel.sequence": True},
+    "ulysses": {"mesh": "context=4", "parallel.context": "ulysses"},
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {

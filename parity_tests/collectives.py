@@ -5,13 +5,15 @@ outside of the blocks; DDP whole parameters up to a bucket's size; ZeroRedundanc
 """
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from jaxdist import traffic
 from jaxdist.config import Experiment
-from jaxdist.sharding import Layout, strategy
-from jaxdist.traffic import partial_over_tensor
+from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
+from jaxdist.traffic import ITEMSIZE, first, partial_over_tensor, ring_bytes
 from parity_tests.run import JAX
 
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
@@ -19,18 +21,45 @@ LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not co
 SCALARS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
 
 Range = tuple[int, int]  # the fewest and the most
-Counts = dict[str, dict[str, Range]]  # axis -> op -> how many
+Sent = tuple[str, dict[str, Range]]  # an axis, and by op how many
+Counts = dict[str, dict[str, Range]]
 
 
 def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
-    """Collectives of a step by each axis of several devices. What crosses data and fsdp at once counts as data."""
-    found = {"tensor": of_activations(side, e, layouts)} | (
-        by_parameter(e, layouts) if side == JAX else by_block(e, layouts, mesh)
-    )
-    for ops in found.values():
-        least, most = ops.get("all_reduce", (0, 0))
-        ops["all_reduce"] = least, most + SCALARS
-    return {axis: ops for axis, ops in found.items() if mesh[axis] > 1}
+    """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
+    parameters = by_parameter(e, layouts, mesh) if side == JAX else by_block(e, layouts, mesh)
+    found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
+    activations = ("tensor", of_activations(side, e, layouts)), ("context", of_attention(side, e, mesh))
+    for axis, ops in (*activations, *parameters):
+        for op, (least, most) in ops.items() if axis in found else ():
+            fewest, more = found[axis].get(op, (0, 0))
+            found[axis][op] = fewest + least, more + most
+    return found
+
+
+def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+    """The least bytes that a side could send, by axis.
+
+    torch: keys and values are gathered, their gradients reduce-scattered. For zero1 DDP all-reduces whole gradients
+    over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
+    """
+    found = defaultdict(float, traffic.least(e, layouts, mesh))
+    if side != JAX and mesh["context"] > 1:
+        again, m = traffic.recomputed(e) * e.model.layers, e.model
+        tokens = e.train.batch * e.data.sequence / (mesh["data"] * mesh["fsdp"])
+        keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
+        found["context"] -= traffic.least_of_attention(e, mesh)
+        found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
+    if side != JAX and e.parallel.strategy == "zero1":
+        for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
+            found[axis] -= size
+        shards = mesh["fsdp"] * mesh["context"]
+        for layout in layouts.values():
+            numbers = math.prod(layout.shape) / (mesh["tensor"] if "tensor" in layout.mesh_axes(False) else 1)
+            reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
+            found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
+            found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
+    return {axis: size for axis, size in found.items() if size > 1}
 
 
 def exactly(count: int) -> Range:
@@ -62,23 +91,36 @@ def of_activations(side: str, e: Experiment, layouts: Mapping[str, Layout]) -> d
     }
 
 
-def by_parameter(e: Experiment, layouts: Mapping[str, Layout]) -> Counts:
+def of_attention(side: str, e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:
+    """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
+    again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two.
+    """
+    m, blocks, memory, n = e.train.accumulation, e.model.layers, e.memory, mesh["context"]
+    forward = blocks + (math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0)
+    if side != JAX:
+        return {"all_gather": exactly(2 * m * forward), "reduce_scatter": exactly(2 * m * blocks)}
+    if e.parallel.context == "ulysses":
+        return {"all_to_all": exactly(4 * m * (forward + blocks))}
+    return {"permute": exactly(m * (2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks))}
+
+
+def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
     row, m, blocks = strategy(e.parallel), e.train.accumulation, e.model.layers
     stacked = [layout for layout in layouts.values() if "layers" in layout.axes]
     outside, every = len(layouts), len(layouts) + (blocks - 1) * len(stacked)
-    replicas = {"data": {"all_reduce": exactly(outside)}}
+    yield first(mesh, TOKENS) if not row.optimizer else "data", {"all_reduce": exactly(outside)}
     if not row.optimizer:
-        return replicas
+        return
     # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
     recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
     again = sum(blocks if x.decays else recomputed for x in stacked if x.name != LAST)
     gathers = m * (every + again) if row.parameters else outside
     scatters = m * every if row.gradients else outside
-    return replicas | {"fsdp": {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}}
+    yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
 
 
-def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
+def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """torch: by block, and the root, under FSDP2; by bucket under DDP."""
     m, blocks, name = e.train.accumulation, e.model.layers, e.parallel.strategy
     tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
@@ -86,13 +128,12 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
         size = sum(math.prod(layout.shape) for layout in layouts.values()) * np.dtype(e.precision.parameters).itemsize
         buckets = max(2 + size // BUCKET, blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if name == "zero1" else 0
-        summed = 1 if mesh["data"] == 1 else 0  # over fsdp, unless over both axes at once, which is data's
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
-        return {
-            "data": {"all_reduce": (1, buckets), "broadcast": (0, SCALARS)},
-            "fsdp": {"all_reduce": (summed, buckets), "broadcast": (updated, updated + SCALARS)},
-        }
+        yield first(mesh, TOKENS), {"all_reduce": (1, buckets), "broadcast": (0, SCALARS)}
+        if updated:
+            yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
+        return
     gathers = m * (2 * blocks + 1) if name == "fsdp" else blocks + 1
     scatters = (blocks + 1) * (1 if e.parallel.reduce == "step" else m)
-    sharded = {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
-    return {"data": {"all_reduce": exactly(blocks + 1)}, "fsdp": sharded}
+    yield "data", {"all_reduce": exactly(blocks + 1)}
+    yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}

@@ -117,5 +117,5 @@ def closest(differences: Mapping[str, float], bounds: Mapping[str, float]) -> tu
 
 
 def billed(axis: str) -> str:
-    """The mesh axis in whose least bytes the traffic over `axis` is counted: replicas' sums run over both."""
-    return "data" if axis == "data+fsdp" else axis
+    """The mesh axis in whose least bytes the traffic over `axis`, as data+fsdp, is counted: the first of several."""
+    return axis.partition("+")[0]

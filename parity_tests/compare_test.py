@@ -35,4 +35,4 @@ def test_nothing_is_within_the_bound_of_runs_of_unequal_length() -> None:
 
 
 def test_replicas_are_billed_to_data() -> None:
-    assert [compare.billed(axis) for axis in ("data+fsdp", "fsdp", "fsdp+tensor")] == ["data", "fsdp", "fsdp+tensor"]
+    assert [compare.billed(axis) for axis in ("data+fsdp", "fsdp", "fsdp+context")] == ["data", "fsdp", "fsdp"]

@@ -60,6 +60,7 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "hybrid": {"parallel": {"mesh": "data=2,fsdp=2"}},
     "2x2": {"parallel": {"mesh": "2x2"}},
     "sequence": {"model": MODELS["gpt2"], "parallel": {"mesh": "2x2", "sequence": True}},
+    "context": {"parallel": {"mesh": "fsdp=2,context=2"}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
     "bf16": {"precision": {"policy": "bf16"}, "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}},

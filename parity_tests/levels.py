@@ -227,7 +227,8 @@ def reordering(policy: Pair, reordered: Pair) -> tuple[float, float]:
 def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     """Bytes that the fullest device holds of each kind, torch's against JAX's, less the causes known by name."""
     parallel = experiment.parallel
-    n, t = b.summary["mesh"]["fsdp"], b.summary["mesh"]["tensor"]
+    mesh = a.summary["mesh"]
+    n, t = mesh["fsdp"] * mesh["context"], mesh["tensor"]
     item = np.dtype(experiment.precision.parameters).itemsize
     tensors = list(b.kept_states("weights").values())
     padding = sum(w[0].size for w in tensors if len(w) % (n * t)) * item
@@ -261,7 +262,7 @@ def peak(run: Run, scratch: Scratch) -> Iterator[Check]:
 
 
 def sent(run: Run) -> dict[str, float]:
-    """Bytes per step by mesh axis; what crosses data and fsdp at once is counted as data."""
+    """Bytes per step by mesh axis; what crosses several at once is counted as the first's."""
     total: dict[str, float] = {}
     for collective in run.summary["collectives"]:
         axis = compare.billed(collective["axis"])
@@ -269,35 +270,18 @@ def sent(run: Run) -> dict[str, float]:
     return total
 
 
-def whole_gradients(mesh: Mapping[str, int]) -> dict[str, float]:
-    """How many times the least torch's zero1 sends over an axis: DDP all-reduces whole gradients over data and fsdp at
-    once, which counts as data, then ZeroRedundancyOptimizer broadcasts each parameter over fsdp.
-    """
-    data, fsdp = mesh["data"], mesh["fsdp"]
-    return {"fsdp": 1.5} if data == 1 else {"data": (data * fsdp - 1) / (data - 1), "fsdp": 0.5}
-
-
 def traffic(
-    run: Run,
-    least: Mapping[str, float],
-    strategy: str,
-    counts: Counts | None = None,
-    unknown: Collection[str] = (),
+    run: Run, least: Mapping[str, float], counts: Counts | None = None, unknown: Collection[str] = ()
 ) -> Iterator[Check]:
-    """Bytes a device sends per step over each mesh axis, against the least that the strategy could send.
+    """Bytes a device sends per step over each mesh axis, against the `least` that its side could send.
 
     `counts`: how many collectives of which kind that takes, where it is known. Of axes that are `unknown` there is no
     closed form of the bytes, and no check.
     """
     bytes_sent = {axis: size for axis, size in sent(run).items() if axis not in unknown}
-    stock = run.summary.get("backend") != "jax" and strategy == "zero1"
-    more = whole_gradients(run.summary["mesh"]) if stock else {}
     for axis, expected in least.items():
-        times = more.get(axis, 1.0)
-        why = "the closed form and 5 %"
-        why += f"; DDP reduces whole gradients for zero1: {times:.3g} times" if times != 1 else ""
-        away = bytes_sent.get(axis, 0) / (expected * times) - 1
-        yield Check("traffic", f"{run.side}, {axis}: share from the least", abs(away), 0.05, why)
+        away = bytes_sent.get(axis, 0) / expected - 1
+        yield Check("traffic", f"{run.side}, {axis}: share from the least", abs(away), 0.05, "the closed form and 5 %")
     for axis, ranges in (counts or {}).items():
         found: Counter[str] = Counter()
         for collective in run.summary["collectives"]:

@@ -24,10 +24,10 @@ QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": None,
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
-        "sequence": "full",
+        "sequence": "full", "ring": "accumulation", "ring-tensor": "full", "ulysses": "selective",
     },
     "gpt2": {
-        "1x1": "selective", "fsdp": "accumulation", "2x4": "full", "sequence": "accumulation",
+        "1x1": "selective", "fsdp": "accumulation", "2x4": "full", "sequence": "accumulation", "ring-zero1": None,
     },
 }  # fmt: skip
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
@@ -244,12 +244,15 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
     assert sum("gradients at step" in check.name for check in verdict.checks) == (1 if mesh == "1x1" else 3) * 2
 
 
-@pytest.mark.parametrize("mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2", "sequence"])
+@pytest.mark.parametrize(
+    "mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2", "sequence", "ring", "ring-tensor", "ulysses"]
+)
 def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
     a, b = (runs(side, "llama", settings(mesh, QUICK["llama"][mesh])) for side in SIDES)
     checks = list(levels.memory(a, b, a.experiment))
     for run in (a, b):
-        checks += levels.traffic(run, a.summary["least_bytes"], a.experiment.parallel.strategy)
+        layouts = models.layouts(models.build(a.experiment.model))
+        checks += levels.traffic(run, collectives.least(run.side, a.experiment, layouts, a.summary["mesh"]))
     assert [check for check in checks if not check.holds] == []
 
 
@@ -263,7 +266,7 @@ def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent
     expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
     changed = Run(run.side, run.path)
     changed.summary["collectives"] = change(run.summary["collectives"])
-    return [c for c in levels.traffic(changed, {}, "", expected) if c.name.endswith("too few or too many")]
+    return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("too few or too many")]
 
 
 def twice(sent: Collectives) -> Collectives:

@@ -137,7 +137,7 @@ def traffic(*runs: PortRun) -> Iterator[Check]:
     """
     for run in runs:
         if run.summary["devices"] > 1:
-            yield from levels.traffic(run, run.summary["least_bytes"], run.summary["strategy"], unknown=("tensor",))
+            yield from levels.traffic(run, run.summary["least_bytes"], unknown=("tensor",))
         elif "sent_bytes" in run.summary:
             yield Check("traffic", f"{run.side}: bytes sent per step", run.summary["sent_bytes"], 0.0, SENT)
 

@@ -263,12 +263,15 @@ class Proof:
         for run in policy if self.measured("collectives") else policy[:1]:
             known = run.side == JAX or run.side in REFERENCES.values()
             counts = collectives.expected(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
-            yield from levels.traffic(run, ours["least_bytes"], self.experiment.parallel.strategy, counts)
+            backend = JAX if run.summary.get("backend") == "jax" else "torch_ref"
+            least = collectives.least(backend, self.experiment, self.layouts, ours["mesh"])
+            yield from levels.traffic(run, least, counts)
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
         ours, theirs = (run.summary for run in self.pair("policy"))
-        return theirs.get(what) is not None and ours["mesh"] == theirs.get("mesh")
+        meshes = [{axis: n for axis, n in s.get("mesh", {"none": 2}).items() if n > 1} for s in (ours, theirs)]
+        return theirs.get(what) is not None and meshes[0] == meshes[1]
 
     def verdict(self) -> Verdict:
         """What the runs show."""

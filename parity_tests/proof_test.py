@@ -15,7 +15,7 @@ from parity_tests.run import JAX, STATES, Run
 from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
-ONE = {"data": 1, "fsdp": 1, "tensor": 1}
+ONE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
 NO_MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state", "peak"), 0)
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
 

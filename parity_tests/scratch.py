@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxdist.config import Experiment
-from jaxdist.sharding import Layout, strategy
+from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 from parity_tests.verdict import UNEXPLAINED, Cause
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
 JAX, TORCH = SIDES = "jaxdist", "torch_ref"
 
 # Width -> arrays of so many numbers a token, in the compute dtype and in float32 or wider. D model, Q heads · C,
-# K kv heads · C, S scores: heads · T, F hidden. The mesh axis `tensor` splits all but D, and R under sequence
-# parallelism alone: D between the products.
+# K kv heads · C, S scores: heads · T, P those of a pair of the ring's chunks, F hidden. The mesh axis `tensor` splits
+# all but D, and R under sequence parallelism alone: D between the products.
 Arrays = Mapping[str, tuple[float, float]]
 Sizes = Mapping[str, float]
 
@@ -81,17 +81,28 @@ class Scratch:
     def tokens(self) -> int:
         """Of a microbatch on one device."""
         e = self.experiment
-        return e.train.batch * e.data.sequence // (self.mesh["data"] * self.mesh["fsdp"] * e.train.accumulation)
+        return e.train.batch * e.data.sequence // (math.prod(self.mesh[a] for a in TOKENS) * e.train.accumulation)
+
+    @property
+    def shards(self) -> int:
+        """Devices over which a strategy shards."""
+        return math.prod(self.mesh[axis] for axis in SHARDS)
+
+    @property
+    def ring(self) -> bool:
+        """Whether JAX's attention is the ring, which keeps no scores and has those of two chunks at a time."""
+        return self.mesh["context"] > 1 and self.experiment.parallel.context == "ring"
 
     @property
     def sizes(self) -> Sizes:
-        m, t = self.experiment.model, self.mesh["tensor"]
+        m, t, n = self.experiment.model, self.mesh["tensor"], self.mesh["context"]
         heads = m.heads // t
         kv_heads = getattr(m, "kv_heads", m.heads) // t
         times = t if self.experiment.parallel.sequence else 1
         return {
             "D": m.dim, "R": m.dim / times, "Q": heads * m.head_dim, "K": kv_heads * m.head_dim,
-            "S": heads * self.experiment.data.sequence, "F": m.hidden // t, "V": m.vocab // t,
+            "S": heads * self.experiment.data.sequence, "P": heads * self.experiment.data.sequence / 4 / n,
+            "F": m.hidden // t, "V": m.vocab // t,
         }  # fmt: skip
 
     def compute(self, side: str) -> int:
@@ -114,7 +125,7 @@ class Scratch:
         if side == TORCH and parallel.strategy in ("zero2", "fsdp"):
             sharded = parallel.reduce != "step" or self.experiment.train.accumulation == 1
         item = ITEMSIZE[str(self.experiment.precision.parameters)]
-        return (self.weights(True) + self.weights(False)) * item / (self.mesh["fsdp"] if sharded else 1)
+        return (self.weights(True) + self.weights(False)) * item / (self.shards if sharded else 1)
 
     def block(self, side: str) -> tuple[float, float]:
         """Bytes that a block keeps for its backward pass: where nothing is computed again, and where it is."""
@@ -122,8 +133,10 @@ class Scratch:
         arrays = dict(KEPT[side, m.family])
         if getattr(m, "qk_norm", False):
             arrays |= {w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}
-        if side == TORCH and self.fused:
+        if (self.fused and side == TORCH) or (self.ring and side == JAX):
             arrays["S"] = (0, 0)
+        if side == TORCH:  # keys and values of all times
+            arrays["K"] = self.mesh["context"] * arrays["K"][0], self.mesh["context"] * arrays["K"][1]
         none = self.tokens * amount(arrays, self.sizes, self.compute(side))
         again = AGAIN.get((memory.remat, m.family))
         return none, none if again is None else self.tokens * amount(again, self.sizes, self.compute(side))
@@ -144,7 +157,7 @@ class Scratch:
         return self.tokens * amount(arrays, self.sizes, self.compute(side))
 
     def _jax(self) -> Iterator[dict[str, float]]:
-        e, n, row = self.experiment, self.mesh["fsdp"], strategy(self.experiment.parallel)
+        e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
         compute, (none, again), gradients = self.compute(JAX), self.block(JAX), self.gradients(JAX)
         stacked = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
@@ -157,14 +170,24 @@ class Scratch:
         yield during | {LOGITS: self.arrays({"V": (0, 2)}, JAX), LAST: self.arrays(NORM, JAX)}
         yield during | {
             AGAIN_ONE: none - again,
-            TAKEN_ONE: self.arrays(TAKEN, JAX) * stacked,
-            INSIDE: self.arrays({"S": (0, 1)}, JAX) + self.tokens * self.sizes["S"],  # and the mask, a byte each
+            TAKEN_ONE: self.arrays({w: a for w, a in TAKEN.items() if not (self.ring and w == "S")}, JAX) * stacked,
+            INSIDE: self.inside,
             WEIGHTS: self.weights(True) / e.model.layers * compute,
         }
         yield always | {FRESH: gradients * crosses}
 
+    @property
+    def inside(self) -> float:
+        """Bytes at work within a block's backward pass: scores and the mask, a byte each.
+
+        Of the ring scores of a pair of chunks, and gradients as they are collected, of keys and values as they travel.
+        """
+        if self.ring:
+            return self.arrays({"P": (0, 4), "Q": (0, 2), "K": (4, 4)}, JAX)
+        return self.arrays({"S": (0, 1)}, JAX) + self.tokens * self.sizes["S"]
+
     def _torch(self) -> Iterator[dict[str, float]]:
-        e, n, layers = self.experiment, self.mesh["fsdp"], self.experiment.model.layers
+        e, n, layers = self.experiment, self.shards, self.experiment.model.layers
         compute, (none, again), gradients = self.compute(TORCH), self.block(TORCH), self.gradients(TORCH)
         p, strategy_ = e.precision, e.parallel.strategy
         mixed = len({p.parameters, p.compute, p.reduce}) > 1

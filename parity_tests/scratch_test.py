@@ -66,6 +66,8 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "model.vocab": 4096},
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
     {"parallel.mesh": "2x4", "model.family": "gpt2"},
+    {"parallel.mesh": "fsdp=2,context=4"},
+    {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"},
 ]
 
 
@@ -83,6 +85,8 @@ MEASURED: list[tuple[dict[str, Any], int]] = [
     ({"parallel.mesh": "2x4"}, 31_881_240),
     ({"parallel.mesh": "2x4", "parallel.sequence": True}, 24_578_592),
     ({"parallel.mesh": "8x1"}, 22_567_960),
+    ({"parallel.mesh": "fsdp=2,context=4"}, 24_091_672),
+    ({"parallel.mesh": "context=2,tensor=4"}, 32_372_760),
     ({"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 24_077_848),
     ({"parallel.mesh": "8x1", "parallel.strategy": "ddp", "train.accumulation": 2}, 17_196_568),
     ({"parallel.mesh": "8x1", "parallel.strategy": "zero1"}, 24_077_848),

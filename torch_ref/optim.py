@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Experiment
 from jaxdist.config import Optimizer as Config
+from torch_ref.mesh import SHARDS, over
 from torch_ref.models.layers import wide
 from torch_ref.weights import local, named
 
@@ -98,7 +99,7 @@ class AdamW:
         self.optimizer: torch.optim.Optimizer
         if experiment.parallel.strategy == "zero1":
             self.optimizer = ZeroRedundancyOptimizer(
-                groups, torch.optim.AdamW, process_group=mesh.get_group("fsdp"), **settings
+                groups, torch.optim.AdamW, process_group=over(mesh, *SHARDS).get_group(), **settings
             )
             self.holder: torch.optim.Optimizer = self.optimizer.optim
         else:

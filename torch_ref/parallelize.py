@@ -1,4 +1,4 @@
-"""A plain module laid out over a mesh: tensor parallel, then activation checkpointing, then data parallel.
+"""A plain module laid out over a mesh: tensor and context parallel, activation checkpointing, then data parallel.
 
 What each strategy sends per step, with P parameter bytes over n devices, is told at
 `jaxdist.sharding.STRATEGIES`. Gradients are summed over ranks everywhere, never averaged: the loss is already
@@ -30,23 +30,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jaxdist.config import Experiment, Memory, Parallel
+from torch_ref.context import Context, Gathered
+from torch_ref.mesh import SHARDS, TOKENS, axis_size, over
 from torch_ref.models import Llama
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, tensor); allocate its pieces.
+    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, context, tensor); allocate its pieces.
 
     Returns the module to call, whose parameters hold no values yet: see `weights.fill`.
     """
     if axis_size(mesh, "tensor") > 1:
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
+    if axis_size(mesh, "context") > 1:
+        context_parallel(model, mesh["context"])
     rematerialize(model, experiment.memory)
     return data_parallel(model, experiment, mesh)
-
-
-def axis_size(mesh: DeviceMesh, axis: str) -> int:
-    """Devices along a named axis."""
-    return mesh[axis].size()
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -117,6 +116,13 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     parallelize_module(model, mesh, {name: plan[name] for name in plan if name.replace("*", "0") in present})
 
 
+def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Times over the axis `context`: what a model does for its own alone, or for all, it asks its `context`."""
+    for module in model.modules():
+        if isinstance(getattr(module, "context", None), Context):
+            module.context = Gathered(mesh)  # type: ignore[assignment]
+
+
 KEPT = {
     # Results of matrix products and of the sums over ranks after them. Batched products are attention's own:
     # recomputed, but for the fused kernels.
@@ -146,7 +152,7 @@ def rematerialize(model: nn.Module, memory: Memory) -> None:
 
 
 def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """DDP, `replicate` or FSDP2 over the axes data and fsdp, and memory for the parameters."""
+    """DDP, `replicate` or FSDP2 over the axes data, fsdp and context, and memory for the parameters."""
     parallel, precision = experiment.parallel, experiment.precision
     device = torch.device(mesh.device_type)
     whole = parallel.strategy in ("ddp", "zero1")
@@ -193,16 +199,15 @@ def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     """
     parallel, several = experiment.parallel, experiment.train.accumulation > 1
     waits = parallel.strategy in ("zero2", "fsdp") and parallel.reduce == "step" and several
-    return axis_size(mesh, "fsdp") if waits else 1
+    return over(mesh, *SHARDS).size() if waits else 1
 
 
 def batch_mesh(mesh: DeviceMesh, whole: bool) -> DeviceMesh:
     """The mesh over which gradients are summed. Two axes mean HSDP: replicas of shards."""
-    axes = [axis for axis in ("data", "fsdp") if axis_size(mesh, axis) > 1] or ["fsdp"]
-    if len(axes) == 1:
-        return mesh[axes[0]]
-    both = mesh["data", "fsdp"]
-    return both._flatten("batch") if whole else both
+    shards = over(mesh, *SHARDS)
+    if whole or axis_size(mesh, "data") == 1:
+        return over(mesh, *TOKENS) if whole else shards
+    return mesh["data", *(shards.mesh_dim_names or ())]
 
 
 def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

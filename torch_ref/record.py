@@ -171,7 +171,7 @@ class Recorder:
         self.plain = getattr(model, "module", model)  # inside of DDP
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
-        self.length = experiment.data.sequence
+        self.length = experiment.data.sequence // mesh["context"].size()
 
     @contextmanager
     def watching(self, step: int, batch: Tokens) -> Iterator[Watch]:
@@ -206,7 +206,7 @@ class Recorder:
         """Microbatches and ranks put together, on the first rank; empty on the others. Called by all."""
         local = {n: [array(t.full_tensor() if isinstance(t, DTensor) else t) for t in ts] for n, ts in parts.items()}
         rows = self.mesh.get_local_rank("data") * self.mesh["fsdp"].size() + self.mesh.get_local_rank("fsdp")
-        place = (rows, self.mesh.get_local_rank("tensor"))
+        place = (rows, self.mesh.get_local_rank("context"), self.mesh.get_local_rank("tensor"))
         first, size = dist.get_rank() == 0, dist.get_world_size()
         found: list[Any] = [None] * size
         dist.gather_object((place, local), found if first else None)
@@ -214,14 +214,20 @@ class Recorder:
             return {}
         ranks = dict(found)
         ways = range(self.mesh["data"].size() * self.mesh["fsdp"].size())
-        tensor = range(self.mesh["tensor"].size())
+        context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
 
         def join(name: str) -> np.ndarray:
             split = SPLIT if name.rpartition(".")[-1] in COLUMNS | HEADS else TIME
-            if split == TIME and ranks[0, 0][name][0].shape[TIME] == self.length:
-                return np.concatenate([part for row in ways for part in ranks[row, 0][name]])
-            slices = (zip(*(ranks[row, t][name] for t in tensor), strict=True) for row in ways)
-            return np.concatenate([np.concatenate(part, axis=split) for row in slices for part in row])
+            whole = split == TIME and ranks[0, 0, 0][name][0].shape[TIME] == self.length
+
+            def part(row: int, c: int, microbatch: int) -> np.ndarray:
+                slices = [ranks[row, c, t][name][microbatch] for t in tensor]
+                return slices[0] if whole else np.concatenate(slices, axis=split)
+
+            return np.concatenate([
+                np.concatenate([part(row, c, i) for c in context], axis=TIME)
+                for row in ways for i in range(len(ranks[row, 0, 0][name]))
+            ])  # fmt: skip
 
         return {name: join(name) for name in parts}
 

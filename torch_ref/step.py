@@ -14,13 +14,14 @@ from torch.nn import functional
 
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
+from torch_ref.mesh import TOKENS
 from torch_ref.models.layers import wide
 from torch_ref.optim import AdamW, clip
 from torch_ref.parallelize import microbatch, reshard
 
 
 class Tokens(NamedTuple):
-    """This rank's rows: tokens and targets, int64 [B/n, T]; IGNORED targets have no loss."""
+    """This rank's rows and times: tokens and targets, int64 [B, T]; IGNORED targets have no loss."""
 
     tokens: Tensor
     targets: Tensor
@@ -86,8 +87,8 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`value` summed over the axes that split the batch, in place."""
-    for axis in ("data", "fsdp"):
+    """`value` summed over the axes that split rows and times of the batch, in place."""
+    for axis in TOKENS:
         dist.all_reduce(value, group=mesh.get_group(axis))
     return value
 

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_ref.mesh import SHARDS, TOKENS, over
+
 KINDS = {
     "allreduce_": "all_reduce",
     "all_reduce": "all_reduce",
@@ -40,10 +42,9 @@ class Traffic(TorchDispatchMode):
         wide = [axis for axis, size in sizes.items() if size > 1]
         # Where one axis spans all ranks its group may be the default one: the narrower name is set last.
         self.axes = {dist.group.WORLD.group_name: "+".join(wide)} if dist.group.WORLD else {}
-        if sizes["data"] > 1 and sizes["fsdp"] > 1:
-            self.axes[mesh["data", "fsdp"]._flatten("batch").get_group().group_name] = "data+fsdp"
-        for axis in wide:
-            self.axes[mesh.get_group(axis).group_name] = axis
+        for axes in (TOKENS, SHARDS, *((axis,) for axis in wide)):
+            part = over(mesh, *axes)
+            self.axes[part.get_group().group_name] = "+".join(part.mesh_dim_names or ())
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.sent: Counter[tuple[str, str, str]] = Counter()
 

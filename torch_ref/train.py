@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -164,13 +165,16 @@ def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:
-    """This rank's rows of the global batch: rank r of n reads rows r·B/n to (r+1)·B/n."""
+    """This rank's part of the global batch: rank r of n over data and fsdp reads rows r·B/n to (r+1)·B/n, and of them
+    keeps its times, as many on each rank of `context`."""
     size = experiment.train.batch
     ranks = mesh["data"].size() * mesh["fsdp"].size()
     rank = mesh.get_local_rank("data") * mesh["fsdp"].size() + mesh.get_local_rank("fsdp")
     rows = slice(rank * size // ranks, (rank + 1) * size // ranks)
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
-    return Tokens(*(torch.from_numpy(x).to(mesh.device_type, torch.int64) for x in batch))
+    part, parts = mesh.get_local_rank("context"), mesh["context"].size()
+    times = (np.split(x, parts, axis=1)[part].astype(np.int64) for x in batch)
+    return Tokens(*(torch.from_numpy(x).to(mesh.device_type) for x in times))
 
 
 def validation_loss(model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh) -> float | None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from jaxdist.config import (
-    AXES,
     POLICIES,
     ConfigError,
     Experiment,
@@ -85,7 +84,7 @@ def test_policies_resolve() -> None:
 )
 def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
     parallel = experiment("--mesh", mesh, "--strategy", strategy).parallel
-    assert parallel.axes(16) == dict(zip(AXES, sizes, strict=True))
+    assert parallel.axes(16) == {"context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
 
 
 BAD: list[tuple[list[str], str]] = [
@@ -102,11 +101,34 @@ BAD: list[tuple[list[str], str]] = [
     (["--mesh", "fsdp=-1,tensor=-1"], r"only one axis can be -1"),
     (["--mesh", "fsdp=-1,tensor=3"], r"16 devices are no multiple of 3"),
     (["--mesh", "fsdp=4", "--strategy", "ddp"], r"ddp shards nothing; name the axis data"),
-    (["--mesh", "data=4"], r"shards over the axis fsdp, which has size 1"),
+    (["--mesh", "data=4,tensor=2"], r"shards over the axis fsdp, which has size 1"),
     (
         ["--mesh", "1x4", "--parallel.sequence", "true", "--data.sequence", "34"],
         r"data.sequence = 34 cannot be divided over the mesh axis tensor = 4, which splits it under parallel.sequence",
     ),
+    (
+        ["--mesh", "context=4", "--data.sequence", "60"],
+        r"data.sequence = 60 cannot be divided over the mesh axis context = 4, which splits it in 2 chunks each under "
+        r"parallel.context = ring; change the mesh, or the length to a multiple of 8",
+    ),
+    (
+        [
+            "--mesh",
+            "context=4,tensor=2",
+            "--parallel.sequence",
+            "true",
+            "--data.sequence",
+            "60",
+            "--parallel.context",
+            "ulysses",
+        ],
+        r"data.sequence = 60 .* axis context × tensor = 8, .* under parallel.sequence; .* a multiple of 8",
+    ),
+    (
+        ["--mesh", "context=4,tensor=2", "--parallel.context", "ulysses"],
+        r"model.kv_heads = 4 cannot be divided over the mesh axis tensor × context = 8",
+    ),
+    (["--mesh", "context=4", "--model.dim", "62"], r"model.dim = 62 .* mesh axis context = 4"),
     (["--mesh", "1x3"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"),
     (["--mesh", "1x8"], r"model.kv_heads = 4 cannot be divided over the mesh axis tensor = 8"),
     (

@@ -103,8 +103,9 @@ class Optimizer(Section):
         return sorted(step for step in told if step >= 1)
 
 
+CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 class Parallel(Section):
@@ -120,6 +121,9 @@ class Parallel(Section):
     sequence: bool = False
     """Sequence parallelism: between products norms and residual are split over time on the axis tensor
     (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""
+    context: Literal["ring", "ulysses"] = "ring"
+    """How the mesh axis context, which splits sequences, attends. ring: keys and values go round (arXiv:2310.01889);
+    ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
 
     @model_validator(mode="after")
     def _reduce(self) -> "Parallel":
@@ -169,7 +173,7 @@ class Parallel(Section):
             sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
         if self.strategy == "ddp" and sizes["fsdp"] > 1:
             raise ConfigError(f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp")
-        if self.strategy != "ddp" and sizes["fsdp"] == 1 and sizes["data"] > 1:
+        if self.strategy != "ddp" and sizes["fsdp"] * sizes["context"] == 1 and sizes["data"] > 1:
             raise ConfigError(
                 f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "
                 "name the axis fsdp, or use --strategy ddp"
@@ -297,36 +301,56 @@ class Experiment(Section):
                 f"train.batch = {train.batch} sequences cannot be divided over data × fsdp = {ways} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
             )
-        if self.parallel.sequence and self.data.sequence % axes["tensor"]:
-            raise ConfigError(
-                f"data.sequence = {self.data.sequence} cannot be divided over the mesh axis tensor = {axes['tensor']}, "
-                "which splits it under parallel.sequence; change the mesh, or the length to a multiple of "
-                f"{axes['tensor']}"
-            )
+        self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
         for field, size, parameter, over in self._splits():
             if size % (parts := math.prod(axes[axis] for axis in over)):
+                named = " × ".join(axis for axis in over if axes[axis] > 1)
                 raise ConfigError(
-                    f"model.{field} = {size} cannot be divided over the mesh axis {' × '.join(over)} = {parts}, which "
+                    f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; change the mesh, or the size to a multiple of {parts}"
+                )
+
+    def check_times(self, field: str, times: int, axes: Mapping[str, int]) -> None:
+        """Raises ConfigError, naming `field`, where the mesh does not divide sequences of so many times."""
+        context, tensor, how = axes["context"], axes["tensor"], self.parallel.context
+        splits = []
+        if context > 1:
+            chunks = CHUNKS[how]
+            why = f"in {chunks} chunks each" if chunks > 1 else "in one chunk each"
+            splits.append((f"context = {context}", chunks * context, f"{why} under parallel.context = {how}"))
+        if self.parallel.sequence:
+            axis = f"context × tensor = {context * tensor}" if context > 1 else f"tensor = {tensor}"
+            splits.append((axis, context * tensor, "under parallel.sequence"))
+        for axis, parts, why in splits:
+            if times % parts:
+                raise ConfigError(
+                    f"{field} cannot be divided over the mesh axis {axis}, which splits it {why}; change the mesh, or "
+                    f"the length to a multiple of {parts}"
                 )
 
     def _splits(self) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
         """(field, size, a parameter with that dimension, the mesh axes that split it)."""
         m, attention, mlp = self.model, "layers.attention", "layers.mlp"
-        yield "heads", m.heads, f"{attention}.q_proj", ("tensor",)
-        yield "kv_heads", m.kv_heads, f"{attention}.k_proj", ("tensor",)
+        heads = ("tensor", "context") if self.parallel.context == "ulysses" else ("tensor",)
+        yield "heads", m.heads, f"{attention}.q_proj", heads
+        yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
         yield "hidden", m.hidden, f"{mlp}.up_proj", ("tensor",)
         yield "vocab", m.vocab, "embed", ("tensor",)
         if self.parallel.strategy == "ddp":
             return
-        yield "dim", m.dim, "embed", ("fsdp",)
+        yield "dim", m.dim, "embed", ("fsdp", "context")
         if m.qkv_bias:  # a vector is split along the one dimension that it has
-            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", "fsdp")
-            yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", "fsdp")
+            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", "fsdp", "context")
+            yield (
+                "kv_heads × head_dim",
+                m.kv_heads * m.head_dim,
+                f"{attention}.k_proj.bias",
+                ("tensor", "fsdp", "context"),
+            )
         if m.mlp_bias:
-            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", "fsdp")
+            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", "fsdp", "context")
         if m.qk_norm:
-            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", ("fsdp",)
+            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", ("fsdp", "context")
 
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""

@@ -79,4 +79,4 @@ def logits(content: Content) -> np.ndarray:
         name: jnp.asarray(array.astype(np.float32)) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)
     }
     tokens = np.random.default_rng(0).integers(model.vocab, size=(2, experiment.data.sequence), dtype=np.int32)
-    return np.asarray(program.logits(weights, tokens))
+    return program.logits(weights, tokens)

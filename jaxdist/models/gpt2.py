@@ -12,7 +12,6 @@ from jaxdist.models.layers import (
     LayerNorm,
     RowLinear,
     add_bias,
-    attend,
     dot,
     scan_layers,
     stacked,
@@ -35,7 +34,7 @@ class Attention(nnx.Module):
         q_BTHC = self.q_proj(x_BTD).reshape(heads)
         k_BTHC = self.k_proj(x_BTD).reshape(heads)
         v_BTHC = self.v_proj(x_BTD).reshape(heads)
-        y_BTHC = attend(q_BTHC, k_BTHC, v_BTHC)
+        y_BTHC = par.attend(q_BTHC, k_BTHC, v_BTHC)
         return self.o_proj(par, y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -78,7 +77,8 @@ class GPT2(nnx.Module):
     def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
-        x_BTD = add_bias(x_BTD, par.own_times(par.use(self.positions).embedding[: tokens_BT.shape[1]]))
+        positions_TD = par.context.rows(par.use(self.positions).embedding[: par.length(tokens_BT)])
+        x_BTD = add_bias(x_BTD, par.own_times(positions_TD))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))
         return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)

@@ -12,7 +12,6 @@ from jaxdist.models.layers import (
     RMSNorm,
     Rotation,
     RowLinear,
-    attend,
     dot,
     rotary,
     rotate,
@@ -43,7 +42,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
-        y_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, self.window)
+        y_BTHC = par.attend(q_BTHC, k_BTKC, v_BTKC, self.window)
         return self.o_proj(par, y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -88,7 +87,7 @@ class Llama(nnx.Module):
     def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
-        rotation = rotary(self.config, tokens_BT.shape[1], x_BTD.dtype)
+        rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize, rotation)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))
         return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)

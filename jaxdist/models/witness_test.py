@@ -17,6 +17,7 @@ from jaxdist.convert import experiment_for, read_hf
 from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
 from jaxdist.models import layers, llama
+from jaxdist.parallel import context
 from jaxdist.program import Program
 
 torch = pytest.importorskip("torch")
@@ -100,7 +101,7 @@ def error(witness: Witness, **changes: Any) -> float:
     _, experiment, parameters, logits = witness
     experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
-    ours = np.asarray(program.logits({n: jnp.asarray(p) for n, p in parameters.items()}, jnp.asarray(TOKENS)))
+    ours = program.logits({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)
     assert ours.dtype == np.float32 and ours.shape == logits.shape
     return float(np.linalg.norm(ours - logits) / np.linalg.norm(logits))
 
@@ -168,8 +169,8 @@ _gelu = jax.nn.gelu
     ("case", "owner", "name", "mistake"),
     [
         ("llama", llama, "rotate", interleaved),
-        ("llama", llama, "attend", other_head_order),
-        ("llama", llama, "attend", unscaled),
+        ("llama", context, "attend", other_head_order),
+        ("llama", context, "attend", unscaled),
         ("qwen3", layers.RMSNorm, "__call__", unnormalized),
         ("llama", jax.nn, "silu", jax.nn.gelu),
         ("gpt2", jax.nn, "gelu", exact_gelu),

@@ -15,7 +15,9 @@ from jaxdist.collectives import Parallel, vary
 from jaxdist.data import Batch, Dataset
 from jaxdist.memory import Rematerialize
 from jaxdist.models import layers
-from jaxdist.sharding import BATCH
+from jaxdist.parallel import ring_attention
+from jaxdist.parallel.context import Ring
+from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
 from parity_tests.mistakes import everywhere, mistake, plant
 
@@ -75,7 +77,7 @@ def mean_over_replicas() -> None:
 @planted("ddp", "distribution", "gradient/lm_head.weight")
 def one_gradient_summed_twice() -> None:
     """The head's gradient is summed by its backward pass and again with all others."""
-    reduced(lambda name, g: vary(lax.psum(g, BATCH), BATCH) if name == "lm_head.kernel" else g)
+    reduced(lambda name, g: vary(lax.psum(g, TOKENS), TOKENS) if name == "lm_head.kernel" else g)
 
 
 @planted("ddp", "distribution", "loss")
@@ -223,6 +225,33 @@ def times_gathered_in_another_order() -> None:
     plant(Parallel, "enter", enter)
 
 
+# ---- context parallelism
+
+
+@planted("context", "distribution", "activation/layers.0.attention.attended")
+def ring_masked_wrongly() -> None:
+    """Of two chunks of another device those that are not to be seen are, and the others not."""
+    plant(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
+
+
+@planted("context", "distribution", "activation/layers.0.attention.q_rotated")
+def rotated_as_the_first_times() -> None:
+    """Every device rotates by the positions 0 to T/n, as if its tokens were the first."""
+    plant(Ring, "rows", lambda self, table_TD: table_TD[: table_TD.shape[0] // lax.axis_size("context")])
+
+
+@planted("context", "distribution", "activation_gradient/layers.1.attention.k_rotated")
+def gradients_of_keys_not_sent_home() -> None:
+    """The gradients of keys and values that a device ends with are its neighbour's."""
+    plant(ring_attention, "_home", lambda gradients: gradients)
+
+
+@planted("context", "distribution", "activation/layers.0.attention.q_rotated")
+def times_in_order() -> None:
+    """The batch is dealt out in the order of time, where the ring has chunks from both ends."""
+    plant(Ring, "order", lambda self, length, n: np.arange(length))
+
+
 # ---- precision
 
 
@@ -230,8 +259,8 @@ def times_gathered_in_another_order() -> None:
 def gradients_reduced_in_bfloat16() -> None:
     """Under the fp32 policy gradients cross devices in bfloat16."""
 
-    def parallel(strategy: Any, precision: Any, sequence: bool) -> Parallel:
-        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}), sequence)
+    def parallel(strategy: Any, precision: Any, *rest: Any) -> Parallel:
+        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}), *rest)
 
     plant(program, "Parallel", parallel)
 

@@ -95,7 +95,7 @@ def qk_norm_after_rope() -> None:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q, k, v = (p(x_BTD).reshape(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = llama.rotate(q, rotation), llama.rotate(k, rotation)
-        y = llama.attend(self.q_norm(q), self.k_norm(k), v, self.window)
+        y = par.attend(self.q_norm(q), self.k_norm(k), v, self.window)
         return self.o_proj(par, y.reshape(*x_BTD.shape[:2], -1))
 
     plant(llama.Attention, "__call__", call)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jaxdist.data import Batch, Dataset
 from parity_tests.mistakes import altered, everywhere, mistake, plant
-from torch_ref import optim, parallelize, step
+from torch_ref import context, optim, parallelize, step
 from torch_ref.models import layers, llama
 
 planted = partial(mistake, "torch_ref")
@@ -184,6 +185,28 @@ def weights_rounded_after_the_update() -> None:
         return rate
 
     plant(optim.AdamW, "step", stepped)
+
+
+# ---- context parallelism
+
+
+@planted("context", "distribution", "activation/layers.0.attention.attended")
+def masked_as_the_first_times() -> None:
+    """Every rank's queries are masked as if they were those of the first times."""
+    plant(context.Gathered, "first", lambda self, x: 0)
+
+
+@planted("context", "distribution", "activation_gradient/layers.1.attention.k_rotated")
+def gradients_of_keys_not_summed() -> None:
+    """Keys and values are gathered without a gradient: each rank keeps what it has made of its own."""
+
+    def gather(self: Any, x: Tensor) -> Tensor:
+        whole = all_gather_tensor(x.detach().contiguous(), gather_dim=context.TIME, group=self.group)
+        parts = list(whole.chunk(self.size, dim=context.TIME))
+        parts[self.index] = x
+        return torch.cat(parts, dim=context.TIME)
+
+    plant(context.Gathered, "gather", gather)
 
 
 # ---- memory and traffic

@@ -15,7 +15,7 @@ FIRST = "activation/layers.0"
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, window: int = 0, nearest: int = 0, dtype: torch.dtype | None = None
+    q: Tensor, k: Tensor, v: Tensor, window: int = 0, _: int = 0, *, nearest: int = 0, dtype: torch.dtype | None = None
 ) -> Tensor:
     """`layers.attend` with two places to go wrong: the nearest key that is seen, the dtype of scores and softmax."""
     B, T, H, C = q.shape
@@ -60,7 +60,7 @@ def keys_one_position_on() -> None:
 def window_one_long() -> None:
     """A window of w tokens sees w + 1, the token itself not counted."""
     right = layers.attend
-    everywhere(right, lambda q, k, v, window=0: right(q, k, v, window + 1))
+    everywhere(right, lambda q, k, v, window=0, first=0: right(q, k, v, window + 1, first))
 
 
 @planted("llama", "mathematics", f"{FIRST}.attention.attended")
@@ -80,9 +80,9 @@ def kv_heads_interleaved() -> None:
     """Keys and values are repeated as a whole, not head by head: query head h reads kv head h mod K."""
     right = layers.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: int) -> Tensor:
         times = (1, 1, q.shape[2] // k.shape[2], 1)
-        return right(q, k.repeat(times), v.repeat(times), window)
+        return right(q, k.repeat(times), v.repeat(times), *rest)
 
     everywhere(right, attend)
 

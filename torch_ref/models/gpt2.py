@@ -8,11 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import GPT2 as Config
+from torch_ref.context import Context
 from torch_ref.models.layers import Embedding, LayerNorm, attend
 
 
 class Attention(nn.Module):
     """Multi-head attention with biases."""
+
+    context = Context()
 
     def __init__(self, c: Config):
         super().__init__()
@@ -27,7 +30,8 @@ class Attention(nn.Module):
         q_BTHC = self.q_proj(x_BTD).reshape(heads)
         k_BTHC = self.k_proj(x_BTD).reshape(heads)
         v_BTHC = self.v_proj(x_BTD).reshape(heads)
-        y_BTHC = attend(q_BTHC, k_BTHC, v_BTHC)
+        k_BSHC, v_BSHC = self.context.gather(k_BTHC), self.context.gather(v_BTHC)
+        y_BTHC = attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -61,6 +65,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """Decoder: embedding and positions, blocks, norm, head. Tokens [B, T] -> logits [B, T, V]."""
 
+    context = Context()
+
     def __init__(self, c: Config):
         super().__init__()
         self.embed = Embedding(c.vocab, c.dim)
@@ -71,7 +77,8 @@ class GPT2(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.embed(tokens_BT)
-        x_BTD = x_BTD + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
+        x_BTD = x_BTD + self.positions(self.context.rows(positions))
         for block in self.layers:
             x_BTD = block(x_BTD)
         x_BTD = self.norm(x_BTD)

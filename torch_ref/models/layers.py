@@ -112,22 +112,23 @@ def rotate(x_BTHC: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BTHC.dtype)
 
 
-def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0) -> Tensor:
+def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0, first: int = 0) -> Tensor:
     """Causal softmax attention; token t sees s with t - window < s <= t (all s <= t without a window).
 
-    Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider. On GPUs
-    and without a window: torch's fused kernel, the same mathematics with another rounding.
+    Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider. The queries are
+    those of the times from `first` on. On GPUs, for all times and without a window: torch's fused kernel, the same
+    mathematics with another rounding.
     """
     B, T, H, C = q_BTHC.shape
-    K = k_BSKC.shape[2]
-    if q_BTHC.is_cuda and not window:
+    S, K = k_BSKC.shape[1:3]
+    if q_BTHC.is_cuda and not window and S == T:
         q_BHTC, k_BKSC, v_BKSC = (x.transpose(1, 2) for x in (q_BTHC, k_BSKC, v_BSKC))
         y_BHTC = functional.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=H != K)
         return y_BHTC.transpose(1, 2)
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
     scores = torch.einsum("btkgc,bskc->bkgts", wide(q_BTKGC), wide(k_BSKC)) * C**-0.5
-    position = torch.arange(T, device=scores.device)
-    behind = position[:, None] - position
-    seen = (behind >= 0) & (behind < (window or T))
+    position = torch.arange(S, device=scores.device)
+    behind = position[first : first + T, None] - position
+    seen = (behind >= 0) & (behind < (window or S))
     probabilities = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
     return torch.einsum("bkgts,bskc->btkgc", probabilities.to(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)

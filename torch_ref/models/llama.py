@@ -7,11 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Llama as Config
+from torch_ref.context import Context
 from torch_ref.models.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
 
 
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and an optional window."""
+
+    context = Context()
 
     def __init__(self, c: Config):
         super().__init__()
@@ -32,7 +35,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
-        y_BTHC = attend(q_BTHC, k_BTKC, v_BTKC, self.window)
+        k_BSKC, v_BSKC = self.context.gather(k_BTKC), self.context.gather(v_BTKC)
+        y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, self.window, self.context.first(q_BTHC))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -68,6 +72,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Decoder: embedding, blocks, norm, head. Tokens [B, T] -> logits [B, T, V]."""
 
+    context = Context()
+
     def __init__(self, c: Config):
         super().__init__()
         self.embed = Embedding(c.vocab, c.dim)
@@ -78,7 +84,8 @@ class Llama(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.embed(tokens_BT)
-        rotation = rotary(self.config, tokens_BT.shape[1], like=x_BTD)
+        cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
+        rotation = self.context.rows(cos), self.context.rows(sin)
         for block in self.layers:
             x_BTD = block(x_BTD, rotation)
         x_BTD = self.norm(x_BTD)

@@ -1,0 +1,1 @@
+"""What a table of placements cannot say: programs that send between their own computations."""

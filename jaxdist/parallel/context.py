@@ -1,0 +1,72 @@
+"""How a sequence is split over the mesh axis `context`: which device has which times, and how they attend.
+
+| row | a device has | attention sends, forward (backward) |
+|---|---|---|
+| `Whole` | all times: the axis has size 1 | nothing |
+| `Ring` | chunks i and 2n-1-i of 2n | keys and values n-1 times around (2n-1) |
+| `Ulysses` | chunk i of n | q, k, v and the result by all-to-all, (n-1)/n of each (the same) |
+
+x being the bytes of keys and values of all times, the ring sends x(n-1)/n (x(2n-1)/n); with A those of the queries,
+Ulysses sends (2A + x)(n-1)/n² each way.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.collectives import Context
+from jaxdist.config import Parallel
+from jaxdist.models.layers import attend
+from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
+
+
+class Whole:
+    """All times on every device."""
+
+    def order(self, length: int, n: int) -> np.ndarray:
+        return np.arange(length)
+
+    def rows(self, table_TD: jax.Array) -> jax.Array:
+        return table_TD
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        return attend(q_BTHC, k_BTKC, v_BTKC, window)
+
+
+class Ring:
+    """Ring attention over "zig-zag" chunks (arXiv:2310.01889), which cost every device alike."""
+
+    def order(self, length: int, n: int) -> np.ndarray:
+        return order(length, n)
+
+    def rows(self, table_TD: jax.Array) -> jax.Array:
+        i, n = lax.axis_index(AXIS), lax.axis_size(AXIS)
+        size = table_TD.shape[0] // (2 * n)
+        return jnp.concatenate([lax.dynamic_slice_in_dim(table_TD, j * size, size) for j in (i, 2 * n - 1 - i)])
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        return ring_attention(q_BTHC, k_BTKC, v_BTKC, window)
+
+
+class Ulysses:
+    """Each device attends for its own heads over all times (arXiv:2309.14509)."""
+
+    def order(self, length: int, n: int) -> np.ndarray:
+        return np.arange(length)
+
+    def rows(self, table_TD: jax.Array) -> jax.Array:
+        size = table_TD.shape[0] // lax.axis_size(AXIS)
+        return lax.dynamic_slice_in_dim(table_TD, lax.axis_index(AXIS) * size, size)
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        q, k, v = (lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True) for x in (q_BTHC, k_BTKC, v_BTKC))
+        return lax.all_to_all(attend(q, k, v, window), AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+CONTEXTS: dict[str, Context] = {"ring": Ring(), "ulysses": Ulysses()}
+
+
+def context(parallel: Parallel, size: int) -> Context:
+    """The row for `parallel.context` over an axis of this size."""
+    return CONTEXTS[parallel.context] if size > 1 else Whole()

@@ -1,0 +1,122 @@
+"""Attention over times that lie on several devices, against attention on one: values, gradients and bytes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import traffic
+from jaxdist.collectives import Context
+from jaxdist.models.layers import attend
+from jaxdist.parallel import ring_attention
+from jaxdist.parallel.context import CONTEXTS, Whole
+
+B, H, K, C = 2, 8, 4, 3
+SPEC = P(None, "context")
+BOUND = 1e-14  # relative, of sums of at most 48 terms in float64
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def inputs(length: int) -> list[np.ndarray]:
+    """q, k, v and the gradient of the result."""
+    random = np.random.default_rng(0)
+    return [random.standard_normal((B, length, heads, C)) for heads in (H, K, K, H)]
+
+
+def meet(context: Context, n: int, window: int) -> Any:
+    """(q, k, v, dy) in the order of the devices -> the result and gradients, on n devices."""
+    mesh = jax.make_mesh((n,), ("context",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
+
+    def function(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
+        y, backward = jax.vjp(lambda q, k, v: context.attend(q, k, v, window), q, k, v)
+        return y, *backward(dy)
+
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(SPEC,) * 4, out_specs=(SPEC,) * 4))
+
+
+def error(context: Context, n: int, window: int, length: int = 48) -> float:
+    """Largest relative difference from one device's, of the result and of each gradient."""
+    *x, dy = inputs(length)
+    y, backward = jax.vjp(lambda q, k, v: attend(q, k, v, window), *map(jnp.asarray, x))
+    order = context.order(length, n)
+    found = meet(context, n, window)(*(a[:, order] for a in (*x, dy)))
+    pairs = zip(found, (y, *backward(jnp.asarray(dy))), strict=True)
+    return max(float(np.linalg.norm(a - b[:, order]) / np.linalg.norm([*b.ravel(), *y.ravel()])) for a, b in pairs)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 13, 40])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+def test_a_ring_attends_as_one_device(n: int, window: int) -> None:
+    assert error(CONTEXTS["ring"], n, window) <= BOUND
+
+
+@pytest.mark.parametrize("window", [0, 13])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_ulysses_attends_as_one_device(n: int, window: int) -> None:
+    assert error(CONTEXTS["ulysses"], n, window) <= BOUND
+
+
+def test_a_step_masked_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two late chunks, or early ones, the pair that is not to be seen."""
+    monkeypatch.setattr(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
+    assert error(CONTEXTS["ring"], 4, 0) > 1e-3
+
+
+def test_gradients_that_stay_away_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their last way, home: those of the keys are the neighbour's."""
+    monkeypatch.setattr(ring_attention, "_home", lambda gradients: gradients)
+    assert error(CONTEXTS["ring"], 4, 0) > 1e-3
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("n", [2, 4])
+def test_rows_are_in_the_order_of_the_devices(name: str, n: int) -> None:
+    context, table = CONTEXTS[name], np.arange(48.0)[:, None]
+    mesh = jax.make_mesh((n,), ("context",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
+    rows = jax.jit(jax.shard_map(context.rows, mesh=mesh, in_specs=P(), out_specs=P("context")))(table)
+    np.testing.assert_array_equal(rows[:, 0], context.order(48, n))
+    assert sorted(context.order(48, n)) == list(range(48))
+    assert (Whole().order(48, 1) == range(48)).all() and Whole().rows(jnp.asarray(table)).shape == (48, 1)
+
+
+def test_a_ring_costs_every_device_alike() -> None:
+    """Pairs of query and key that are to be seen, by device."""
+    order = CONTEXTS["ring"].order(48, 4).reshape(4, -1)
+    seen = [sum(int(t) + 1 for t in times) for times in order]
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_bytes(n: int) -> None:
+    """As `parallel/context.py` says, forward and backward."""
+    keys, queries = (B * 48 * heads * C * 8 for heads in (2 * K, H))
+
+    def sent(name: str) -> float:
+        return sum(c.bytes for c in traffic.count(meet(CONTEXTS[name], n, 0).trace(*inputs(48)).jaxpr))
+
+    assert sent("ring") == pytest.approx(keys * (n - 1) / n + keys * (2 * n - 1) / n)
+    assert sent("ulysses") == pytest.approx(2 * (2 * queries + keys) * (n - 1) / n**2)
+
+
+def test_a_ring_keeps_no_scores() -> None:
+    """What is kept for the backward pass: the inputs, the result, and a number a query."""
+    q, k, v, _ = map(jnp.asarray, inputs(48))
+    mesh = jax.make_mesh((2,), ("context",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    sizes = []
+
+    def kept(*x: jax.Array) -> jax.Array:
+        y, backward = jax.vjp(lambda q, k, v: CONTEXTS["ring"].attend(q, k, v, 0), *x)
+        sizes.append(sum(leaf.size for leaf in jax.tree.leaves(backward)))
+        return y
+
+    jax.eval_shape(jax.shard_map(kept, mesh=mesh, in_specs=SPEC, out_specs=SPEC), q, k, v)
+    assert sizes[-1] <= (2 * q.size + k.size + v.size + q.size // C) // 2
