@@ -1,4 +1,5 @@
-"""Checkpoints of a run, by Orbax: `checkpoints/<step>/` with the items `parameters`, `optimizer` and `experiment`.
+"""Checkpoints of a run, by Orbax: `checkpoints/<step>/` with the items `parameters`, `optimizer`, `experiment` and,
+where the loss is scaled, `scaling`.
 
 Arrays are saved under their global shapes, so a checkpoint can be restored on any mesh and under any strategy. Saves
 are asynchronous: the step goes on when the arrays are copied, and a thread writes, seals and names the checkpoint
@@ -50,18 +51,14 @@ class Checkpoints:
     def checkpointer(self) -> ocp.AsyncCheckpointer:
         return ocp.AsyncCheckpointer(items(ocp.StandardCheckpointHandler))
 
-    def save(self, step: int, experiment: Experiment, parameters: Any, optimizer: Any = None) -> None:
+    def save(self, step: int, experiment: Experiment, state: TrainState) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can go on.
 
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
         self.wait()
-        values: dict[str, Any] = {
-            "parameters": ocp.args.StandardSave(parameters, by_layer(parameters)),
-            "experiment": ocp.args.JsonSave(experiment.model_dump(exclude_none=True)),
-        }
-        if optimizer is not None:
-            values["optimizer"] = ocp.args.StandardSave(optimizer, by_layer(optimizer))
+        values: dict[str, Any] = {item: ocp.args.StandardSave(tree, by_layer(tree)) for item, tree in arrays(state)}
+        values["experiment"] = ocp.args.JsonSave(experiment.model_dump(exclude_none=True))
         with written(self.folder, step, self.config):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
@@ -86,8 +83,8 @@ class Checkpoints:
         path = self.folder / str(step)
         if not (path / "optimizer").is_dir():
             raise ConfigError(f"checkpoint {path} has weights only; start from it by --init instead")
-        found = restore(path, parameters=abstract.parameters, optimizer=abstract.optimizer)
-        return TrainState(found.parameters, found.optimizer)
+        found = restore(path, **dict(arrays(abstract)))
+        return TrainState(**{item: found[item] for item, _ in arrays(abstract)})
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -102,6 +99,11 @@ class Checkpoints:
             self.wait()
 
 
+def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
+    """The items of a checkpoint that hold arrays: all that a state has."""
+    return ((item, tree) for item, tree in state._asdict().items() if tree is not None)
+
+
 def by_layer(tree: Any) -> Any:
     """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them."""
 
@@ -112,10 +114,10 @@ def by_layer(tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(layout, tree)
 
 
-def items(arrays: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
-    """The items of a checkpoint; `arrays` handles what is not JSON."""
-    handlers = {"parameters": arrays(), "optimizer": arrays(), "experiment": ocp.JsonCheckpointHandler()}
-    return ocp.CompositeCheckpointHandler(**handlers)
+def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
+    """The items of a checkpoint; `handler` makes those of arrays."""
+    handlers = {item: handler() for item in TrainState._fields}
+    return ocp.CompositeCheckpointHandler(**handlers, experiment=ocp.JsonCheckpointHandler())
 
 
 @contextmanager
@@ -130,10 +132,10 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened(
-    path: Path, arrays: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
+    path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
     """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
-    with ocp.Checkpointer(items(arrays)) as reader, reading(path):
+    with ocp.Checkpointer(items(handler)) as reader, reading(path):
         yield reader
 
 
@@ -172,7 +174,7 @@ def read(path: Path) -> Saved:
     """A whole checkpoint as numpy arrays on the host, without a mesh. Raises ConfigError."""
     found = locate(path)
 
-    def arrays(item: str) -> Any:
+    def on_host(item: str) -> Any:
         with opened(found, ocp.PyTreeCheckpointHandler) as reader:
             tree = reader.metadata(found).item_metadata[item].tree
             to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
@@ -181,5 +183,5 @@ def read(path: Path) -> Saved:
 
     has_optimizer = (found / "optimizer").is_dir()
     return Saved(
-        int(found.name), read_experiment(found), arrays("parameters"), arrays("optimizer") if has_optimizer else None
+        int(found.name), read_experiment(found), on_host("parameters"), on_host("optimizer") if has_optimizer else None
     )

@@ -47,24 +47,29 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
 def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """m̂ / (√v̂ + ε) with Adam's moments (arXiv:1412.6980); the state is that of `optax.scale_by_adam`.
 
-    The state of a step that is not `finite`, an extra argument, stays what it was: chosen here, where each moment is
+    The state of a step that is not `taken`, an extra argument, stays what it was: chosen here, where each moment is
     made, so that no second copy of them is.
     """
 
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, *, finite: Any = True, **_: Any) -> Any:
-        def taken(new: jax.Array, old: jax.Array) -> jax.Array:
-            return jnp.where(finite, new.astype(old.dtype), old)
+    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, *, taken: Any = True, **_: Any) -> Any:
+        def kept(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(taken, new.astype(old.dtype), old)
 
-        count = taken(state.count + 1, state.count)
+        count = kept(state.count + 1, state.count)
         step = count.astype(jnp.result_type(float))
         # 1 - βᵗ; of β = 0 it is 1
         left1, left2 = (-jnp.expm1(step * (math.log(b) if b else -math.inf)) for b in (b1, b2))
-        mu = jax.tree.map(lambda g, m: taken(b1 * m + (1 - b1) * g, m), updates, state.mu)
-        nu = jax.tree.map(lambda g, v: taken(b2 * v + (1 - b2) * g * g, v), updates, state.nu)
+        mu = jax.tree.map(lambda g, m: kept(b1 * m + (1 - b1) * g, m), updates, state.mu)
+        nu = jax.tree.map(lambda g, v: kept(b2 * v + (1 - b2) * g * g, v), updates, state.nu)
         scaled = jax.tree.map(lambda m, v: m / left1 / (jnp.sqrt(v / left2) + eps), mu, nu)
         return scaled, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
+
+
+def steps_done(state: Any) -> jax.Array:
+    """How many steps the schedule of an AdamW state has made, those that were passed over too."""
+    return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
 
 
 def adamw(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import models, sharding
+from jaxdist import loss_scale, models, sharding
 from jaxdist.collectives import Context, Parallel
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch
@@ -63,6 +63,7 @@ class Program:
             optimizer,
             Rematerialize.from_config(e.memory),
             e.train.accumulation,
+            e.train.skip,
         )
 
     # ---- what and where
@@ -82,7 +83,8 @@ class Program:
 
     def state_from(self, parameters: Arrays) -> TrainState:
         """A fresh state around given parameters."""
-        return TrainState(parameters, self.step_function.optimizer.init(parameters))
+        optimizer = self.step_function.optimizer.init(parameters)
+        return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -98,7 +100,7 @@ class Program:
             self.step_function.optimizer, lambda _, spec: spec, self.abstract.optimizer, pieces,
             transform_non_params=lambda _: P(),
         )  # fmt: skip
-        return TrainState(parameters, optimizer)
+        return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.abstract.scaling))
 
     def shardings(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))

@@ -21,7 +21,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import TIME, Parallel, vary
+from jaxdist import loss_scale
+from jaxdist.collectives import TIME, Parallel, vary, wide
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
@@ -151,8 +152,7 @@ class Recorder:
         clip = clip_by_norm(program.experiment.optimizer.clip)
 
         def function(state: TrainState, batch: Batch) -> dict[str, Any]:
-            loss, gradients = step.accumulate(state.parameters, batch)
-            gradients = step.reduce(gradients)
+            loss, gradients = step.gradient(state, batch)
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
             after = step.update(state, gradients, loss, norm)
@@ -175,7 +175,7 @@ class Recorder:
             return y
 
         def see(state: TrainState, batch: Batch) -> jax.Array:
-            return lax.psum(self.loss(look, state.parameters, batch), TOKENS)
+            return lax.psum(self.loss(look, state, batch), TOKENS)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
@@ -197,11 +197,13 @@ class Recorder:
                     noted[name] = y + probes[name]
                     return noted[name]
 
-                return self.loss(note, state.parameters, batch), noted
+                return self.loss(note, state, batch), noted
 
             probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
             gradients, noted = jax.grad(loss, has_aux=True)(probes)
-            return {"activation": noted, "activation_gradient": gradients}
+            scale = loss_scale.factor(state.scaling)
+            unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
+            return {"activation": noted, "activation_gradient": unscaled}
 
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
@@ -213,9 +215,10 @@ class Recorder:
 
         return ordered
 
-    def loss(self, note: Note, parameters: Arrays, batch: Batch) -> jax.Array:
-        """This device's part of the loss of the global batch, its activations passed through `note`."""
+    def loss(self, note: Note, state: TrainState, batch: Batch) -> jax.Array:
+        """This device's part of the scaled loss of the global batch, its activations passed through `note`."""
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
-            return replace(step, model=model).loss(None, parameters, batch) / count
+            loss = replace(step, model=model).loss(None, state.parameters, batch)
+        return loss / count * loss_scale.factor(state.scaling)

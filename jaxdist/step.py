@@ -11,11 +11,13 @@ import optax
 from flax import nnx
 from jax import lax
 
+from jaxdist import loss_scale
 from jaxdist.collectives import Parallel, gather, scatter, vary, wide
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.models import bind
+from jaxdist.optim import steps_done
 from jaxdist.sharding import SHARDS, TOKENS, Layout
 
 Arrays = dict[str, jax.Array]
@@ -26,6 +28,7 @@ class TrainState(NamedTuple):
 
     parameters: Any
     optimizer: Any
+    scaling: loss_scale.LossScale | None = None
 
 
 @dataclass(frozen=True)
@@ -38,43 +41,58 @@ class Step:
     optimizer: optax.GradientTransformationExtraArgs
     rematerialize: Rematerialize
     accumulation: int
+    skip: tuple[int, ...]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Arrays]:
-        """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token) and `grad_norm`."""
-        loss, gradients = self.accumulate(state.parameters, batch)
-        gradients = self.reduce(gradients)
+        """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token), `grad_norm`, and
+        where it is scaled `loss_scale`."""
+        loss, gradients = self.gradient(state, batch)
         norm = self.norm(gradients)
-        return self.update(state, gradients, loss, norm), {"loss": loss, "grad_norm": norm}
+        metrics = {"loss": loss, "grad_norm": norm}
+        if state.scaling:
+            metrics["loss_scale"] = state.scaling.scale
+        return self.update(state, gradients, loss, norm), metrics
+
+    def gradient(self, state: TrainState, batch: Batch) -> tuple[jax.Array, Arrays]:
+        """Loss of the global batch, and its gradient in the optimizer's layout."""
+        scale = loss_scale.factor(state.scaling)
+        loss, gradients = self.accumulate(state.parameters, batch, scale)
+        return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients))
 
     def update(self, state: TrainState, gradients: Arrays, loss: jax.Array, norm: jax.Array) -> TrainState:
-        """Clip and AdamW; where loss or norm is not finite nothing, but the schedule goes on."""
+        """Clip and AdamW; nothing where loss or norm is not finite or the step is to be skipped, but the schedule."""
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        taken = finite & ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
         pieces = self.pieces(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm, finite=finite)
-        after = jax.tree.map(partial(jnp.where, finite), optax.apply_updates(pieces, updates), pieces)
-        return TrainState(self.whole(after), optimizer)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm, taken=taken)
+        after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
+        scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
+        return TrainState(self.whole(after), optimizer, scaling)
 
     def loss(self, sinks: Arrays | None, parameters: Arrays, batch: Batch) -> jax.Array:
         """Sum of this device's cross-entropy, nats."""
         model = bind(self.model, parameters, sinks)
         return self.parallel.cross_entropy(model(self.parallel, batch.tokens, self.rematerialize), batch.targets)
 
-    def accumulate(self, parameters: Arrays, batch: Batch) -> tuple[jax.Array, Arrays]:
-        """Loss of the global batch, and its gradient as the microbatches leave it.
+    def accumulate(self, parameters: Arrays, batch: Batch, scale: jax.Array | int = 1) -> tuple[jax.Array, Arrays]:
+        """Loss of the global batch, and the gradient of `scale` times it as the microbatches leave it.
 
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
         microbatch: uneven microbatches and devices weigh as their tokens do.
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
-        scaled = jax.value_and_grad(lambda sinks, *rest: self.loss(sinks, *rest) / count)
 
-        def microbatch(total: tuple[jax.Array, Arrays], part: Batch) -> tuple[tuple[jax.Array, Arrays], None]:
-            return jax.tree.map(jnp.add, total, scaled(sinks, parameters, part)), None
+        def scaled(sinks: Arrays, part: Batch) -> tuple[jax.Array, jax.Array]:
+            loss = self.loss(sinks, parameters, part) / count
+            return loss * scale, loss
+
+        def microbatch(total: tuple[Arrays, jax.Array], part: Batch) -> tuple[tuple[Arrays, jax.Array], None]:
+            return jax.tree.map(jnp.add, total, jax.grad(scaled, has_aux=True)(sinks, part)), None
 
         sinks = self.sinks()
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
         nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), TOKENS)
-        (loss, gradients), _ = lax.scan(microbatch, (nothing, sinks), parts)
+        (gradients, loss), _ = lax.scan(microbatch, (sinks, nothing), parts)
         return lax.psum(loss, TOKENS), gradients
 
     def sinks(self) -> Arrays:

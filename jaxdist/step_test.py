@@ -182,10 +182,10 @@ def neighbours(pieces: Any) -> Any:
 def last_microbatch(accumulate: Any) -> Any:
     """Every microbatch is the last one."""
 
-    def wrong(self: Step, parameters: Any, batch: Any) -> Any:
+    def wrong(self: Step, parameters: Any, batch: Any, *scale: Any) -> Any:
         parts = self.accumulation
         last = jax.tree.map(lambda x: jnp.tile(x[-(x.shape[0] // parts) :], (parts, 1)), batch)
-        return accumulate(self, parameters, last)
+        return accumulate(self, parameters, last, *scale)
 
     return wrong
 

@@ -91,7 +91,7 @@ def walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any,
         yield equation, times, mesh
 
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
@@ -164,9 +164,9 @@ def least_of_parameters(
     """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
 
     As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits; what goes over several axes at
-    once counts under the first of them. fsdp gathers each block forward
-    and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm, head) once; a
-    replica axis adds one all-reduce of the fsdp pieces.
+    once counts under the first of them. fsdp gathers each block forward and backward (its biases and scales only where
+    it is recomputed) and the rest (embedding, last norm, head) once; a replica axis adds one all-reduce of the fsdp
+    pieces.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]

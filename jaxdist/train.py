@@ -122,7 +122,8 @@ def loop(
             loss, norm = float(values["loss"]), float(values["grad_norm"])
             seconds = time.perf_counter() - began
             finite = math.isfinite(loss) and math.isfinite(norm)
-            if not finite and train.nonfinite == "stop":
+            scale = float(values["loss_scale"]) if "loss_scale" in values else None
+            if not finite and train.nonfinite == "stop" and not experiment.precision.recovers(scale):
                 tensor = recorder.first_nonfinite(state, fetch(step))
                 if checkpoints:
                     checkpoints.wait()
@@ -135,7 +136,11 @@ def loop(
                 "tokens": step * tokens,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
-            } | ({"skipped": not finite} if train.nonfinite == "skip" else {})
+            }
+            if scale is not None:
+                record["loss_scale"] = scale
+            if scale is not None or train.skip or train.nonfinite == "skip":
+                record["skipped"] = not finite or step in train.skip
             records.append(record)
             show(record)
             if folder:
@@ -157,7 +162,7 @@ def keep(
     if bad := next((name for name, finite in program.finite(state.parameters).items() if not finite), None):
         checkpoints.wait()
         raise overflown(step, bad, folder.newest if folder else None)
-    checkpoints.save(step, program.experiment, state.parameters, state.optimizer)
+    checkpoints.save(step, program.experiment, state)
 
 
 def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> float | None:

@@ -350,8 +350,8 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
     experiment = parse(line, "jaxdist.train", "").experiment
     third = open_dataset(experiment.data, experiment.model.vocab).batch(3, experiment.train.batch, 0).tokens.sum()
 
-    def accumulate(self: Step, parameters: Any, batch: Batch) -> Any:
-        loss, gradients = right(self, parameters, batch)
+    def accumulate(self: Step, parameters: Any, batch: Batch, *scale: Any) -> Any:
+        loss, gradients = right(self, parameters, batch, *scale)
         planted = jnp.where(lax.psum(batch.tokens.sum(), TOKENS) == int(third), jnp.inf, 1.0)
         return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}
 

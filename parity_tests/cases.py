@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"memory.remat": "full"},
     "selective": {"memory.remat": "selective"},
     "full-every-2": {"memory.remat": "full", "memory.remat_every": 2},
+    "skip": {"train.skip": "3,4,9"},
 }
 
 # Mistakes of the size that real ports make, as overrides of one side's config; each must be caught.
@@ -54,6 +55,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "no rope scaling": {"model.rope_scaling": "none"},
     "another seed": {"train.seed": 1},
     "schedule off by one": {"optimizer.warmup": 4},
+    "a step passed over": {"train.skip": "5"},
 }
 
 

@@ -61,11 +61,17 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "2x2": {"parallel": {"mesh": "2x2"}},
     "sequence": {"model": MODELS["gpt2"], "parallel": {"mesh": "2x2", "sequence": True}},
     "context": {"parallel": {"mesh": "fsdp=2,context=2"}},
+    "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
     "bf16": {"precision": {"policy": "bf16"}, "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}},
+    # After two good steps the scale is so large that float16 overflows; it comes back for the fourth.
+    "fp16": {
+        "precision": {"policy": "fp16", "growth_interval": 2, "growth_factor": 2.0**16, "backoff_factor": 2.0**-16},
+        "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4},
+    },
     FOLDER: {"precision": {"policy": "fp32"}, "parallel": {"mesh": "1x1"}},
-}
+}  # fmt: skip
 
 
 @dataclass

@@ -37,13 +37,14 @@ DRIFT = 32.0
 # How many times what one side loses the other may lose of gradients, weights and moments. Chosen: in those pairs
 # bfloat16, in which each number is rounded by itself, reached 1.8, where the planted mistakes begin at 19; float32, of
 # which much is what training made of the first roundings, reached 15, where they begin at 1,400.
-LIMIT = {"float32": DRIFT, "bfloat16": 4.0}
+LIMIT = {"float32": DRIFT, "bfloat16": 4.0, "float16": 4.0}
 FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be next to nothing by chance
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
 UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
+SCALED = "powers of their factors: an overflow on one side alone is one within rounding of the largest number"
 ROUNDED = "weights that rounding alone moves at the end"
 RATE = f"{K} roundings of float32, of the highest rate: the formula's angle, cosine, factor and product"
 
@@ -98,6 +99,7 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
         bounds = noise.curve(name)
         value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), bounds)
         yield check(name, value, bound, float(bounds.max()), floor)
+    yield from scaling(level, what, a, b)
     if "schedule" in a.summary and "schedule" in b.summary:
         rates = [{s: np.array(rate) for s, rate in run.summary["schedule"].items()} for run in (a, b)]
         when, value = compare.worst(compare.states(rates[0], rates[1]))
@@ -149,8 +151,12 @@ def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]
 
     At least a rounding of float32, which curves are kept in: a side that is exact by chance is not better.
     """
-    curves = [compare.curve(run.metrics, run64.metrics, field) for run, run64 in zip(policy, double, strict=True)]
-    x, y = (max(compare.rms(curve), ROUNDING["float32"]) for curve in curves)
+
+    def moved(run: Run, run64: Run) -> float:
+        ours, exact = ([r for r in one.metrics if r["step"] not in run.overflown] for one in (run, run64))
+        return max(compare.rms(compare.curve(ours, exact, field)), ROUNDING["float32"])
+
+    x, y = (moved(*pair) for pair in zip(policy, double, strict=True))
     return x, y
 
 
@@ -171,6 +177,7 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
             widest = 0.0 if name == ROUNDED else limit * least
             yield Check("precision", f"cost to {name}", times, limit, why, of=of, widest=widest)
 
+    yield from scaling("precision", "", a, b)
     costs, others = apart(a, a64, still), apart(b, b64, still)
     for name, x in costs.items():
         limit = DRIFT if name == ROUNDED else LIMIT[compute]
@@ -182,6 +189,20 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
             yield from rates(policy, double)
         elif len(a.metrics) >= FEWEST:
             yield from cost(field, *lost(policy, double, field), DRIFT, DRIFTS)
+
+
+def scales_differ(a: Run, b: Run) -> list[int]:
+    """The steps of which two scaled runs have another loss scale, or which one of them alone passed over for it."""
+    told = [[(r.get("loss_scale"), r["step"] in run.overflown) for r in run.metrics] for run in (a, b)]
+    return [step for step, (x, y) in enumerate(zip(*told, strict=False), start=1) if x != y]
+
+
+def scaling(level: str, what: str, a: Run, b: Run) -> Iterator[Check]:
+    """The loss scale and the steps passed over for it, which both sides must have alike; nothing where one has none."""
+    if all(any(r.get("loss_scale") is not None for r in run.metrics) for run in (a, b)):
+        differ = scales_differ(a, b)
+        of = f"step {differ[0]}" if differ else ""
+        yield Check(level, "loss scale, steps that differ", len(differ), 0, SCALED, what, of)
 
 
 def rates(policy: Pair, double: Pair) -> Iterator[Check]:
@@ -199,10 +220,13 @@ def numbers(run: Run) -> Check:
         f"{name} at step {record['step']}"
         for record in run.metrics
         for name in METRICS
-        if not one_of(record.get(name), NUMBER)
+        if record["step"] not in run.overflown and not one_of(record.get(name), NUMBER)
     ]
     found += [
-        f"{name} of step {step}" for step, tensors in kept for name, a in tensors.items() if not np.isfinite(a).all()
+        f"{name} of step {step}"
+        for step, tensors in kept
+        for name, a in tensors.items()
+        if (step not in run.overflown or name.startswith(STATES)) and not np.isfinite(a).all()
     ]
     return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 

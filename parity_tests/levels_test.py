@@ -31,6 +31,7 @@ class Made:
     steps: int = 5
     side: str = "made"
     gradient_steps: tuple[int, ...] = (1,)
+    overflown: frozenset[int] = frozenset()
     summary: dict[str, Any] = field(default_factory=dict)
 
     @property

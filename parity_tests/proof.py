@@ -27,12 +27,15 @@ RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are 
 # What tells a run from the one to be proved: other sections, and fields of `parallel` and `train`.
 DOUBLE = {"policy": "fp64"}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "policy": {},
     "one": {"precision": DOUBLE, "parallel": {"mesh": "1x1"}},
     "perturbed": {"precision": DOUBLE, "parallel": {"mesh": "1x1"}},
     "mesh": {"precision": DOUBLE},
-    "policy": {},
     "reordered": {"parallel": {"mesh": "1x1"}},
 }
+
+
+REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
 
 
 class Comparison(NamedTuple):
@@ -107,8 +110,7 @@ class Proof:
     @property
     def noisy(self) -> bool:
         """Whether the policy's own noise would hide a mistake: then that of reordered sums is measured as well."""
-        precision = self.experiment.precision
-        return "bfloat16" in (precision.parameters, precision.compute, precision.reduce)
+        return self.experiment.precision.narrow
 
     @property
     def kinds(self) -> list[str]:
@@ -140,8 +142,12 @@ class Proof:
         values = self.experiment.model_dump(exclude_none=True)
         if kind == "reordered":
             more = {**more, "train": self.other_sums or {}}
+        if KINDS[kind].get("precision") == DOUBLE and (JAX, "policy") in self.done:
+            # In float64 nothing overflows: what it is to be a yardstick for passed over these steps.
+            skip = {*self.experiment.train.skip, *self.done[JAX, "policy"].overflown}
+            more = {**more, "train": {"skip": sorted(skip)}}
         for section, fields in [*KINDS[kind].items(), *more.items()]:
-            values[section] = fields if section == "precision" else values[section] | fields
+            values[section] = {n: x for n, x in values[section].items() if (section, n) not in REPLACED} | fields
         return Experiment.parse(values, source="arguments").to_toml()
 
     def start(self, init: Path | None = None) -> Path:
@@ -239,6 +245,15 @@ class Proof:
         return {step: both * compare.whole(*pair) for step, pair in kept.items()}
 
     @property
+    def overflows_by_chance(self) -> int:
+        """The first step that overflows on one side alone, if by then one of them does or does not by the order of its
+        sums: what comes after is another run. Else 0."""
+        differ = levels.scales_differ(*self.pair("policy"))
+        kept = [(self.done[side, "policy"], self.done.get((side, "reordered"))) for side in self.sides]
+        own = [step for run, other in kept if other for step in levels.scales_differ(run, other)]
+        return differ[0] if differ and own and min(own) <= differ[0] else 0
+
+    @property
     def double(self) -> tuple[Run, Run]:
         """The float64 runs on the mesh that the policy is held against; ours alone, where the other side has none."""
         ours = self.done[JAX, "mesh"]
@@ -250,7 +265,8 @@ class Proof:
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy = self.pair("policy")
         still = (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
-        yield from levels.precision(policy, self.double, self.experiment.precision.compute, still)
+        if not self.overflows_by_chance:
+            yield from levels.precision(policy, self.double, self.experiment.precision.compute, still)
         for run in policy:
             yield levels.numbers(run)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
@@ -301,6 +317,12 @@ class Proof:
         """Levels that the runs cannot decide, with the reason."""
         alone = self.double[0] is self.double[1]
         yield from levels.too_wide(checks, levels.WIDEST_ALONE if alone else levels.WIDEST).items()
+        if step := self.overflows_by_chance:
+            yield (
+                "precision",
+                f"at step {step} gradients overflow on one side alone, as they do or not by the order of sums alone; "
+                "give a smaller --precision.loss_scale or learning rate",
+            )
         if not self.exact and self.noisy:
             yield (
                 "mathematics",
@@ -317,6 +339,7 @@ class Proof:
         lacking = {
             "mathematics and distribution in float64": not self.exact,
             "gradients": not theirs.gradient_steps,
+            "loss scale": bool(self.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
             "memory": not self.measured("memory"),
             "traffic": not self.measured("collectives"),
             "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),

@@ -147,6 +147,22 @@ def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
     assert judged(asked(tmp_path), jaxdist_perturbed=WIDEST, torch_ref_one=1e-3).word == "not_equivalent"
 
 
+@pytest.mark.parametrize(("reordered", "word"), [((3,), "undecided"), ((4,), "not_equivalent"), ((), "not_equivalent")])
+def test_an_overflow_on_one_side_alone(tmp_path: Path, reordered: tuple[int, ...], word: str) -> None:
+    """It is a mistake, unless the order of sums has made one of a side's own runs overflow, or not, by then."""
+    proof = asked(tmp_path, precision={"policy": "fp16"})
+    judged(proof)
+    for (side, kind), run in proof.done.items():
+        at = (3,) if side == JAX else reordered if kind == "reordered" else ()
+        run.__dict__.pop("overflown", None)
+        for record in run.metrics if kind in ("policy", "reordered") else ():
+            skipped = record["step"] in at
+            record |= {"loss_scale": 1024.0, "skipped": skipped} | ({"grad_norm": None} if skipped else {})
+    verdict = proof.verdict()
+    assert verdict.word == word
+    assert ("precision" in verdict.open) == (word == "undecided")
+
+
 # ---- against a run that is there
 
 

@@ -115,7 +115,7 @@ class Run:
             )
         for record in self.metrics:
             for name in METRICS:
-                if not one_of(record.get(name), NUMBER):
+                if record["step"] not in self.overflown and not one_of(record.get(name), NUMBER):
                     raise ConfigError(
                         f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
                         "number is equal to nothing, mend it first"
@@ -139,7 +139,11 @@ class Run:
 
     def lacking(self, recorded: Iterable[int]) -> list[str]:
         """What of a run of ours is missing, that kept gradients of these steps."""
-        gradients = [f"gradients of step {step}" for step in recorded if not self.kept("gradient", step)]
+        gradients = [
+            f"gradients of step {step}"
+            for step in recorded
+            if not self.kept("gradient", step) and step not in self.overflown
+        ]
         states = [f"{kind} at the end" for kind in STATES if not self.kept_states(kind)]
         return [*(name for name in FIGURES if self.summary.get(name) is None), *gradients, *states]
 
@@ -160,8 +164,14 @@ class Run:
 
     @property
     def gradient_steps(self) -> list[int]:
-        """The steps of which gradients were kept."""
-        return [step for step in self.records if self.kept("gradient", step)]
+        """The steps of which gradients were kept, but those whose gradients overflowed."""
+        return [step for step in self.records if step not in self.overflown and self.kept("gradient", step)]
+
+    @cached_property
+    def overflown(self) -> set[int]:
+        """The steps that were passed over because their gradients, times the loss scale, overflowed."""
+        scaled = [r for r in self.metrics if r.get("loss_scale") is not None and r.get("skipped") is True]
+        return {r["step"] for r in scaled if not one_of(r.get("grad_norm"), NUMBER)}
 
     def kept_states(self, kind: str) -> dict[str, np.ndarray]:
         """The final weights or moments."""
@@ -229,12 +239,14 @@ def _jax_states(path: Path) -> dict[str, np.ndarray]:
     saved = checkpoint.read(path)
     adam = next(part for part in saved.optimizer if part and "mu" in part)
     trees = {"weights": saved.parameters, "exp_avg": adam["mu"], "exp_avg_sq": adam["nu"]}
-    return {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in names.as_torch(tree).items()}
+    found = {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in names.as_torch(tree).items()}
+    return {name: w.astype(np.float32) if w.dtype.kind == "V" else w for name, w in found.items()}  # bfloat16
 
 
 def _torch_states(path: Path) -> dict[str, np.ndarray]:
     from torch_ref import checkpoint
+    from torch_ref.record import array
 
     _, trees = checkpoint.read(path)
     kinds = {"model": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-    return {f"{kinds[kind]}/{name}": w.numpy() for kind, tree in trees.items() for name, w in tree.items()}
+    return {f"{kinds[kind]}/{name}": array(w) for kind, tree in trees.items() for name, w in tree.items()}

@@ -13,7 +13,7 @@ from jaxdist.config import Experiment
 from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 from parity_tests.verdict import UNEXPLAINED, Cause
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 JAX, TORCH = SIDES = "jaxdist", "torch_ref"
 
 # Width -> arrays of so many numbers a token, in the compute dtype and in float32 or wider. D model, Q heads · C,

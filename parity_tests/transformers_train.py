@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -46,6 +47,7 @@ from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
 from torch_ref.arithmetic import Arithmetic
+from torch_ref.models.layers import wide
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
 from torch_ref.train import fetch, metered
@@ -92,8 +94,10 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         raise ConfigError(
             f"--strategy {parallel.strategy}: transformers is run under DDP or FSDP2; use --strategy ddp or fsdp"
         )
-    if parallel.strategy == "ddp" and precision.compute == "bfloat16":
-        raise ConfigError("--precision bf16 under --strategy ddp would be autocast's, not the policy's; use fsdp")
+    if parallel.strategy == "ddp" and len({precision.parameters, precision.compute, precision.reduce}) > 1:
+        raise ConfigError(
+            f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use fsdp"
+        )
     axes = parallel.axes()
     mesh = f"data={axes['data']},fsdp={axes['fsdp']}"
     return experiment.model_copy(update={"parallel": parallel.model_copy(update={"mesh": mesh})})
@@ -107,6 +111,10 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         plain = build(init, weights, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
+        p = experiment.precision
+        scaler = ShardedGradScaler(
+            mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
+        )
         first = dist.get_rank() == 0
         if first:
             folder.create(experiment)
@@ -117,17 +125,23 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
             for step in range(1, experiment.train.steps + 1):
                 began = time.perf_counter()
                 with ExitStack() as stack:
-                    keep = Keeping(plain, optimizer, step, experiment)
+                    scale = scaler.get_scale()
+                    keep = Keeping(plain, optimizer, step, experiment, scale)
                     stack.enter_context(keep.activations())
                     if step == counted:
                         stack.enter_context(traffic)
                         stack.enter_context(arithmetic)
                     batch = fetch(dataset, experiment, mesh, step)
-                    values = train_step(model, optimizer, batch, experiment, mesh, keep)
+                    values = train_step(model, optimizer, scaler, batch, experiment, mesh, step, keep)
                     rate = schedule.get_last_lr()[0]
                     schedule.step()
                 record = {"step": step, **values, "learning_rate": rate}
-                check_finite(step, **values)
+                if scaler.is_enabled():
+                    record |= {"loss_scale": scale}
+                if scaler.is_enabled() or experiment.train.skip:
+                    record["skipped"] = not math.isfinite(values["grad_norm"]) or step in experiment.train.skip
+                if not p.recovers(record.get("loss_scale")):
+                    check_finite(step, **values)
                 tokens, seconds = experiment.train.batch * experiment.data.sequence, time.perf_counter() - began
                 record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
                 kept = keep.after(mesh)
@@ -213,7 +227,14 @@ SCHEDULES: dict[str, Callable[[Any, Optimizer, int], Any]] = {
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, experiment: Experiment, mesh: DeviceMesh, keep: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: ShardedGradScaler,
+    batch: Any,
+    experiment: Experiment,
+    mesh: DeviceMesh,
+    step: int,
+    keep: Any,
 ) -> dict[str, float]:
     """Loss over the global batch's valid tokens, clip_grad_norm_, AdamW. DDP and FSDP2 average: times the ranks."""
     optimizer.zero_grad()
@@ -227,13 +248,16 @@ def train_step(
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-            (loss * ranks / count).backward()
+            scaler.scale(loss * ranks / count).backward()
         total += loss.detach() / count
     dist.all_reduce(total)
+    scaler.unscale_(optimizer)
     keep.gradients("gradient")
     norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.optimizer.clip or math.inf, foreach=False)
     keep.gradients("clipped")
-    optimizer.step()
+    if step not in experiment.train.skip:
+        scaler.step(optimizer)
+    scaler.update()
     return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
 
 
@@ -248,8 +272,10 @@ def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContext
 class Keeping:
     """What of one step goes into its record: gradients, or all; the last step's states in any case."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, experiment: Experiment):
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, experiment: Experiment, scale: float
+    ):
+        self.model, self.optimizer, self.scale = model, optimizer, scale
         self.recorded = step in experiment.record.steps
         self.every = self.recorded and experiment.record.tensors == "all"
         self.last = step == experiment.train.steps
@@ -274,8 +300,8 @@ class Keeping:
         if y.requires_grad and y.ndim >= 3:
             self.noted[f"activation/{name}"].append(y.detach().clone())
             # the loss was multiplied by the ranks, for DDP and FSDP2 to divide gradients by them
-            ranks = dist.get_world_size()
-            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(g.detach() / ranks))
+            factor = dist.get_world_size() * self.scale
+            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(wide(g.detach()) / factor))
 
     def after(self, mesh: DeviceMesh) -> Arrays:
         """The record, whole on the first rank; called by all."""

@@ -1,8 +1,9 @@
 """Distributed checkpoints (torch.distributed.checkpoint): parameters and AdamW's moments by parameter name.
 
 Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, exp_avg_sq}`,
-`step`; beside it the experiment as `experiment.json`, and the manifest (`jaxdist/config/checkpoints.py`). Every rank
-writes its pieces; a restore reads what its own layout needs, so mesh and strategy may differ.
+`step`, and `scaling.{scale, good}` where the loss is scaled; beside it the experiment as `experiment.json`, and the
+manifest (`jaxdist/config/checkpoints.py`). Every rank writes its pieces; a restore reads what its own layout needs, so
+mesh and strategy may differ.
 """
 
 import json
@@ -35,7 +36,8 @@ DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError,
 
 def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
     """What is saved, sharing memory with model and optimizer."""
-    return {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
+    state = {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
+    return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
@@ -63,7 +65,10 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment
 def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> None:
     """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
     same_model(config, read_experiment(path).model, str(path))
-    load(path, state_of(model, optimizer))
+    state = state_of(model, optimizer)
+    load(path, state)
+    if scaling := state.get("scaling"):
+        optimizer.scaling = scaling
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:

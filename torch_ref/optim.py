@@ -1,4 +1,4 @@
-"""Learning rate, clip and AdamW, from torch's own parts; ZeRO-1 by ZeroRedundancyOptimizer."""
+"""Learning rate, loss scale, clip and AdamW, from torch's own parts; ZeRO-1 by ZeroRedundancyOptimizer."""
 
 import math
 import warnings
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Experiment
@@ -20,6 +21,9 @@ from torch_ref.weights import local, named
 with warnings.catch_warnings():  # its package uses torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+SCALING = {"scale": "scale", "good": "_growth_tracker"}  # of a checkpoint: GradScaler's name
 
 
 def learning_rate(o: Config, steps: int, step: int) -> float:
@@ -82,9 +86,14 @@ class AdamW:
 
     def __init__(self, model: nn.Module, experiment: Experiment, mesh: DeviceMesh):
         o = self.config = experiment.optimizer
-        self.steps = experiment.train.steps
+        self.steps, p = experiment.train.steps, experiment.precision
         self.parameters = dict(named(model))
-        self.locals = {name: local(p) for name, p in self.parameters.items()}
+        self.locals = {name: local(w) for name, w in self.parameters.items()}
+        device = next(model.parameters()).device.type
+        # torch's GradScaler, but all ranks know of an overflow on one of them.
+        self.scaler = ShardedGradScaler(
+            device, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
+        )
         groups: list[dict[str, Any]] = [
             {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
             {"params": [t for t in self.locals.values() if t.ndim < 2], "weight_decay": 0.0},
@@ -117,21 +126,36 @@ class AdamW:
         self.holder.state[piece] = state
         return state
 
-    def step(self, step: int, finite: bool) -> float:
-        """Update every parameter from its `.grad`, unless the step is not `finite`.
+    def unscale(self) -> float | None:
+        """Divide every `.grad` by the loss scale. Returns that, None where the loss is not scaled."""
+        for name, parameter in self.parameters.items():
+            self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
+        self.scaler.unscale_(self.optimizer)
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
+    def step(self, step: int, taken: bool) -> float:
+        """Update every parameter from its `.grad`, unless the step is not `taken`; then the loss scale.
 
         Returns the learning rate of `step`, counted from 1.
         """
         rate = learning_rate(self.config, self.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if not finite:
-            return rate
-        for name, parameter in self.parameters.items():
-            self.locals[name].grad = None if parameter.grad is None else local(parameter.grad)
-        self.optimizer.step()
+        if taken:
+            self.scaler.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)  # or two steps' gradients would be held
+        self.scaler.update()
         return rate
+
+    @property
+    def scaling(self) -> dict[str, Tensor]:
+        """The loss scale, and how many steps in a row were good since it changed; nothing where there is none."""
+        state = self.scaler.state_dict()
+        return {key: torch.tensor(state[name]) for key, name in SCALING.items()} if state else {}
+
+    @scaling.setter
+    def scaling(self, values: dict[str, Tensor]) -> None:
+        self.scaler.load_state_dict(self.scaler.state_dict() | {SCALING[key]: t.item() for key, t in values.items()})
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Name -> step, exp_avg, exp_avg_sq, laid out as the parameter: what a distributed checkpoint saves.

@@ -67,7 +67,9 @@ def updated(**fields: Any) -> nn.Linear:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     settings = Config(learning_rate=0.5, warmup=0, decay="constant").model_copy(update=fields)
-    AdamW(model, Experiment(optimizer=settings), mesh=None).step(1, finite=True)  # type: ignore[arg-type]
+    optimizer = AdamW(model, Experiment(optimizer=settings), mesh=None)  # type: ignore[arg-type]
+    optimizer.unscale()
+    optimizer.step(1, taken=True)
     return model
 
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from jaxdist.config import Experiment, RunFolder
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from torch_ref.models import FAMILIES
+from torch_ref.models.layers import wide
 from torch_ref.optim import AdamW
 from torch_ref.step import Tokens, Watch
 from torch_ref.weights import local, named, place
@@ -180,7 +181,7 @@ class Recorder:
             yield lambda stage: None
             return
         kinds: dict[str, Arrays] = {}
-        taps = Taps()
+        taps, scale = Taps(), self.optimizer.scaler.get_scale()
 
         def watch(stage: str) -> None:
             kinds[stage] = whole({n: p.grad for n, p in named(self.model) if p.grad is not None})
@@ -192,7 +193,7 @@ class Recorder:
             yield watch
         if self.every:
             kinds["activation"] = self.joined(taps.noted)
-            backward = {n: taps.gradients[n] for n in reversed(taps.gradients)}
+            backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward)
             kinds |= self.moments()
             kinds["weights"] = whole(dict(named(self.model)))

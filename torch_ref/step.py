@@ -28,11 +28,13 @@ class Tokens(NamedTuple):
 
 
 class Values(NamedTuple):
-    """loss: mean nats per token of the global batch before the update; grad_norm: global, before the clip."""
+    """loss: mean nats per token of the global batch before the update; grad_norm: global, before the clip;
+    loss_scale: of the step, None where the loss is not scaled."""
 
     loss: float
     grad_norm: float
     learning_rate: float
+    loss_scale: float | None
 
     @property
     def finite(self) -> bool:
@@ -52,7 +54,7 @@ def train_step(
     step: int,
     watch: Watch,
 ) -> Values:
-    """Accumulate -> clip -> update, if loss and norm are finite.
+    """Accumulate -> unscale -> clip -> update, if loss and norm are finite and the step is not to be skipped.
 
     `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
 
@@ -67,13 +69,15 @@ def train_step(
     for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
         with microbatch(model, experiment.parallel, last=i == parts - 1):
             loss = cross_entropy(model(tokens), targets) / count
-            loss.backward()
+            optimizer.scaler.scale(loss).backward()
         total += loss.detach()
+    scale = optimizer.unscale()
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip)
     watch("clipped")
-    values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0)
-    return values._replace(learning_rate=optimizer.step(step, values.finite))
+    values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
+    taken = values.finite and step not in experiment.train.skip
+    return values._replace(learning_rate=optimizer.step(step, taken))
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -131,14 +131,15 @@ def loop(
                 measuring.enter_context(meter)
             values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
         seconds = time.perf_counter() - began
-        if not values.finite and config.nonfinite == "stop":
+        scaled = values.loss_scale is not None
+        if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
             again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
             tensor, last = first_nonfinite(model, again), folder.newest if folder else None
             raise diverged(step, values.loss, values.grad_norm, tensor, last)
-        record: dict[str, Any] = {"step": step} | values._asdict()
+        record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-        if config.nonfinite == "skip":
-            record["skipped"] = not values.finite
+        if scaled or config.skip or config.nonfinite == "skip":
+            record["skipped"] = not values.finite or step in config.skip
         records.append(record)
         report(record)
         due = launch.as_first(schedule.due(step), mesh.device_type)

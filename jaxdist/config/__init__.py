@@ -6,7 +6,6 @@ from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import ConfigError, TrainingError, check_finite, diverged, exit_codes, overflown
 from jaxdist.config.experiment import (
     AXES,
-    POLICIES,
     STRATEGIES,
     Checkpoint,
     Data,
@@ -15,11 +14,11 @@ from jaxdist.config.experiment import (
     Metrics,
     Optimizer,
     Parallel,
-    Precision,
     Train,
 )
 from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
+from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
 
 __all__ = [

@@ -21,9 +21,9 @@ SHORTCUTS = {
 }
 
 
-# What an override makes obsolete of a resolved config: the dtypes of another policy, the fingerprint of other data.
+# What an override makes obsolete of a resolved config: what followed from another policy, a fingerprint of other data.
 FORGETS = {
-    "precision.policy": ("parameters", "compute", "reduce"),
+    "precision.policy": ("parameters", "compute", "reduce", "loss_scale"),
     "data.path": ("fingerprint",),
     "data.tokenizer": ("fingerprint",),
     "data.text_field": ("fingerprint",),

@@ -68,6 +68,34 @@ def test_policies_resolve() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "policy", "dtypes", "scale"),
+    [
+        ("32-true", "fp32", ("float32", "float32", "float32"), 0),
+        ("64-true", "fp64", ("float64", "float64", "float64"), 0),
+        ("bf16-mixed", "bf16", ("float32", "bfloat16", "float32"), 0),
+        ("16-mixed", "fp16", ("float32", "float16", "float32"), 65536),
+        ("O0", "fp32", ("float32", "float32", "float32"), 0),
+        ("O1", "fp16", ("float32", "float16", "float32"), 65536),
+        ("O2", "O2", ("float32", "float16", "float16"), 65536),
+        ("O3", "16-true", ("float16", "float16", "float16"), 0),
+        ("bf16-true", "bf16-true", ("bfloat16", "bfloat16", "bfloat16"), 0),
+    ],
+)
+def test_precision_names_of_others(name: str, policy: str, dtypes: tuple[str, str, str], scale: float) -> None:
+    """Lightning's and Apex's stand for policies; which of them scale the loss."""
+    p = experiment("--precision", name).precision
+    assert (p.policy, (p.parameters, p.compute, p.reduce), p.loss_scale) == (policy, dtypes, scale)
+
+
+def test_another_policy_has_its_own_loss_scale(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(experiment("--precision", "fp16").to_toml(), encoding="utf-8")
+    assert experiment("--config", str(file)).precision.loss_scale == 65536
+    assert experiment("--config", str(file), "--precision", "bf16").precision.loss_scale == 0
+    assert experiment("--config", str(file), "--precision.loss_scale", "128").precision.loss_scale == 128
+
+
+@pytest.mark.parametrize(
     ("mesh", "strategy", "sizes"),
     [
         ("1x1", "fsdp", (1, 1, 1)),
@@ -92,7 +120,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model.layers", "three"], r"model.layers = 'three': .*integer"),
     (["--model.layers", "0"], r"model.layers = '0': .*greater than or equal to 1"),
     (["--strategy", "fsdp2"], r"parallel.strategy = 'fsdp2': .*'ddp', 'zero1', 'zero2' or 'fsdp'"),
-    (["--precision", "fp8"], r"^arguments: precision.policy = 'fp8': .*'fp32', 'bf16' or 'fp64'$"),
+    (["--precision", "fp8"], r"^arguments: precision.policy = 'fp8': .*'fp32', 'bf16', 'fp16', .*"),
     (["--precision.compute", "float64"], r"float64 is for proofs .* --precision fp64"),
     (["--mesh", "2x4x2"], r"parallel.mesh = '2x4x2': name the axes"),
     (["--mesh", "2xfour"], r"size 'four' of axis 'tensor'"),

@@ -15,9 +15,8 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Positive, Section, Seed, Share
-from jaxdist.config.record import Record
-
-Dtype = Literal["float32", "bfloat16", "float64"]
+from jaxdist.config.precision import Precision
+from jaxdist.config.record import Record, Steps
 
 
 class Data(Section):
@@ -68,6 +67,9 @@ class Train(Section):
     """Seed of the starting weights and of the data order."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient norm that is NaN or infinite: stop before the update, or pass over the step and its batch."""
+    skip: Steps = ()
+    """Steps to pass over, as 120,121: weights and moments stay, the schedule goes on. For batches after which the loss
+    jumps (arXiv:2204.02311, section 5.1)."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split evaluated after the last step; 0 for none."""
 
@@ -179,49 +181,6 @@ class Parallel(Section):
                 "name the axis fsdp, or use --strategy ddp"
             )
         return sizes
-
-
-POLICIES: dict[str, tuple[Dtype, Dtype, Dtype]] = {
-    # policy: (parameters and optimizer state, compute, gradient reduction)
-    "fp32": ("float32", "float32", "float32"),
-    "bf16": ("float32", "bfloat16", "float32"),
-    "fp64": ("float64", "float64", "float64"),
-}
-
-
-_BY_POLICY: Any = Field(default=None)  # filled in before validation
-
-
-class Precision(Section):
-    """The dtypes, as FSDP2's MixedPrecisionPolicy names them. Norms, softmax, rope and loss are never below float32."""
-
-    policy: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """fp32; bf16: float32 master weights, bfloat16 compute, float32 gradient reduction; fp64: for proofs."""
-    parameters: Dtype = _BY_POLICY
-    """Master weights, gradients and their accumulators, and optimizer state; unset: as the policy says."""
-    compute: Dtype = _BY_POLICY
-    """Matrix products and activations; unset: as the policy says."""
-    reduce: Dtype = _BY_POLICY
-    """Gradients on the wire; unset: as the policy says."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        # An unknown policy is reported by its own field alone.
-        dtypes = POLICIES.get(str(values.get("policy", "fp32")), POLICIES["fp32"])
-        return dict(zip(("parameters", "compute", "reduce"), dtypes, strict=True)) | values
-
-    @model_validator(mode="after")
-    def _double(self) -> "Precision":
-        dtypes = {self.parameters, self.compute, self.reduce}
-        if "float64" in dtypes and dtypes != {"float64"}:
-            raise ValueError(
-                f"precision.parameters = {self.parameters}, compute = {self.compute}, reduce = {self.reduce}: "
-                "float64 is for proofs and is all or nothing; use --precision fp64"
-            )
-        return self
 
 
 class Memory(Section):

@@ -41,10 +41,13 @@ def _numbers(value: Any) -> Any:
     return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
 
 
+Steps = Annotated[tuple[Count, ...], pydantic.BeforeValidator(_numbers)]
+
+
 class Record(Section):
     """Tensors of single steps, kept for a comparison."""
 
-    steps: Annotated[tuple[Count, ...], pydantic.BeforeValidator(_numbers)] = ()
+    steps: Steps = ()
     """Steps of which tensors are kept in record/<step>.safetensors, as 1,20; empty: none."""
     tensors: Literal["gradients", "all"] = "gradients"
     """gradients: each parameter's, before the clip; all: also batch, activations, moments and weights."""

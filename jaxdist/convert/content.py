@@ -13,6 +13,7 @@ from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
 from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
+from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, under torch's names: optax's mu and nu
@@ -57,6 +58,7 @@ class Content:
     """A checkpoint in the tensors of a `naming`, by group: parameters, and the moments of whoever has an optimizer.
 
     `step` is the number of steps done, `updates` of those that changed weights; None without an optimizer's state.
+    `scaling` is the loss scale that training goes on with, where there is one.
     """
 
     experiment: Experiment
@@ -66,6 +68,7 @@ class Content:
     updates: int | None = None
     origin: Origin = field(default_factory=Origin)
     metrics: bytes = b""  # the lines that the run logged
+    scaling: LossScale | None = None
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -74,10 +77,11 @@ class Content:
 
     def weights(self) -> "Content":
         """Without all that training needs."""
-        return replace(self, groups={PARAMETERS: self.groups[PARAMETERS]}, step=0, updates=None)
+        return replace(self, groups={PARAMETERS: self.groups[PARAMETERS]}, step=0, updates=None, scaling=None)
 
     def checked(self, source: Path) -> "Content":
-        """Itself, without what is no parameter. Raises ConfigError naming a tensor that is missing or does not fit."""
+        """Itself, without what is no parameter, and with a first loss scale where its experiment needs one and it has
+        none. Raises ConfigError naming a tensor that is missing or does not fit."""
         wanted = {name: entry.shape for name, entry in self.entries.items()}
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
         for group, leaves in groups.items():
@@ -86,7 +90,13 @@ class Content:
             for name, leaf in leaves.items():
                 if leaf.dtype.name not in WEIGHTS:
                     raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
-        return replace(self, groups=groups)
+        scaling = None
+        if self.updates is not None and (fresh := start(self.experiment.precision)):
+            scaling = self.scaling or fresh
+            scale, good = float(scaling.scale), int(scaling.good)
+            if not (0 < scale < np.inf and 0 <= good < 2**31):
+                raise ConfigError(f"{source}: a loss scale of {scale} after {good} good steps; leave it out")
+        return replace(self, groups=groups, scaling=scaling)
 
     def _without_extras(self, source: Path, leaves: Leaves) -> Leaves:
         """Without buffers, and without the head where it is the embedding once more."""

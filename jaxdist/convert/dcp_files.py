@@ -1,6 +1,7 @@
 """Folders of torch.distributed.checkpoint, read and written by one process without a process group.
 
-`torch_ref` writes them, in torch's own layout: `model.<name>`, `optimizer.state.<name>.<kind>`, `step`.
+`torch_ref` writes them, in torch's own layout: `model.<name>`, `optimizer.state.<name>.<kind>`, `step`, and
+`scaling.<name>` where the loss is scaled.
 """
 
 import math
@@ -39,8 +40,9 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, entries
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.loss_scale import LossScale, state_of
 
-MODEL, STATE, GROUPS, APP = "model.", "optimizer.state.", "param_groups.", "app."
+MODEL, STATE, GROUPS, APP, SCALING = "model.", "optimizer.state.", "param_groups.", "app.", "scaling."
 PRIME = 2**61 - 1
 # What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
 PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
@@ -195,7 +197,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     said_step = leaves["step"].read().item() if "step" in leaves else extras.get(tensors.prefixes["step"])
     step = next((n for n in (said_step, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
     if said:
-        return Content(experiment, naming, groups, step, updates, origin_of(found), metrics_of(found)).checked(path)
+        logged, scaling = metrics_of(found), _scaling(leaves)
+        return Content(experiment, naming, groups, step, updates, origin_of(found), logged, scaling).checked(path)
     if updates is not None and (trained := list(_groups(extras, f"{prefix}{GROUPS}").values())):
         with torch_files.reading(path, "optimizer"):
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
@@ -224,6 +227,12 @@ def _states(path: str, leaves: Leaves, extras: Mapping[str, Any], optimizer: str
     if uncounted := [name for name, _ in kept if name not in counts]:
         raise ConfigError(f"{path}: its optimizer has moments of {uncounted[0]}, and no count of its steps; add it")
     return list(counts.values())
+
+
+def _scaling(leaves: Leaves) -> LossScale | None:
+    names = {name: f"{SCALING}{name}" for name in LossScale._fields}
+    there = leaves.keys() >= {*names.values()}
+    return state_of(**{n: leaves[key].read() for n, key in names.items()}) if there else None
 
 
 def _groups(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
@@ -312,7 +321,8 @@ def write(path: Path, conversion: Conversion) -> None:
     folder = begin(path, content)
     names = content.origin.names_in("dcp")
     prefixes = {**PREFIXES, **(content.origin.metadata if content.origin.kind == "dcp" else {})}
-    if conversion.naming != "torch_ref" or prefixes["model"] != MODEL:
+    own = conversion.naming == "torch_ref" and prefixes["model"] == MODEL
+    if not own:
         say("its tensors are called as in the program that they came from, which torch_ref does not read")
 
     twins = conversion.twins("dcp")
@@ -335,6 +345,8 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.updates is not None:
         done = float(content.updates)
         counts |= {key: torch.tensor(done) for name in conversion.entries for key in keys("step", name)}
+    if content.scaling and own:
+        counts |= {f"{SCALING}{name}": torch.tensor(x.item()) for name, x in content.scaling._asdict().items()}
     extras = _extras(content, f"{prefixes['optimizer']}{GROUPS}")
     # A count is a number where it was one, and a tensor else.
     counts |= {key: int(counts[key]) for key in counts.keys() & extras.keys() if isinstance(extras[key], int)}

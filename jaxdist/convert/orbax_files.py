@@ -30,6 +30,7 @@ from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, 
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut
 from jaxdist.convert.tables import LAYERS, parts, shapes_of
+from jaxdist.loss_scale import state_of
 from jaxdist.optim import adamw
 
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each
@@ -53,15 +54,18 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
 
     groups = {PARAMETERS: layers(str(path), stores(found / "parameters"))}
-    updates = None
+    updates = scaling = None
     if training and (found / "optimizer").is_dir():
         adam = next(part for part in stores(found / "optimizer") if isinstance(part, dict) and "mu" in part)
         groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
         updates = int(_read(found, adam["count"]))
+        if (found / "scaling").is_dir():
+            scaling = state_of(**{name: _read(found, store) for name, store in stores(found / "scaling").items()})
     if not found.name.isdecimal():
         raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
     step = int(found.name)
-    return Content(experiment, LAYERS, groups, step, updates, origin_of(found), metrics_of(found)).checked(path)
+    content = Content(experiment, LAYERS, groups, step, updates, origin_of(found), metrics_of(found), scaling)
+    return content.checked(path)
 
 
 class Opening(ocp.type_handlers.NumpyHandler):
@@ -220,6 +224,8 @@ def write(path: Path, conversion: Conversion) -> None:
     }
     if content.updates is not None:
         values["optimizer"] = ocp.args.PyTreeSave(_optimizer(content, coming))
+    if content.scaling:
+        values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
     streaming = Streaming(conversion)
     with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer, streaming.to_the_end():
         writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))

@@ -26,7 +26,7 @@ from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import adamw, buffers, torch_numpy
+from jaxdist.convert import adamw, buffers, grad_scaler, torch_numpy
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.naming import carried, plain, recognized
@@ -39,6 +39,7 @@ from jaxdist.optim import learning_rate
 MODEL = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
+SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 EXPERIMENT, METRICS = "experiment", "metrics.jsonl"  # of the run: keys of our own
 MOST = 10_000_000  # values in a file
@@ -202,15 +203,23 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         with reading(path, "optimizer"):
             updates = one_count(str(path), (count_of(path, step) for step in adamw.steps_of(optimizer)))
     step, experiment = _steps(path, tree, updates), found
+    scaler: Mapping[str, Any] = {}
     if trained:
         with reading(path, "optimizer"):
             settings = adamw.settings(str(path), trained, shapes)
             settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
         experiment = trained_by(found, settings, f"{path}: optimizer")
+        scaler = tree_map_only(Tensor, partial(number, path), _part(tree, SCALER))
+        if not wanted and not _own(tree) and (precision := grad_scaler.settings(scaler)):
+            experiment = Experiment.parse(
+                experiment.model_dump(exclude_none=True) | {"precision": precision}, f"{path}: scaler"
+            )
+    with reading(path, "scaler"):
+        scaling = grad_scaler.scaling(scaler)
     extras = _extras(path, tree, trained)
     origin = Origin("torch", naming, kept, files=companions(path.parent), extras=extras, step=step)
     logged = _logged(path, tree) if training and _own(tree) else b""
-    return Content(experiment, naming, groups, step, updates, origin, logged).checked(path)
+    return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
 
 
 def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str) -> Experiment:
@@ -308,8 +317,8 @@ def check(conversion: Conversion) -> None:
 
 
 def write(path: Path, conversion: Conversion) -> None:
-    """Write {model, optimizer, scheduler, step, experiment} and what a torch file had besides, as it had it; weights
-    alone where there is no optimizer."""
+    """Write {model, optimizer, scheduler, scaler, step, experiment} and what a torch file had besides, as it had it;
+    weights alone where there is no optimizer."""
     content = conversion.content
     origin = content.origin
     names = origin.names_in("torch")
@@ -339,7 +348,8 @@ def write(path: Path, conversion: Conversion) -> None:
 def _training(
     content: Content, updates: int, tree: Mapping[str, Any], fakes: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    """Optimizer, scheduler and step under the keys of `tree`: as they were there, if no step has been made since."""
+    """Optimizer, scheduler, scaler and step under the keys of `tree`: as they were there, if no step has been made
+    since."""
     o, kept = content.experiment.optimizer, _part(tree, OPTIMIZER)
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
@@ -356,6 +366,9 @@ def _training(
         scheduler = scheduler and scheduler | now
     made = {_key(tree, OPTIMIZER): adamw.state_dict(fakes, groups, updates)}
     made |= {_key(tree, SCHEDULER): scheduler} if scheduler else {}
+    if content.scaling and (not kept or content.step != content.origin.step):
+        state = grad_scaler.state_dict(content.scaling, content.experiment.precision)
+        made[_key(tree, SCALER)] = _part(tree, SCALER) | state
     return made | {next((key for key in STEP if key in tree), STEP[0]): content.step}
 
 

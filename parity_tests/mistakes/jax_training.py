@@ -10,12 +10,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxdist import optim, step, train, weights
+from jaxdist import loss_scale, optim, step, train, weights
 from jaxdist.collectives import Parallel
 from jaxdist.config import Optimizer
 from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.sharding import Layout
-from jaxdist.step import Step
+from jaxdist.step import Step, TrainState
 from parity_tests.mistakes import altered, everywhere, mistake, plant
 
 planted = partial(mistake, "jaxdist")
@@ -102,9 +102,9 @@ def mean_of_microbatch_means() -> None:
     """Each microbatch is divided by its own number of tokens, and their mean is taken."""
     right = Step.accumulate
 
-    def accumulate(self: Any, parameters: Any, batch: Batch) -> Any:
+    def accumulate(self: Any, parameters: Any, batch: Batch, *scale: Any) -> Any:
         parts = [Batch(*part) for part in zip(*(jnp.split(x, self.accumulation) for x in batch), strict=True)]
-        found = [right(replace(self, accumulation=1), parameters, part) for part in parts]
+        found = [right(replace(self, accumulation=1), parameters, part, *scale) for part in parts]
         return jax.tree.map(lambda *values: sum(values) / len(values), *found)
 
     plant(Step, "accumulate", accumulate)
@@ -126,11 +126,55 @@ def gradients_divided_twice() -> None:
     """Gradients, of a loss that is a mean already, are divided by the number of microbatches."""
     right = Step.accumulate
 
-    def accumulate(self: Any, parameters: Any, batch: Batch) -> Any:
-        loss, gradients = right(self, parameters, batch)
+    def accumulate(self: Any, parameters: Any, batch: Batch, *scale: Any) -> Any:
+        loss, gradients = right(self, parameters, batch, *scale)
         return loss, jax.tree.map(lambda g: g / self.accumulation, gradients)
 
     plant(Step, "accumulate", accumulate)
+
+
+# ---- loss scale
+
+
+@planted("scaled", "mathematics", "gradient/*")
+def loss_scale_left_in_for_the_clip() -> None:
+    """Gradients are divided by the loss scale after the clip."""
+    right = Step.update
+
+    def gradient(self: Step, state: TrainState, batch: Batch) -> Any:
+        loss, gradients = self.accumulate(state.parameters, batch, loss_scale.factor(state.scaling))
+        return loss, self.reduce(gradients)
+
+    def update(self: Step, state: TrainState, gradients: Any, loss: Any, norm: Any) -> TrainState:
+        factor = jnp.minimum(1, 0.5 / (norm + 1e-6)) / loss_scale.factor(state.scaling)
+        return right(self, state, jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients), loss, 0 * norm)
+
+    plant(Step, "gradient", gradient)
+    plant(Step, "update", update)
+
+
+@planted("scaled", "mathematics", "mathematics/loss scale*")
+def loss_scale_that_does_not_grow() -> None:
+    """Good steps are not counted."""
+    right = loss_scale.after
+    plant(loss_scale, "after", lambda state, *rest: right(state._replace(good=0 * state.good), *rest))
+
+
+@planted("fp16", "precision", "exp_avg/*")
+def moments_take_an_overflow_as_zero() -> None:
+    """In a step whose gradients overflow, the weights stay and the moments decay."""
+    right = optim.scale_by_adam
+
+    def scale_by_adam(*betas: float) -> optax.GradientTransformationExtraArgs:
+        adam = right(*betas)
+
+        def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
+            zeroed = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), updates)
+            return adam.update(zeroed, state, params, **(more | {"taken": True}))
+
+        return optax.GradientTransformationExtraArgs(adam.init, update)
+
+    everywhere(right, scale_by_adam)
 
 
 # ---- clip

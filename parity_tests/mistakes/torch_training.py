@@ -154,6 +154,27 @@ def clip_each_tensor() -> None:
     clipping(lambda ps, largest, norm: [nn.utils.clip_grads_with_norm_([p], largest, p.grad.norm()) for p in ps])
 
 
+# ---- loss scale
+
+
+@planted("scaled", "mathematics", "gradient/*")
+def clip_before_the_loss_scale_is_out() -> None:
+    """`unscale_` is not called before the clip; the scaler's step calls it after."""
+    plant(optim.AdamW, "unscale", lambda self: self.scaler.get_scale())
+
+
+@planted("fp16", "precision", "activation_gradient/logits")
+def loss_scale_that_does_not_back_off() -> None:
+    """An overflow leaves the scale as it was."""
+    right = optim.AdamW.__init__
+
+    def init(self: optim.AdamW, *inputs: Any) -> None:
+        right(self, *inputs)
+        self.scaler.set_backoff_factor(1.0)
+
+    plant(optim.AdamW, "__init__", init)
+
+
 # ---- AdamW
 
 
