@@ -15,7 +15,7 @@ from jaxdist import checkpoint, metrics
 from jaxdist.config import RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
-from jaxdist.data import Batch, Dataset, open_dataset
+from jaxdist.data import Batch, Dataset, in_steps, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.program import Program
@@ -27,8 +27,9 @@ from jaxdist.weights import load_weights, located, placed
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")
-    folder = RunFolder(arguments.output, arguments.experiment, arguments.resume) if arguments.output else None
-    experiment = folder.experiment if folder else arguments.experiment
+    experiment = in_steps(arguments.experiment)
+    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+    experiment = folder.experiment if folder else experiment
 
     mesh, where = make_mesh(experiment, arguments.device)
     dataset = open_dataset(experiment.data, experiment.model.vocab)

@@ -14,6 +14,7 @@ from rich.progress import track
 from jaxdist.config import Arguments, ConfigError, check_new, exit_codes, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
+from jaxdist.data import in_steps
 from parity_tests.levels import FEWEST
 from parity_tests.proof import STEPS, Proof
 from parity_tests.run import REFERENCES, Run, settings
@@ -70,6 +71,7 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     if theirs and known.config is None:  # that of the run, with what else is given
         argv = ["--config", str(theirs.path / "config.toml"), *argv]
     a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
+    a = replace(a, experiment=in_steps(a.experiment))
     if theirs is None:
         return Proof.of(a.experiment, check(a), a.device, known.against, a.more["first"]), a.more["bisect"], a.init
     if a.more["first"] != STEPS:

@@ -42,7 +42,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
-from jaxdist.data import IGNORED, Dataset, open_dataset
+from jaxdist.data import IGNORED, Dataset, in_steps, open_dataset
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.init is None or a.output is None:
         raise ConfigError("--init HF_FOLDER and --output DIR are needed")
     same_model(a.experiment.model, read_model(a.init), f"--init {a.init}")
-    experiment = on_batch_axes(a.experiment)
+    experiment = on_batch_axes(in_steps(a.experiment))
     plan = launch.plan(experiment.parallel, a.device)
     experiment.check_mesh(plan.axes)
     dataset = open_dataset(experiment.data, experiment.model.vocab)

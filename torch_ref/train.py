@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.config import Experiment, RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
-from jaxdist.data import Dataset, open_dataset
+from jaxdist.data import Dataset, in_steps, open_dataset
 from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
@@ -34,8 +34,9 @@ Report = Callable[[dict[str, Any]], None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
     arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.")
-    folder = RunFolder(arguments.output, arguments.experiment, arguments.resume) if arguments.output else None
-    experiment = folder.experiment if folder else arguments.experiment
+    experiment = in_steps(arguments.experiment)
+    folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
+    experiment = folder.experiment if folder else experiment
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.

@@ -17,6 +17,7 @@ SHORTCUTS = {
     "strategy": "parallel.strategy",
     "precision": "precision.policy",
     "steps": "train.steps",
+    "epochs": "train.epochs",
     "seed": "train.seed",
 }
 
@@ -24,6 +25,8 @@ SHORTCUTS = {
 # What an override makes obsolete of a resolved config: what followed from another policy, a fingerprint of other data.
 FORGETS = {
     "precision.policy": ("parameters", "compute", "reduce", "loss_scale"),
+    "train.epochs": ("steps",),
+    "train.steps": ("epochs",),
     "data.path": ("fingerprint",),
     "data.tokenizer": ("fingerprint",),
     "data.text_field": ("fingerprint",),
@@ -124,6 +127,10 @@ def find_config(name: str | Path) -> Path:
 
 def load(config: str | Path | None, overrides: dict[str, Any]) -> Experiment:
     """A TOML file or shipped name (or the defaults) with dotted overrides on top."""
+    if overrides.keys() >= {"train.steps", "train.epochs"}:
+        raise ConfigError(
+            f"--steps {overrides['train.steps']} --epochs {overrides['train.epochs']}: each says how long; give one"
+        )
     values = read_toml(find_config(config)) if config else {}
     for dotted in overrides:
         section = dotted.partition(".")[0]

@@ -185,6 +185,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--data.path", "~nobody-of-that-name/x"], r"data.path = '~nobody-of-that-name/x': "),
     (["--init", "nowhere"], r"--init nowhere: no such file"),
     (["--steps"], r"expected one argument"),
+    (["--steps", "9", "--epochs", "2"], r"--steps 9 --epochs 2: each says how long; give one"),
 ]
 
 

@@ -36,6 +36,9 @@ class Data(Section):
     """Integer type of a .bin file."""
     validation: Fraction = 0.05
     """Share of the sequences kept from training, for evaluation."""
+    last: Literal["continue", "drop", "pad"] = "continue"
+    """Where an epoch ends within a batch. continue: the next one begins in it; drop: the batch is left out, as by
+    DataLoader's drop_last; pad: the epoch's first sequences fill it, as by DistributedSampler."""
     shuffle: bool = True
     """Visit the sequences of each epoch in a seeded permutation."""
     fingerprint: str = ""
@@ -59,6 +62,8 @@ class Train(Section):
 
     steps: CountOrZero = 300
     """Optimizer steps. 0 writes the starting weights as checkpoint 0."""
+    epochs: CountOrZero = 0
+    """Times that all training sequences are visited, in place of `steps`, which a resolved config has; 0: `steps`."""
     batch: Count = 16
     """Global batch in sequences: over all devices and microbatches."""
     accumulation: Count = 1
@@ -314,6 +319,10 @@ class Experiment(Section):
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""
         return self.model_copy(update={"data": self.data.model_copy(update={"fingerprint": fingerprint})})
+
+    def of_steps(self, steps: int) -> "Experiment":
+        """This experiment, so many steps long."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
 
     def to_toml(self) -> str:
         """The resolved config as TOML, which `--config` accepts back."""

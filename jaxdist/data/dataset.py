@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data
+from jaxdist.config import ConfigError, Data, Experiment
 from jaxdist.data.permutation import permute
 from jaxdist.data.sources import Stream, open_stream
 
@@ -37,6 +37,14 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
             f"this Python) are others, {dataset.fingerprint}; give the data of then, or data.fingerprint = '' for any"
         )
     return dataset
+
+
+def in_steps(experiment: Experiment) -> Experiment:
+    """The experiment with its epochs counted in steps. Raises ConfigError."""
+    if not (epochs := experiment.train.epochs):
+        return experiment
+    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    return experiment.of_steps(dataset.steps(experiment.train.batch, epochs))
 
 
 class Dataset:
@@ -79,13 +87,27 @@ class Dataset:
         """How many sequences one epoch of the split has."""
         return self._splits[split][1]
 
+    def visits(self, size: int) -> int:
+        """Sequences that an epoch of training gives to batches of `size`. Raises ConfigError for none."""
+        count = self.sequences("train")
+        whole = count // size * size
+        if visits := {"continue": count, "drop": whole, "pad": whole + size * (whole < count)}[self._data.last]:
+            return visits
+        raise ConfigError(
+            f'data.last = "drop" leaves none of {count} sequences for a train.batch of {size}; give "pad" or "continue"'
+        )
+
+    def steps(self, size: int, epochs: int) -> int:
+        """Steps of so many epochs in batches of `size`."""
+        return -(-epochs * self.visits(size) // size)
+
     def batch(self, step: int, size: int, seed: int, split: Split = "train", rows: slice = slice(None)) -> Batch:
         """Rows `rows` of the global batch of `size` sequences at `step`, from 1; only they are read.
 
-        Row r of step s is sequence (s - 1) · size + r of the run. Each epoch of training visits every
-        sequence once, in the permutation of (seed, epoch) if data.shuffle; validation in one permutation,
-        the same for every seed, so that its first few batches are a fair sample of all. Raises ConfigError
-        when the split is empty.
+        Row r of step s is visit (s - 1) · size + r of the run. Each epoch of training visits every sequence
+        once, in the permutation of (seed, epoch) if data.shuffle, but for what data.last says of its last batch;
+        validation in one permutation, the same for every seed, so that its first few batches are a fair sample
+        of all. Raises ConfigError when the split is empty.
         """
         if step < 1:
             raise ValueError(f"step = {step}; steps count from 1")
@@ -95,7 +117,9 @@ class Dataset:
                 f"data.validation = {self._data.validation} leaves no sequence for {split}; raise it, "
                 "give more text, or set train.validation_batches = 0"
             )
-        epoch, place = np.divmod((step - 1) * size + np.arange(size, dtype=np.int64)[rows], count)
+        visits = count if split == "validation" else self.visits(size)
+        epoch, place = np.divmod((step - 1) * size + np.arange(size, dtype=np.int64)[rows], visits)
+        place %= count
         if split == "validation":
             seed, epoch = 0, np.zeros_like(epoch)
         if self._data.shuffle:
