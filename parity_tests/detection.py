@@ -251,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Every mistake in its turn -> a table, detection.json and the two shares."""
     output, rows = chosen(sys.argv[1:] if argv is None else argv)
     began, benchmark, findings = time.perf_counter(), Benchmark(output), []
+    stamp = code()  # of now: what is edited meanwhile is not what runs
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("mistakes", total=len(rows))
         for row in rows:
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "named_right": named,
         "configurations_without_a_mistake": len(benchmark.trials),  # each found equivalent
         "seconds": round(seconds),
-        "code": code(),
+        "code": stamp,
     }
     text = json.dumps(result | {"findings": [f.as_json() for f in findings]}, indent=2) + "\n"
     (output / "detection.json").write_text(text, encoding="utf-8")

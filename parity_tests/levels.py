@@ -147,14 +147,11 @@ def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
 
 
 def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]:
-    """What a policy moves a curve by, root mean square over the steps, on either side.
-
-    At least a rounding of float32, which curves are kept in: a side that is exact by chance is not better.
-    """
+    """What a policy moves a curve by, root mean square over the steps, on either side."""
 
     def moved(run: Run, run64: Run) -> float:
         ours, exact = ([r for r in one.metrics if r["step"] not in run.overflown] for one in (run, run64))
-        return max(compare.rms(compare.curve(ours, exact, field)), ROUNDING["float32"])
+        return compare.rms(compare.curve(ours, exact, field))
 
     x, y = (moved(*pair) for pair in zip(policy, double, strict=True))
     return x, y
@@ -171,11 +168,12 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
     alone = b64 is a64
 
     def cost(name: str, x: float, y: float, limit: float, why: str) -> Iterator[Check]:
-        if x or y:
-            least, most = (x, y) if alone else (min(x, y), max(x, y))
-            times, of = most / least if least else float("inf"), (b if most is y else a).side
-            widest = 0.0 if name == ROUNDED else limit * least
-            yield Check("precision", f"cost to {name}", times, limit, why, of=of, widest=widest)
+        # At least a rounding: a side whose float64 run is narrow within loses nothing against it.
+        x, y = (max(loss, ROUNDING["float32"]) for loss in (x, y))
+        least, most = (x, y) if alone else (min(x, y), max(x, y))
+        widest = 0.0 if name == ROUNDED else limit * least
+        of = (b if most is y else a).side
+        yield Check("precision", f"cost to {name}", most / least, limit, why, of=of, widest=widest)
 
     yield from scaling("precision", "", a, b)
     costs, others = apart(a, a64, still), apart(b, b64, still)

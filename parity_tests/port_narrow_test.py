@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from flax import linen
 from torch import nn
 
 from jaxdist.config import Optimizer
 from parity_tests.port import Port
-from parity_tests.port_test import proved, square
+from parity_tests.port_test import Square, proved, square
 
 
 class Narrow(linen.Module):
@@ -73,3 +75,22 @@ class TestNarrow:
     def test_torch_too(self) -> None:
         port = square(torch_loss=lambda m, b: ((m(b["x"]).float() - b["y"]) ** 2).mean())
         assert port.narrow == {"torch_loss": "_to_copy in float32"}
+
+    def test_batches_in_float32_are_not_the_models_doing(self, tmp_path: Path) -> None:
+        """A model that follows the dtype of its side is judged by float64's bounds, whatever batches come in."""
+        port = square()
+        batches = [{name: array.astype(np.float32) for name, array in batch.items()} for batch in port.batches]
+        verdict, written = proved(replace(port, batches=batches), tmp_path)
+        assert verdict.word == "equivalent" and written["notes"] == []
+        assert max(check["bound"] for check in written["checks"] if check["level"] == "mathematics") < 1e-8
+
+    def test_a_side_that_is_float32_throughout(self, tmp_path: Path) -> None:
+        """Its run in float32 loses nothing against its own in float64, which is no reason to call the other wrong."""
+        model = Square()
+
+        def loss(variables: Any, batch: Any) -> jax.Array:
+            v, b = jax.tree.map(lambda x: x.astype(jnp.float32), (variables, batch))
+            return jnp.mean((model.apply(v, b["x"]) - b["y"]) ** 2)
+
+        verdict, _ = proved(square(jax_loss=loss), tmp_path)
+        assert verdict.word == "equivalent", verdict.sentence

@@ -53,7 +53,7 @@ class Run:
         file = self.path / "summary.json"
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
         if not isinstance(found, dict):
             raise ConfigError(f"{file} is damaged: it is no object; mend or remove it")
@@ -190,10 +190,12 @@ REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor is what is beyond
-    float64's."""
-    finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
-    return isinstance(value, kinds) and not isinstance(value, bool) and finite
+    """Whether what JSON holds is of one of these kinds; true and false are no numbers, nor is what is beyond those of
+    a float64 or an int64."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return False
+    most = 2**63 - 1 if isinstance(value, int) else sys.float_info.max
+    return not isinstance(value, int | float) or abs(value) <= most
 
 
 def unlike(value: Any, kind: type, fields: Mapping[str, tuple[type, ...]]) -> str:
@@ -204,7 +206,7 @@ def unlike(value: Any, kind: type, fields: Mapping[str, tuple[type, ...]]) -> st
         for name, kinds in fields.items():
             held = row if isinstance(row, dict) else {}
             for found in held.values() if name == EVERY else [held.get(name)]:
-                if not one_of(found, kinds):
+                if not one_of(found, kinds) or (isinstance(found, int | float) and found < 0):
                     return f"has no {name} that is a {'text' if kinds == TEXT else 'number'}, but {found!r}"
     return ""
 

@@ -333,8 +333,9 @@ class TorchSide:
     def narrow(self, batch: Batch) -> str:
         if self.loss is None:
             return ""
+        module, ready = copy.deepcopy(self.module), self.ready(batch)  # what a batch comes in is not the model's doing
         with _Narrow(torch.finfo(self.dtype).bits) as seen:
-            self.loss(copy.deepcopy(self.module), self.ready(batch))
+            self.loss(module, ready)
         return seen.first
 
 

@@ -21,7 +21,8 @@ def code() -> str:
     """The SHA-256, cut short, of the sources that make and judge a proof: figures of others are not of this code."""
     found = hashlib.sha256()
     for file in sources():
-        found.update(file.read_bytes())
+        text = file.read_bytes()
+        found.update(f"{file.parent.name}/{file.name} {len(text)}\n".encode() + text)
     return found.hexdigest()[:12]
 
 
