@@ -100,7 +100,7 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
         value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), bounds)
         yield check(name, value, bound, float(bounds.max()), floor)
     yield from scaling(level, what, a, b)
-    if "schedule" in a.summary and "schedule" in b.summary:
+    if a.summary.get("schedule") and b.summary.get("schedule"):
         rates = [{s: np.array(rate) for s, rate in run.summary["schedule"].items()} for run in (a, b)]
         when, value = compare.worst(compare.states(rates[0], rates[1]))
         floor = compare.FLOOR["learning_rate"]

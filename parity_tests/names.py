@@ -77,7 +77,10 @@ def is_hf(record: Mapping[str, np.ndarray]) -> bool:
 
 
 def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Arrays:
-    """A record in Hugging Face's names; what has no counterpart of ours is left out."""
+    """A record in Hugging Face's names; activations without a counterpart of ours are left out.
+
+    Raises ValueError for such parameters.
+    """
     kinds: dict[str, Arrays] = {}
     for key, array in record.items():
         kind, _, name = key.partition("/")
@@ -95,12 +98,15 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
 def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
     from jaxdist.convert.tables import HUGGINGFACE  # imports jax, which most readers of records do not need
 
-    ours: Arrays = {}
-    for row in HUGGINGFACE[family].rows:
+    table, ours, left = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays)
+    for row in table.rows:
         theirs = row.names(layers)
         if all(name in arrays for name in theirs):
             parts = zip(*(row.split(arrays[name]) for name in theirs), strict=True)
             ours |= {n: np.stack(p) if row.stacked else p[0] for n, p in zip(row.ours, parts, strict=True)}
+            left -= {*theirs}
+    if unknown := sorted(name for name in left if name != table.head and not table.ignored.search(name)):
+        raise ValueError(f"{', '.join(unknown[:3])} has no counterpart in it")
     return as_torch(ours)
 
 

@@ -330,7 +330,7 @@ class Proof:
                 "clip that is a little off; give a run of it in fp64 or fp32",
             )
         for (side, kind), run in self.done.items():
-            if run.side in (JAX, *REFERENCES.values()) and (missing := run.lacking(self.experiment.record.steps)):
+            if run.side in (JAX, *REFERENCES.values()) and (missing := list(run.lacking(self.experiment.record.steps))):
                 yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
 
     def not_compared(self) -> list[str]:

@@ -39,6 +39,7 @@ def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summ
     ]
     summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": NO_MEMORY} | FIGURES | summary
     run.__dict__.update(metrics=metrics, records=records, states=states, summary=summary)
+    run.__dict__.update(experiment=experiment(), shapes={"w": tensor.shape})
     return run
 
 
@@ -79,6 +80,43 @@ def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure
     assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it anew"}
 
 
+def emptied(run: Run, what: str) -> None:
+    """Without a part of what a run kept: where all of them lack it, no comparison sees it."""
+    memory = run.summary["memory"]
+    match what:
+        case "a parameter":
+            run.__dict__["shapes"] = {"w": (50,), "q_proj.weight": (50,)}
+        case "metrics":
+            del run.metrics[3:]
+        case "zeros":
+            run.records[5]["gradient/w"] = np.zeros(50)
+        case "peak":
+            run.__dict__["summary"] = run.summary | {"memory": {k: v for k, v in memory.items() if k != "peak"}}
+        case _:
+            run.__dict__["summary"] = run.summary | {what: {}}
+
+
+@pytest.mark.parametrize(
+    ("what", "lacks"),
+    [
+        ("a parameter", "weights at the end of q_proj.weight and 0 others"),
+        ("metrics", "metrics of 2 of 5 steps"),
+        ("zeros", "gradients of step 5, which are zero,"),
+        ("peak", "peak of memory"),
+        ("arithmetic", "arithmetic"),
+        ("schedule", "schedule"),
+    ],
+)
+def test_what_all_runs_lack_leaves_it_open(tmp_path: Path, what: str, lacks: str) -> None:
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        emptied(run, what)
+    verdict = proof.verdict()
+    assert verdict.word == "undecided"
+    assert lacks in verdict.open["torch_ref, policy"]
+
+
 def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
     proof = asked(tmp_path)
     judged(proof)
@@ -89,7 +127,7 @@ def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
                 del run.states[name]
     verdict = proof.verdict()
     assert verdict.word != "equivalent" and len(verdict.open) == len(proof.done)
-    assert verdict.open["jaxdist, one"] == "its run lacks gradients of step 5, exp_avg at the end; prove it anew"
+    assert verdict.open["jaxdist, one"] == "its run lacks exp_avg at the end, gradients of step 5; prove it anew"
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "other"), [(8, 1, 2), (3, 1, 3), (9, 1, 3), (7, 7, 1), (8, 4, 1)])

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +32,8 @@ SUMMARY: dict[str, tuple[type, dict[str, tuple[type, ...]]]] = {
 }
 
 
-# Of these a run of ours reports all.
-FIGURES = ("mesh", "memory", "collectives", "arithmetic", "schedule")
+SENT = "collectives"  # of one device there are none
+FIGURES = ("mesh", "memory", SENT, "arithmetic", "schedule")  # a run of ours reports all of these
 
 
 @dataclass(frozen=True)
@@ -137,26 +137,39 @@ class Run:
                         "the run first"
                     )
 
-    def lacking(self, recorded: Iterable[int]) -> list[str]:
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's parameters, by name."""
+        layouts = models.layouts(models.build(self.experiment.model))
+        zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
+        return {name: w.shape for name, w in names.as_torch(zeros).items()}
+
+    def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
+        """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""
+        kinds = {f"{kind} at the end": self.kept_states(kind) for kind in STATES}
+        kinds |= {f"gradients of step {step}": self.kept("gradient", step) for step in steps}
+        return {what: {n.partition("/")[2]: a for n, a in tensors.items()} for what, tensors in kinds.items()}
+
+    def lacking(self, recorded: Iterable[int]) -> Iterator[str]:
         """What of a run of ours is missing, that kept gradients of these steps."""
-        gradients = [
-            f"gradients of step {step}"
-            for step in recorded
-            if not self.kept("gradient", step) and step not in self.overflown
-        ]
-        states = [f"{kind} at the end" for kind in STATES if not self.kept_states(kind)]
-        return [*(name for name in FIGURES if self.summary.get(name) is None), *gradients, *states]
+        for name in FIGURES:
+            found = self.summary.get(name)
+            if found is None or (name != SENT and not found):
+                yield name
+        if self.summary.get("memory") and self.summary["memory"].get("peak") is None:
+            yield "peak of memory"
+        if (steps := self.experiment.train.steps) != len(self.metrics):
+            yield f"metrics of {steps - len(self.metrics)} of {steps} steps"
+        for what, tensors in self.parameters(step for step in recorded if step not in self.overflown).items():
+            if missing := [name for name in self.shapes if name not in tensors]:
+                yield f"{what} of {missing[0]} and {len(missing) - 1} others" if tensors else what
+            elif not any(tensor.any() for tensor in tensors.values()):
+                yield f"{what}, which are zero,"
 
     def check_names(self) -> None:
         """Raises ConfigError where weights, moments or gradients are not those of the model, by name and shape."""
-        layouts = models.layouts(models.build(self.experiment.model))
-        zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
-        wanted = {name: w.shape for name, w in names.as_torch(zeros).items()}
-        kinds = {f"{kind} at the end": self.kept_states(kind) for kind in STATES}
-        kinds |= {f"gradients of step {step}": self.kept("gradient", step) for step in self.gradient_steps}
-        for what, tensors in kinds.items():
-            found = {name.partition("/")[2]: tensor.shape for name, tensor in tensors.items()}
-            check_shapes(f"{self.path}, {what}", found, wanted)
+        for what, tensors in self.parameters(self.gradient_steps).items():
+            check_shapes(f"{self.path}, {what}", {name: t.shape for name, t in tensors.items()}, self.shapes)
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
         """The tensors of one kind in the record of a step; none without a record."""

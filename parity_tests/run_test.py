@@ -189,3 +189,13 @@ def test_a_run_inherits_all_but_the_number_of_devices(monkeypatch: pytest.Monkey
     told = settings()
     assert told["JAX_DEFAULT_MATMUL_PRECISION"] == "highest" and told["XLA_FLAGS"] == "--xla_gpu_deterministic_ops=true"
     assert all(inherited[name].startswith(value) for name, value in told.items())
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.self_attn.q_proj.weight", "foo", "norm.weight"])
+@pytest.mark.parametrize("kind", [*STATES, "gradient"])
+def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
+    """Left out, a run that trains more than the model would be compared in part; a head that is tied is not more."""
+    record = {f"{kind}/model.norm.weight": np.ones(4), f"{kind}/lm_head.weight": np.ones((8, 4))}
+    assert f"{kind}/norm.weight" in names.from_hf(record, "llama", 2)
+    with pytest.raises(ValueError, match=rf"{name} has no counterpart"):
+        names.from_hf(record | {f"{kind}/{name}": np.ones(4)}, "llama", 2)
