@@ -42,6 +42,7 @@ FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be n
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
+DIGITS = "of some thousand numbers kept in a dtype hardly one is by chance a number of a narrower one"
 UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
 SCALED = "powers of their factors: an overflow on one side alone is one within rounding of the largest number"
@@ -100,8 +101,9 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
         value, bound = compare.furthest(compare.curve(a.metrics, b.metrics, name), bounds)
         yield check(name, value, bound, float(bounds.max()), floor)
     yield from scaling(level, what, a, b)
-    if a.summary.get("schedule") and b.summary.get("schedule"):
-        rates = [{s: np.array(rate) for s, rate in run.summary["schedule"].items()} for run in (a, b)]
+    schedules = [run.summary["schedule"] for run in (a, b) if "schedule" in run.summary]
+    if len(schedules) == 2 and any(schedules):
+        rates = [{s: np.array(rate) for s, rate in schedule.items()} for schedule in schedules]
         when, value = compare.worst(compare.states(rates[0], rates[1]))
         floor = compare.FLOOR["learning_rate"]
         yield check(SCHEDULE, value, floor, floor, floor, f"step {when}")
@@ -227,6 +229,20 @@ def numbers(run: Run) -> Check:
         if (step not in run.overflown or name.startswith(STATES)) and not np.isfinite(a).all()
     ]
     return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
+
+
+def digits(run: Run, parameters: str) -> Check:
+    """Weights and moments that are whole numbers of a narrower dtype than they are kept in: no noise makes them so."""
+    narrower = [dtype for dtype in ("float32", "float16", "bfloat16") if ROUNDING[dtype] > ROUNDING[parameters]]
+    found = [
+        f"{kind} in {dtype}"
+        for kind in STATES
+        for dtype in narrower
+        if (kept := run.kept_states(kind)) and all(np.array_equal(a, a.astype(dtype)) for a in kept.values())
+    ]
+    return Check(
+        "precision", f"{run.side}, states in less than {parameters}", len(found), 0, DIGITS, of=", ".join(found)
+    )
 
 
 def arithmetic(run: Run, compute: str) -> Iterator[Check]:

@@ -269,6 +269,7 @@ class Proof:
             yield from levels.precision(policy, self.double, self.experiment.precision.compute, still)
         for run in policy:
             yield levels.numbers(run)
+            yield levels.digits(run, self.experiment.precision.parameters)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)

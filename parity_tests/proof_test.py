@@ -201,6 +201,18 @@ def test_an_overflow_on_one_side_alone(tmp_path: Path, reordered: tuple[int, ...
     assert ("precision" in verdict.open) == (word == "undecided")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", STATES)
+def test_states_of_a_narrower_dtype(tmp_path: Path, kind: str, dtype: str) -> None:
+    """Rounded but kept in float32, they cost no more than a 16-bit policy does."""
+    proof = asked(tmp_path, precision=BF16)
+    judged(proof)
+    states = proof.done[TORCH, "policy"].states
+    states[f"{kind}/w"] = states[f"{kind}/w"].astype(dtype).astype(np.float32)
+    (failed,) = (check for check in proof.verdict().failed if "states in less" in check.name)
+    assert failed.name == "torch_ref, states in less than float32" and failed.of.endswith(f"{kind} in {dtype}")
+
+
 # ---- against a run that is there
 
 

@@ -243,6 +243,21 @@ def master_weights_twice() -> None:
     optimizer(lambda self: [state.update(master=self.locals[name].clone()) for name, state in self.state.items()])
 
 
+@planted("bf16", "precision", "precision/torch_ref, states in less than float32*", "exp_avg/*")
+def moments_rounded_to_bfloat16() -> None:
+    """Adam's moments are kept in float32 and lose, after each step, what bfloat16 has not."""
+    right = optim.AdamW.step
+
+    def step(self: optim.AdamW, *inputs: Any) -> float:
+        rate = right(self, *inputs)
+        for state in self.optimizer.state.values():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind].copy_(state[kind].bfloat16())
+        return rate
+
+    plant(optim.AdamW, "step", step)
+
+
 # ---- schedule
 
 
