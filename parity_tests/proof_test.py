@@ -16,7 +16,7 @@ from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
 ONE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
-NO_MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state", "peak"), 0)
+MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0) | {"peak": 1}
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
 
 
@@ -37,7 +37,7 @@ def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summ
         {"step": step, "loss": loss * (1 + off), "grad_norm": 1.0 + off, "learning_rate": 0.1}
         for step, loss in enumerate(LOSSES, 1)
     ]
-    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": NO_MEMORY} | FIGURES | summary
+    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": MEMORY} | FIGURES | summary
     run.__dict__.update(metrics=metrics, records=records, states=states, summary=summary)
     run.__dict__.update(experiment=experiment(), shapes={"w": tensor.shape})
     return run
@@ -82,16 +82,19 @@ def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure
 
 def emptied(run: Run, what: str) -> None:
     """Without a part of what a run kept: where all of them lack it, no comparison sees it."""
-    memory = run.summary["memory"]
     match what:
         case "a parameter":
             run.__dict__["shapes"] = {"w": (50,), "q_proj.weight": (50,)}
         case "metrics":
             del run.metrics[3:]
+        case "a step twice":
+            run.metrics[3] = run.metrics[2]
         case "zeros":
             run.records[5]["gradient/w"] = np.zeros(50)
+        case "moments":
+            run.states["exp_avg/w"] = np.zeros(50)
         case "peak":
-            run.__dict__["summary"] = run.summary | {"memory": {k: v for k, v in memory.items() if k != "peak"}}
+            run.__dict__["summary"] = run.summary | {"memory": MEMORY | {"peak": None}}
         case _:
             run.__dict__["summary"] = run.summary | {what: {}}
 
@@ -101,7 +104,9 @@ def emptied(run: Run, what: str) -> None:
     [
         ("a parameter", "weights at the end of q_proj.weight and 0 others"),
         ("metrics", "metrics of 2 of 5 steps"),
-        ("zeros", "gradients of step 5, which are zero,"),
+        ("a step twice", "metrics of 1 of 5 steps"),
+        ("zeros", "gradients of step 5 other than zeros"),
+        ("moments", "exp_avg at the end other than zeros"),
         ("peak", "peak of memory"),
         ("arithmetic", "arithmetic"),
         ("schedule", "schedule"),
@@ -115,6 +120,25 @@ def test_what_all_runs_lack_leaves_it_open(tmp_path: Path, what: str, lacks: str
     verdict = proof.verdict()
     assert verdict.word == "undecided"
     assert lacks in verdict.open["torch_ref, policy"]
+
+
+def test_a_parameter_whose_gradient_is_zero_is_there(tmp_path: Path) -> None:
+    """As GPT-2's key bias, of which both sides may compute none: others of its kind are not zero."""
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        run.__dict__["shapes"] = {"w": (50,), "b": (2,)}
+        run.states.update({f"{kind}/b": np.ones(2) for kind in STATES})
+        for record in run.records.values():
+            record["gradient/b"] = np.zeros(2)
+    assert proof.verdict().word == "equivalent"
+
+
+def test_of_transformers_no_peak_is_asked(tmp_path: Path) -> None:
+    """Its runs do not measure it, and no check is made of it."""
+    ours, theirs = made(JAX), made("transformers", memory=MEMORY | {"peak": None})
+    assert list(theirs.lacking([1, 2, 5])) == [] == list(ours.lacking([1, 2, 5]))
+    assert list(made(TORCH, memory=MEMORY | {"peak": 0}).lacking([])) == ["peak of memory"]
 
 
 def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:

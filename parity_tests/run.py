@@ -156,15 +156,16 @@ class Run:
             found = self.summary.get(name)
             if found is None or (name != SENT and not found):
                 yield name
-        if self.summary.get("memory") and self.summary["memory"].get("peak") is None:
-            yield "peak of memory"
-        if (steps := self.experiment.train.steps) != len(self.metrics):
-            yield f"metrics of {steps - len(self.metrics)} of {steps} steps"
+        if self.side in SIDES and self.summary.get("memory") and not self.summary["memory"].get("peak"):
+            yield "peak of memory"  # which transformers' runs do not measure
+        steps = self.experiment.train.steps
+        if absent := set(range(1, steps + 1)) - {record["step"] for record in self.metrics}:
+            yield f"metrics of {len(absent)} of {steps} steps"
         for what, tensors in self.parameters(step for step in recorded if step not in self.overflown).items():
             if missing := [name for name in self.shapes if name not in tensors]:
                 yield f"{what} of {missing[0]} and {len(missing) - 1} others" if tensors else what
-            elif not any(tensor.any() for tensor in tensors.values()):
-                yield f"{what}, which are zero,"
+            elif not any(tensor.any() for tensor in tensors.values()):  # one alone may be zero, as a key's bias
+                yield f"{what} other than zeros"
 
     def check_names(self) -> None:
         """Raises ConfigError where weights, moments or gradients are not those of the model, by name and shape."""
