@@ -148,6 +148,7 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
         change(wrong)
         reference = Run("wrong", wrong)
         proof = Proof.against(reference, reference.experiment, tmp_path / "unused")
+        proof.init = wrong / "start"
         for kind in proof.kinds:
             proof.done[JAX, kind] = Run(JAX, tmp_path / "proof" / "runs" / f"{JAX}-{kind}")
             if not proof.done[JAX, kind].path.exists():  # on one device the mesh is no run of its own

@@ -1,6 +1,7 @@
 """Differences between two runs, from their files alone. numpy only: neither side's code can hide a mistake here."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,11 @@ def whole(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
     if a.keys() != b.keys():
         return float("inf")
     return relative(*(np.concatenate([x[name].ravel().astype(np.float64) for name in a]) for x in (a, b)))
+
+
+def length(tensors: Iterable[np.ndarray]) -> float:
+    """The norm of all tensors as one vector."""
+    return math.sqrt(sum(float(np.sum(np.square(w, dtype=np.float64))) for w in tensors))
 
 
 def worst(differences: Mapping[str, float]) -> tuple[str, float]:

@@ -28,7 +28,7 @@ from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from parity_tests import levels
 from parity_tests.cases import MODELS, write_documents
-from parity_tests.mistakes import Mistake, table
+from parity_tests.mistakes import FOLDER, Mistake, table
 from parity_tests.proof import Proof
 from parity_tests.run import Run
 from parity_tests.stamp import code
@@ -49,7 +49,6 @@ BASE: dict[str, dict[str, Any]] = {
     "precision": {"policy": "fp64"},
     "record": {"steps": [1, 2, 3], "tensors": "all"},
 }
-FOLDER = "run folder"
 MAKER = {FOLDER: "torch_ref"}  # a side that is no command's -> whose runs stand for it
 CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {},

@@ -10,7 +10,7 @@ from jaxdist.config import Experiment
 from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
-from parity_tests.run import METRICS, NUMBER, STATES, Run, one_of
+from parity_tests.run import STATES, Run
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Check
 
@@ -20,11 +20,10 @@ Tensors = Mapping[str, np.ndarray]
 EXACT = "float64: both sides round alike to 1e-15, and no planted mistake is smaller"
 AMPLIFIED = f"{K} times what a change of the starting weights by 64 roundings has become by then"
 # By level, the widest bound within which runs are called the same. In float64 the smallest of `cases.MISTAKES` moves a
-# loss by 3e-5. A policy has none: float64 proves what its own noise, once training has amplified it, may hide.
-WIDEST = {"mathematics": 1e-6, "distribution": 1e-6}
-# Unless a float32 run is all there is of the other side: a clip that is 0.1 % wider moves first moments by 1e-3, and
-# training does not amplify that.
-WIDEST_ALONE = WIDEST | {"precision": 1e-3}
+# loss by 3e-5. Of float32 a clip that is 0.1 % wider moves first moments by 1e-3, and training does not amplify that.
+WIDEST = {"mathematics": 1e-6, "distribution": 1e-6, "precision": 1e-3}
+# A policy in less has none: its noise is more from the first step on, and the verdict says what that may hide.
+WIDEST_NOISY = {level: limit for level, limit in WIDEST.items() if level != "precision"}
 NUMBERS = 256  # bytes of the few scalars that cross devices
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}
 COUNTED = "one a parameter or block each time it is needed, and a few single numbers (parity_tests/collectives.py)"
@@ -43,6 +42,7 @@ LOSES = "times what the other side loses, each against its own float64 run; chos
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
 DIGITS = "of some thousand numbers kept in a dtype hardly one is by chance a number of a narrower one"
+LONGER = "prove more steps or a larger learning rate, or give a run of it in fp64"
 UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
 SCALED = "powers of their factors: an overflow on one side alone is one within rounding of the largest number"
@@ -126,6 +126,29 @@ def too_wide(checks: Iterable[Check], limits: Mapping[str, float] = WIDEST) -> d
                 f", where more than {limit:g} could be a mistake; prove fewer steps, or with a smaller learning rate"
             )
     return found
+
+
+def hardly_moved(policy: Pair, double: Pair, start: Tensors, decay: float, still: Collection[str] = ()) -> str:
+    """Why the weights of a float32 run that is all there is of the other side decide nothing; empty where they do.
+
+    Their cost is told by their size, of which fine-tuning moves a thousandth, and weight decay a millionth. So what
+    equal runs may differ by is held against that: 1e-3 of what training moved, and all that decay moved, or would have
+    moved, of matrices or of vectors.
+    """
+    name = "weights at the end"
+    ours, exact = (vectors(run, still)[name] for run in (policy[0], double[0]))
+    parts = [[w for w in start.values() if (w.ndim >= 2) is matrices] for matrices in (True, False)]
+    sizes = [size for part in parts if (size := compare.length(part))]
+    apart = LIMIT["float32"] * compare.length(ours[n] - w for n, w in exact.items())
+    moved = compare.length(w - start[n] for n, w in exact.items())
+    decayed = decay * sum(record["learning_rate"] for record in double[0].metrics) * min(sizes, default=0.0)
+    limit = WIDEST["precision"]
+    small = f"training moved the weights so little that equal runs may differ by {apart:.1g} in them, where"
+    if apart > limit * moved:
+        return f"{small} more than {limit:g} of the {moved:.1g} that they moved could be a mistake; {LONGER}"
+    if decayed and apart > decayed:
+        return f"{small} weight decay left out, or where none belongs, is {decayed:.1g}; {LONGER}"
+    return ""
 
 
 def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
@@ -215,34 +238,31 @@ def rates(policy: Pair, double: Pair) -> Iterator[Check]:
 
 def numbers(run: Run) -> Check:
     """What of a run is no number, in its curves and in all that it kept: also where nothing else compares it."""
-    kept = [*run.records.items(), (len(run.metrics), run.states)]
-    found = [
-        f"{name} at step {record['step']}"
-        for record in run.metrics
-        for name in METRICS
-        if record["step"] not in run.overflown and not one_of(record.get(name), NUMBER)
-    ]
-    found += [
-        f"{name} of step {step}"
-        for step, tensors in kept
-        for name, a in tensors.items()
-        if (step not in run.overflown or name.startswith(STATES)) and not np.isfinite(a).all()
-    ]
+    found = list(run.no_numbers())
     return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 
 
-def digits(run: Run, parameters: str) -> Check:
-    """Weights and moments that are whole numbers of a narrower dtype than they are kept in: no noise makes them so."""
-    narrower = [dtype for dtype in ("float32", "float16", "bfloat16") if ROUNDING[dtype] > ROUNDING[parameters]]
+def digits(run: Run, run64: Run, parameters: str) -> Check:
+    """Weights and moments that are all numbers of a narrower dtype than they are kept in: no noise makes them so.
+
+    Of matrices alone, since a norm may be too large to move at all; what the float64 run keeps in as little, as
+    weights of such a checkpoint that did not train, tells nothing.
+    """
+
+    def fit(run: Run, kind: str, dtype: str) -> bool:
+        matrices = [a for a in run.kept_states(kind).values() if a.ndim >= 2]
+        with np.errstate(over="ignore"):
+            return bool(matrices) and all(np.array_equal(a, a.astype(dtype)) for a in matrices)
+
+    narrower = [dtype for dtype in ROUNDING if ROUNDING[dtype] > ROUNDING[parameters]]
     found = [
         f"{kind} in {dtype}"
         for kind in STATES
         for dtype in narrower
-        if (kept := run.kept_states(kind)) and all(np.array_equal(a, a.astype(dtype)) for a in kept.values())
+        if fit(run, kind, dtype) and not fit(run64, kind, dtype)
     ]
-    return Check(
-        "precision", f"{run.side}, states in less than {parameters}", len(found), 0, DIGITS, of=", ".join(found)
-    )
+    name = f"{run.side}, states in less than {parameters}"
+    return Check("precision", name, len(found), 0, DIGITS, of=", ".join(found))
 
 
 def arithmetic(run: Run, compute: str) -> Iterator[Check]:

@@ -12,7 +12,7 @@ from scipy import stats
 
 from jaxdist.config import Optimizer
 from parity_tests import compare, levels
-from parity_tests.levels import DRIFT, FEWEST, LIMIT, WIDEST, WIDEST_ALONE
+from parity_tests.levels import DRIFT, FEWEST, LIMIT, WIDEST, WIDEST_NOISY
 from parity_tests.verdict import Check
 
 TRUE = np.random.default_rng(0).standard_normal(4000)
@@ -177,6 +177,68 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     assert found(bias=1e-3) == {f"cost to {levels.ROUNDED}"}
 
 
+# ---- what training made of the weights
+
+
+@pytest.mark.parametrize(
+    ("moved", "decay", "rate", "word"),
+    [
+        (1e-1, 0.1, 1e-2, ""),
+        (1e-3, 0.1, 1e-2, "of the"),  # as 20 steps at a rate of 1e-5 move them
+        (1e-1, 0.01, 1e-5, "weight decay left out"),
+        (1e-1, 0.1, 1e-4, ""),
+        (1e-1, 0.0, 1e-5, ""),
+    ],
+)
+def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, rate: float, word: str) -> None:
+    """Of 32 times a rounding a step: decay that is left out is less, and so is a thousandth of what they moved."""
+
+    @dataclass
+    class Tuned(Made):
+        @property
+        def metrics(self) -> list[dict[str, Any]]:
+            return [record | {"learning_rate": rate} for record in super().metrics]
+
+    run: Any = Tuned(vectors={"weights": 1e-7})
+    exact: Any = Tuned()
+    start = {"weights/w": TRUE * (1 + moved), "weights/norm": np.ones(3)}
+    found = levels.hardly_moved((run, run), (exact, exact), start, decay)
+    assert word in found and bool(found) == bool(word)
+
+
+# ---- what is kept
+
+
+@dataclass
+class Kept(Made):
+    """A run that keeps its numbers in a dtype, or in float32 what is rounded to it."""
+
+    dtype: str = "float32"
+
+    def vector(self, kind: str) -> dict[str, np.ndarray]:
+        import ml_dtypes
+
+        rounded = (TRUE * 1e-3).astype(getattr(ml_dtypes, self.dtype, self.dtype))
+        matrix = rounded if self.dtype == "float64" else rounded.astype(np.float32)
+        return {f"{kind}/norm": np.ones(5, np.float32), f"{kind}/w": matrix.reshape(40, 100)}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
+    """Whatever dtype they are kept in, and however wide the noise of a policy is."""
+
+    def digits(kept: str, exact: str, parameters: str = "float32") -> Check:
+        run: Any = Kept(dtype=kept)
+        run64: Any = Kept(dtype=exact)
+        return levels.digits(run, run64, parameters)
+
+    assert digits("float32", "float64").holds
+    wrong = digits(dtype, "float64")
+    assert not wrong.holds and wrong.value == 3 and f"weights in {dtype}" in wrong.of
+    assert digits(dtype, dtype).holds  # weights of such a checkpoint that did not train
+    assert digits(dtype, "float64", dtype).holds  # as the policy says
+
+
 # ---- float64
 
 
@@ -210,7 +272,7 @@ def test_a_bound_that_lets_mistakes_pass_decides_nothing() -> None:
     right, off = Gradients(), Gradients(rounding=1e-17)
     (level, reason), *more = levels.too_wide(agreement(right, off, off).values()).items()
     assert level == "mathematics" and "rounding" in reason and not more
-    for limits in (WIDEST, WIDEST_ALONE):
+    for limits in (WIDEST, WIDEST_NOISY):
         for name, limit in limits.items():
             check = Check(name, "loss", 0.0, limit, "why", widest=limit)
             assert not levels.too_wide([check], limits) and levels.too_wide(

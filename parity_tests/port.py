@@ -252,6 +252,7 @@ class Port:
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
         still = [f"/{name}" for name in findings["mathematics"].still or ()]
         checks += levels.precision(single, double, "float32", still)
+        checks += [levels.digits(run, exact, "float32") for run, exact in zip(single, double, strict=True)]
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)

@@ -80,14 +80,14 @@ class TestExample:
         command = [sys.executable, "-W", "error", "-m", "parity_tests.examples.vit", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.startswith("Equivalent: all 23 checks hold.")
+        assert done.stdout.startswith("Equivalent: all 25 checks hold.")
         written = json.loads((out / "verdict.json").read_text())
         assert {check["level"] for check in written["checks"]} == {"mathematics", "precision", "traffic"}
         names = [check["name"] for check in written["checks"]]
         for wanted in ("loss", "grad_norm", "gradient at step 1", "gradient at step 10", "exp_avg_sq at step 10"):
             assert any(name.startswith(wanted) for name in names), wanted
         page = (out / "report.html").read_text()
-        assert "<strong>Equivalent</strong>" in page and page.count("✓ yes") == 23 and "✗" not in page
+        assert "<strong>Equivalent</strong>" in page and page.count("✓ yes") == 25 and "✗" not in page
         for side in ("jax", "torch"):
             lines = (out / "runs" / f"{side}-float64" / "metrics.jsonl").read_text().splitlines()
             assert [json.loads(line)["step"] for line in lines] == list(range(1, 11))

@@ -4,7 +4,7 @@ import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, TrainingError, differences
+from jaxdist.convert.hf import read_hf
 from jaxdist.sharding import Layout
-from parity_tests import bisect, collectives, compare, levels, scratch
+from parity_tests import bisect, collectives, compare, levels, names, scratch
 from parity_tests.bisect import Parting
 from parity_tests.commands import TRAIN
 from parity_tests.run import JAX, REFERENCES, Run, command
@@ -57,6 +58,7 @@ class Proof:
     reference: str = "torch"
     xla_flags: str = ""
     whole: int | None = None  # steps of the run, where the proof is of its first ones
+    init: Path | None = None  # the Hugging Face folder that all runs start from
     done: dict[tuple[str, str], Run] = field(default_factory=dict)  # by side and kind
     known: dict[tuple[str, ...], Run] = field(default_factory=dict)  # by what made them: module, config, arguments
 
@@ -132,6 +134,11 @@ class Proof:
     def zero_gradient(self) -> bool:
         return self.experiment.model.family == "gpt2"
 
+    @property
+    def still(self) -> tuple[str, ...]:
+        """What names of weights end in that rounding alone moves."""
+        return (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
+
     def needed(self) -> list[tuple[str, str]]:
         """(side, kind) of every run, in the order in which they are made."""
         makes = self.sides if self.reference in REFERENCES else self.sides[:1]
@@ -199,6 +206,7 @@ class Proof:
 
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError or TrainingError with its own message when it fails."""
+        self.init = start
         init = self.perturbed(start) if kind == "perturbed" else start
         path = self.folder / "runs" / f"{side}-{kind}"
         self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
@@ -207,6 +215,14 @@ class Proof:
     def pair(self, kind: str) -> tuple[Run, Run]:
         """Both sides' runs of a kind, which have been made."""
         return self.done[self.sides[0], kind], self.done[self.sides[1], kind]
+
+    @cached_property
+    def started(self) -> dict[str, np.ndarray]:
+        """The weights that all runs start from, under the names of a record."""
+        if self.init is None:
+            raise ValueError("a proof whose runs were made elsewhere is to be told what they start from, as `init`")
+        _, parameters = read_hf(self.init)
+        return {f"weights/{name}": w for name, w in names.as_torch(parameters).items()}
 
     # ---- what they show
 
@@ -264,12 +280,11 @@ class Proof:
         for level, what, a, b in self.comparisons():
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy = self.pair("policy")
-        still = (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
         if not self.overflows_by_chance:
-            yield from levels.precision(policy, self.double, self.experiment.precision.compute, still)
-        for run in policy:
+            yield from levels.precision(policy, self.double, self.experiment.precision.compute, self.still)
+        for run, run64 in zip(policy, self.double, strict=True):
             yield levels.numbers(run)
-            yield levels.digits(run, self.experiment.precision.parameters)
+            yield levels.digits(run, run64, self.experiment.precision.parameters)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
@@ -316,8 +331,12 @@ class Proof:
 
     def open(self, checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
         """Levels that the runs cannot decide, with the reason."""
-        alone = self.double[0] is self.double[1]
-        yield from levels.too_wide(checks, levels.WIDEST_ALONE if alone else levels.WIDEST).items()
+        found = levels.too_wide(checks, levels.WIDEST_NOISY if self.noisy else levels.WIDEST)
+        if not self.exact and not self.noisy and "precision" not in found:
+            decay = self.experiment.optimizer.weight_decay
+            if reason := levels.hardly_moved(self.pair("policy"), self.double, self.started, decay, self.still):
+                found["precision"] = reason
+        yield from found.items()
         if step := self.overflows_by_chance:
             yield (
                 "precision",
@@ -339,13 +358,22 @@ class Proof:
         theirs = self.pair("policy")[1]
         lacking = {
             "mathematics and distribution in float64": not self.exact,
-            "gradients": not theirs.gradient_steps,
+            self.gradients_lacking: bool(self.gradients_lacking),
             "loss scale": bool(self.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
             "memory": not self.measured("memory"),
             "traffic": not self.measured("collectives"),
             "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
         }
         return [what for what, lacks in lacking.items() if lacks]
+
+    @property
+    def gradients_lacking(self) -> str:
+        """Gradients that are not compared, in words; of what a proof compares a run folder may have kept a few."""
+        theirs, steps = self.pair("policy")[1], self.experiment.train.steps
+        kept = theirs.gradient_steps
+        if self.reference in REFERENCES or {step for step in RECORDED if step < steps} | {steps} <= set(kept):
+            return ""
+        return f"gradients but of steps {', '.join(map(str, kept))}" if kept else "gradients"
 
     def notes(self) -> Iterator[str]:
         """What a reader must know of a verdict's reach."""

@@ -113,13 +113,6 @@ class Run:
                 f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps where train.steps = {told}: the run was "
                 "cut short or its metrics are; finish it with --resume, or make it again"
             )
-        for record in self.metrics:
-            for name in METRICS:
-                if record["step"] not in self.overflown and not one_of(record.get(name), NUMBER):
-                    raise ConfigError(
-                        f"{self.path}: {name} = {record.get(name)} at step {record['step']}; a run with what is no "
-                        "number is equal to nothing, mend it first"
-                    )
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
                 raise ConfigError(f"{self.path / 'summary.json'}: {name} {wrong}; mend it or leave it out")
@@ -129,13 +122,19 @@ class Run:
                 f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
                 "README, 'A run of your own loop'"
             )
-        for step, tensors in [*self.records.items(), (told, self.states)]:
+        for what in self.no_numbers():
+            raise ConfigError(f"{self.path}: {what} is no number, which is equal to nothing; mend the run first")
+
+    def no_numbers(self) -> Iterator[str]:
+        """What of a run is no number, in its curves and in all that it kept, but for steps that overflowed."""
+        for record in self.metrics:
+            for name in METRICS:
+                if record["step"] not in self.overflown and not one_of(value := record.get(name), NUMBER):
+                    yield f"{name} = {value} at step {record['step']}"
+        for step, tensors in [*self.records.items(), (len(self.metrics), self.states)]:
             for name, tensor in tensors.items():
-                if not np.isfinite(tensor).all():
-                    raise ConfigError(
-                        f"{self.path}: {name} of step {step} holds what is no number, which is equal to nothing; mend "
-                        "the run first"
-                    )
+                if (step not in self.overflown or name.startswith(STATES)) and not np.isfinite(tensor).all():
+                    yield f"{name} of step {step}"
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:

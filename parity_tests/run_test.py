@@ -99,8 +99,8 @@ def weights_in_float8(run: Run) -> None:
 NO_STEPS = ("final", "0", "3", "02", "٢", "²")  # the run has two
 
 BAD: dict[Callable[[Run], None], str] = {
-    nan_in_the_weights: f"weights/w of step {STEPS} holds what is no number",
-    infinity_in_a_record: "gradient/w of step 1 holds what is no number",
+    nan_in_the_weights: f"weights/w of step {STEPS} is no number",
+    infinity_in_a_record: "gradient/w of step 1 is no number",
     **{named(name): rf"{name}\.safetensors is named by no step of 1 to 2; call it" for name in NO_STEPS},
     truth_for_a_loss: "loss = True at step 1",
     loss_beyond_all_floats: "loss = 10+ at step 1",
