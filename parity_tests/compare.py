@@ -1,6 +1,5 @@
 """Differences between two runs, from their files alone. numpy only: neither side's code can hide a mistake here."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +106,7 @@ def whole(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
 
 def length(tensors: Iterable[np.ndarray]) -> float:
     """The norm of all tensors as one vector."""
-    return math.sqrt(sum(float(np.sum(np.square(w, dtype=np.float64))) for w in tensors))
+    return float(np.sqrt(sum(float(np.sum(np.square(w, dtype=np.float64))) for w in tensors)))
 
 
 def worst(differences: Mapping[str, float]) -> tuple[str, float]:

@@ -14,7 +14,7 @@ from parity_tests.proof import Proof
 from parity_tests.run import JAX, SIDES, Run
 from torch_ref.train import metered
 
-RECORD = {"steps": 4, "optimizer.decay_steps": 20, "record.steps": "1,2,3,4", "record.tensors": "all"}
+RECORD = {"steps": 5, "optimizer.decay_steps": 20, "record.steps": "1,2,3,5", "record.tensors": "all"}
 NOISE = 1e-10
 
 # one side's config -> the first tensor that it changes
