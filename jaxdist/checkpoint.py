@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
 from jaxdist.config.checkpoints import publish, sweep, thin, unfinished, written
 from jaxdist.config.experiment import Verify
+from jaxdist.processes import first, from_first
 from jaxdist.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
@@ -39,7 +40,8 @@ class Saved(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run folder, of which a run in progress is the only writer."""
+    """The checkpoints of one run folder, of which a run in progress is the only writer. Of several processes each
+    writes its arrays, and the first all else."""
 
     def __init__(self, folder: Path, config: Checkpoint) -> None:
         """`config`: how many stay, and what a failure to write means."""
@@ -59,7 +61,7 @@ class Checkpoints:
         self.wait()
         values: dict[str, Any] = {item: ocp.args.StandardSave(tree, by_layer(tree)) for item, tree in arrays(state)}
         values["experiment"] = ocp.args.JsonSave(experiment.model_dump(exclude_none=True))
-        with written(self.folder, step, self.config):
+        with written(self.folder, step, self.config, first()):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
             self.writing = step, self.thread.submit(self._finish, step)
@@ -67,16 +69,18 @@ class Checkpoints:
     def _finish(self, step: int) -> None:
         """In the thread: when all files are written, give the checkpoint its name."""
         self.checkpointer.wait_until_finished()
-        publish(self.folder, step)
-        thin(self.folder, self.config)
+        if first():
+            publish(self.folder, step)
+            thin(self.folder, self.config)
 
     def wait(self) -> None:
         """Until what is being written has its name. Raises TrainingError as `save` does."""
         writing, self.writing = self.writing, None
         if writing:
             step, future = writing
-            with written(self.folder, step, self.config):
-                future.result()
+            with written(self.folder, step, self.config, first()):
+                future.exception()  # of a process's own; the first, which waits for all, says how it went
+                from_first(future.result)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""
@@ -93,7 +97,8 @@ class Checkpoints:
         """Wait for what is being written."""
         with ExitStack() as stack:
             if "checkpointer" in self.__dict__:
-                stack.callback(sweep, self.folder)
+                if first():
+                    stack.callback(sweep, self.folder)
                 stack.callback(self.checkpointer.close)
             stack.enter_context(self.thread)
             self.wait()

@@ -5,17 +5,19 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import track
 
-from jaxdist.config import ConfigError, Experiment, TrainingError, exit_codes
+from jaxdist.config import ConfigError, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, perplexity, say
 from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
+from jaxdist.processes import from_first, run
 from jaxdist.program import Program
 from jaxdist.weights import load_weights, located, source_experiment
 
@@ -29,11 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)
         logits = program.logits(load_weights(program, a.checkpoint), tokens).astype(np.float32)
-        try:
-            with a.logits.open("wb") as file:
-                np.save(file, logits)
-        except OSError as error:
-            raise ConfigError(f"--logits {a.logits}: {error}; give a file that can be written") from None
+        from_first(partial(write, a.logits, logits))
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
     dataset = open_dataset(experiment.data, experiment.model.vocab)
@@ -45,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     total = count = 0.0
     steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
-        batch = dataset.batch(step, size, 0, split=split)
-        batch.targets[sequences - (step - 1) * size :] = IGNORED  # the last batch goes round to the first sequences
+        batch = dataset.batch(step, size, 0, split=split, rows=program.rows)
+        left = sequences - (step - 1) * size - program.rows.start
+        batch.targets[max(0, left) :] = IGNORED  # the last batch goes round to the first sequences
         loss, tokens = program.evaluate(parameters, program.place(batch))
         total, count = total + float(loss), count + float(tokens)
     if not math.isfinite(total):
@@ -57,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if a.json
         else f"{where}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
     )
+
+
+def write(file: Path, logits: np.ndarray) -> None:
+    """Write a .npy file. Raises ConfigError."""
+    try:
+        with file.open("wb") as opened:
+            np.save(opened, logits)
+    except OSError as error:
+        raise ConfigError(f"--logits {file}: {error}; give a file that can be written") from None
 
 
 def count(text: str) -> int:
@@ -100,7 +108,7 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
     if a.logits and not a.logits.parent.is_dir():
         raise ConfigError(f"--logits {a.logits}: no such folder; give a file in one that exists")
-    a.checkpoint = located(a.checkpoint)
+    a.checkpoint = from_first(partial(located, a.checkpoint))
     return a
 
 
@@ -146,4 +154,4 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
 
 
 if __name__ == "__main__":
-    exit_codes(main)
+    run(main)

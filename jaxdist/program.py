@@ -21,6 +21,7 @@ from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
 from jaxdist.optim import adamw
 from jaxdist.parallel.context import context
+from jaxdist.processes import on_host
 from jaxdist.sharding import BATCH, TOKENS
 from jaxdist.step import Arrays, Step, TrainState
 
@@ -116,10 +117,23 @@ class Program:
         """The times of sequences of `length` in the order in which devices hold them."""
         return self.context.order(length, axes_of(self.mesh)["context"])
 
+    @cached_property
+    def rows(self) -> slice:
+        """The rows of the global batch that devices of this process have: what it reads of each batch."""
+        size = self.experiment.train.batch
+        indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
+        bounds = [index[0].indices(size) for index in indices if index]
+        return slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
+
     def place(self, batch: Batch) -> Batch:
-        """A batch [B, T] on the devices: each has its rows and times."""
-        order = self.order(batch.tokens.shape[1])
-        return jax.device_put(Batch(*(x[:, order] for x in batch)), self.shardings(self.batch_specs))
+        """A batch [B, T], of which this process has its `rows`, on the devices: each has its rows and times."""
+        length = batch.tokens.shape[1]
+        ordered = Batch(*(x[:, self.order(length)] for x in batch))
+        shardings = self.shardings(self.batch_specs)
+        if not self.mesh.is_multi_process:
+            return jax.device_put(ordered, shardings)
+        shape = self.experiment.train.batch, length
+        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x, shape), ordered, shardings)
 
     # ---- compiled functions
 
@@ -155,7 +169,7 @@ class Program:
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], on the host."""
         order = self.order(tokens.shape[1])
-        return np.asarray(self.forward(parameters, tokens[:, order]))[:, np.argsort(order)]
+        return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order)]
 
     @cached_property
     def forward(self) -> Any:

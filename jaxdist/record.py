@@ -29,6 +29,7 @@ from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
 from jaxdist.optim import clip_by_norm
+from jaxdist.processes import on_host
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH, TOKENS
 from jaxdist.step import Arrays, TrainState
@@ -124,7 +125,7 @@ class Recorder:
         kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
-        found = {f"{kind}/{name}": np.asarray(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+        found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
         inverse = np.argsort(self.program.order(self.program.experiment.data.sequence))
         return {n: a[:, inverse] if n.startswith(OF_TIMES) else a for n, a in found.items()}
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
+from jaxdist.config import RunFolder, check_finite, diverged, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, in_steps, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
+from jaxdist.processes import first, from_first, greatest, run
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.step import TrainState
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with folder or nullcontext(), saving as checkpoints:
         start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
-            folder.create(experiment, from_step=start)
+            from_first(partial(folder.create, experiment, from_step=start))
         say(where)
 
         began = time.perf_counter()
@@ -51,19 +53,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-        with Saving(experiment.checkpoint) as schedule:
+        with Saving(experiment.checkpoint, agree=greatest) as schedule:
             state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
         validation = validation_loss(program, state, dataset)
         check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
-            if newest(checkpoints.folder) != experiment.train.steps:
+            if from_first(partial(newest, checkpoints.folder)) != experiment.train.steps:
                 keep(program, experiment.train.steps, state, checkpoints, folder)
 
     summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
-    if folder and (records or not start):  # a finished run, resumed, keeps what it measured
+    if folder and first() and (records or not start):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
 
@@ -75,7 +77,7 @@ def starting_state(
     checkpoints: checkpoint.Checkpoints | None,
 ) -> tuple[int, TrainState]:
     """(steps already done, state): from the run folder's newest checkpoint, from the weights `init`, or the seed."""
-    step = folder.resume_from(marker="parameters") if folder else None
+    step = from_first(partial(folder.resume_from, marker="parameters")) if folder else None
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
         return step, checkpoints.restore(step, placed(program, program.abstract, program.specs))
@@ -83,7 +85,7 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
-    weights = load_weights(program, located(init, program.experiment.checkpoint.verify))
+    weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
     make = jax.jit(program.state_from, out_shardings=program.shardings(program.specs), donate_argnums=0)
     return 0, make(weights)
 
@@ -108,7 +110,7 @@ def loop(
     tokens = train.batch * experiment.data.sequence
 
     def fetch(step: int) -> Batch:
-        return program.place(dataset.batch(step, train.batch, train.seed))
+        return program.place(dataset.batch(step, train.batch, train.seed, rows=program.rows))
 
     recorder = Recorder(program)
     records: list[dict[str, Any]] = []
@@ -116,7 +118,9 @@ def loop(
         batch = fetch(start + 1) if start < train.steps else None
         for step in range(start + 1, train.steps + 1):
             if folder and batch and step in experiment.record.steps:
-                folder.record(step, recorder(state, batch))
+                tensors = recorder(state, batch)
+                if first():
+                    folder.record(step, tensors)
             began = time.perf_counter()
             state, values = compiled(state, batch)
             batch = fetch(step + 1) if step < train.steps else None  # while the devices work
@@ -144,7 +148,7 @@ def loop(
                 record["skipped"] = not finite or step in train.skip
             records.append(record)
             show(record)
-            if folder:
+            if folder and first():
                 folder.log(record)
             due = schedule.due(step)
             if due and checkpoints:
@@ -173,7 +177,7 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> fl
         return None
     loss = count = 0.0
     for step in range(1, train.validation_batches + 1):
-        batch = dataset.batch(step, train.batch, train.seed, split="validation")
+        batch = dataset.batch(step, train.batch, train.seed, split="validation", rows=program.rows)
         total, tokens = program.evaluate(state.parameters, program.place(batch))
         loss, count = loss + float(total), count + float(tokens)
     return loss / count
@@ -187,4 +191,4 @@ def notes(memory: dict[str, int], compile_seconds: float) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    exit_codes(main)
+    run(main)

@@ -30,8 +30,13 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
     except tuple(CODES) as error:
         if not quiet:
             print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
-        sys.exit(next(code for kind, code in CODES.items() if isinstance(error, kind)))
+        sys.exit(code_of(error))
     sys.exit(0)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of a process that `error` ends."""
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), 1)
 
 
 def check_finite(step: int, **values: float | None) -> None:

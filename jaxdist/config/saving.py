@@ -30,10 +30,16 @@ class Due(IntEnum):
 
 
 class Saving:
-    """Signals are heeded within the context, in the process that decides. `clock`: seconds."""
+    """Signals are heeded within the context, in the process that decides. `clock`: seconds. `agree`: of what each of
+    several processes finds due, what all of them do."""
 
-    def __init__(self, config: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config, self.clock = config, clock
+    def __init__(
+        self,
+        config: Checkpoint,
+        clock: Callable[[], float] = time.monotonic,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        self.config, self.clock, self.agree = config, clock, agree
         self.saved = clock()
         self.asked = Due.NOTHING
         self.ended_by: signal.Signals | None = None
@@ -62,9 +68,10 @@ class Saving:
         """What is to be done after `step`; asking for a save takes it as done."""
         every, minutes = self.config.every, self.config.minutes
         by_step, by_time = every and step % every == 0, minutes and self.clock() - self.saved >= 60 * minutes
-        found = max(self.asked, Due.SAVE if by_step or by_time else Due.NOTHING)
+        asked, self.asked = self.asked, Due.NOTHING  # a signal from here on is for the next step
+        found = Due(self.agree(max(asked, Due.SAVE if by_step or by_time else Due.NOTHING)))
         if found:
-            self.saved, self.asked = self.clock(), Due.NOTHING
+            self.saved = self.clock()
         return found
 
     def interrupted(self, step: int, checkpoints: Path | None) -> Interrupted:

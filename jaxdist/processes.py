@@ -1,0 +1,167 @@
+"""Several processes as one run: they join by `jax.distributed`, agree on what one of them sees, and end together.
+
+A command that calls none of it, or that no launcher started, is one process: all of this is then nothing.
+"""
+
+import atexit
+import os
+import pickle
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jax._src.distributed import global_state
+from jax.experimental import multihost_utils
+
+from jaxdist.config import TrainingError, exit_codes
+from jaxdist.config.display import console
+from jaxdist.config.errors import CODES, code_of
+from jaxdist.launcher import HEARD, launched, patience, roll_call
+
+Result = TypeVar("Result")
+
+LOST = 30  # seconds without a sign of life, after which JAX ends the others
+TOGETHER = 5  # seconds within which an error that every process meets is met by all
+FOREVER = 10**9  # milliseconds: whoever dies meanwhile is noticed by its lost signs of life
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this run."""
+
+    size: int = 1
+    rank: int = 0
+    neighbours: tuple[int, ...] = (0,)
+    """The ranks of those on this machine, itself among them."""
+
+
+_world = World()
+_agreements = count()
+
+
+def world() -> World:
+    """The processes of this run: one, unless it has joined others."""
+    return _world
+
+
+def first() -> bool:
+    """Whether this process speaks and writes for all."""
+    return _world.rank == 0
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`."""
+    exit_codes(lambda: _one_of_many(main))
+
+
+def _one_of_many(main: Callable[[], None]) -> None:
+    if (launch := launched()) is None:
+        main()
+        return
+    global _world
+    neighbours = roll_call(launch, sys.argv[1:])
+    _world = World(launch.size, launch.rank, tuple(neighbours))
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it heeds SIGTERM, which `Saving` does
+    jax.distributed.initialize(
+        launch.address, launch.size, launch.rank,
+        cluster_detection_method="deactivate",  # it would give a process one GPU, whatever the mesh
+        initialization_timeout=patience(), heartbeat_timeout_seconds=LOST,
+    )  # fmt: skip
+    console.quiet = not first()
+    _only_ours_on_stdout()
+    with _ending_together():
+        main()
+    jax.distributed.shutdown()
+
+
+def _only_ours_on_stdout() -> None:
+    """Gloo prints a line per device and group of devices there, from within."""
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+@contextmanager
+def _ending_together() -> Iterator[None]:
+    """An error that all processes meet is told by the first; one that a process meets alone, by that process."""
+    try:
+        yield
+    except (*CODES, jax.errors.JaxRuntimeError) as error:
+        if _met("end", TOGETHER):
+            jax.distributed.shutdown()
+            if not first():
+                time.sleep(HEARD)
+                sys.exit(code_of(error))
+            raise
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            reason = textwrap.shorten(str(error), 200)
+            error = TrainingError(
+                f"process {_world.rank} lost the others, one of which ended or cannot be reached: {reason}. "
+                "--resume goes on from the newest checkpoint"
+            )
+        atexit.register(_end, code_of(error))  # JAX would wait for the others, who wait for this one
+        raise error from None
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _store() -> Any:
+    """The key-value store of all processes, which waits without a device; Orbax uses it too."""
+    return global_state.client
+
+
+def _met(name: str, seconds: float) -> bool:
+    """Whether all processes come here within `seconds`."""
+    try:
+        _store().wait_at_barrier(f"jaxdist/{name}", int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def from_first(function: Callable[[], Result]) -> Result:
+    """On every process what `function` returns, or raises, on the first, the only one to call it, when all are here."""
+    if _world.size == 1:
+        return function()
+    key, client = f"jaxdist/{next(_agreements)}", _store()
+    client.wait_at_barrier(key, FOREVER)
+    if first():
+        try:
+            found: Any = function()
+        except Exception as error:
+            found = error
+        client.key_value_set_bytes(key, pickle.dumps(found))
+    else:
+        found = pickle.loads(client.blocking_key_value_get_bytes(key, FOREVER))
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def greatest(value: int) -> int:
+    """The greatest of all processes' values, on each of them."""
+    if _world.size == 1:
+        return value
+    return int(multihost_utils.process_allgather(np.int32(value)).max())
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    """All of an array, whichever processes hold it, which must all call this."""
+    return (
+        np.asarray(array)
+        if array.is_fully_replicated or array.is_fully_addressable
+        else np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    )

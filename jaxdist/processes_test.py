@@ -1,0 +1,243 @@
+"""Two processes of four devices against one of eight, under the launcher that users have; and how they end together."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist import checkpoint
+from jaxdist.config import read_metrics, read_record
+from jaxdist.config.checkpoints import damage, steps_in
+from jaxdist.train import main
+
+ROOT = Path(__file__).parents[1]
+TINY = [
+    "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "4", "--model.head_dim", "8",
+    "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "1",
+    "--optimizer.warmup", "2", "--optimizer.decay_steps", "6", "--precision", "fp64", "--device", "cpu",
+    "--train.accumulation", "2", "--steps", "4", "--checkpoint.every", "2",
+]  # fmt: skip
+MESH = ["--mesh", "data=2,fsdp=2,tensor=2"]  # each process is a replica
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what it holds for these tests, but for how XLA compiles."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {"PYTHONPATH": str(ROOT)} | more
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def torchrun(*command: str, processes: int = 2) -> Ended:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*launcher, *command], env=environment(), capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+
+
+def ranks(*command: str, started: int = 2, **more: str) -> list[Ended]:
+    """The processes of a launcher that ends nobody: each by itself to its end."""
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+        "JAX_COORDINATOR_PORT": str(free_port()),
+    }
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command], env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **(launcher | more)),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in range(started)
+    ]  # fmt: skip
+    out = [process.communicate(timeout=300) for process in running]
+    return [Ended(p.args, p.returncode, *texts) for p, texts in zip(running, out, strict=True)]
+
+
+def errors(ended: list[Ended]) -> list[str]:
+    return [line for process in ended for line in process.stderr.splitlines() if line.startswith("error:")]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process for all eight devices."""
+    path = tmp_path_factory.mktemp("runs") / "one"
+    main([*TINY, *MESH, "--record.steps", "2", "--record.tensors", "all", "--output", str(path)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes under torchrun."""
+    path = tmp_path_factory.mktemp("runs") / "two"
+    done = torchrun(
+        "-m", "jaxdist.train", *TINY, *MESH, "--record.steps", "2", "--record.tensors", "all", "--output", str(path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done: loss") == 1 and done.stdout.count("running on 8 virtual CPU devices of 2") == 1
+    assert "Gloo" not in done.stdout
+    return path
+
+
+def state(path: Path) -> dict[str, Any]:
+    saved = checkpoint.read(path)
+    adam = next(part for part in saved.optimizer if part and "mu" in part)
+    return saved.parameters | {f"{kind} {n}": w for kind in ("mu", "nu") for n, w in adam[kind].items()}
+
+
+def distance(a: Path, b: Path) -> tuple[float, float]:
+    """Largest relative difference of losses and gradient norms, and of a weight or moment by its norm."""
+    curves = [np.array([(r["loss"], r["grad_norm"]) for r in read_metrics(path)]) for path in (a, b)]
+    first, second = state(a), state(b)
+    assert first.keys() == second.keys()
+    states = max(float(np.linalg.norm(first[n] - w) / np.linalg.norm(w)) for n, w in second.items())
+    return float(np.abs(curves[0] / curves[1] - 1).max()), states
+
+
+def test_two_processes_train_as_one(one: Path, two: Path) -> None:
+    curves, states = distance(two, one)
+    assert curves < 1e-12 and states < 1e-10
+    assert {file.name for file in two.iterdir()} == {file.name for file in one.iterdir()}
+    assert steps_in(two / "checkpoints") == [2, 4] and damage(two / "checkpoints" / "4") is None
+
+
+def test_a_record_of_two_processes_has_all_tensors(one: Path, two: Path) -> None:
+    first, second = (read_record(path / "record" / "2.safetensors") for path in (one, two))
+    assert list(first) == list(second) and len(first) > 100
+    for name, array in first.items():
+        assert array.shape == second[name].shape
+        np.testing.assert_allclose(second[name], array, rtol=0, atol=1e-11 * max(1, np.abs(array).max()), err_msg=name)
+
+
+def test_the_summary_is_of_all_devices(one: Path, two: Path) -> None:
+    first, second = (json.loads((path / "summary.json").read_text()) for path in (one, two))
+    for name in ("devices", "mesh", "collectives", "parameters", "data", "schedule", "least_bytes"):
+        assert first[name] == second[name]
+    assert first["validation_loss"] == pytest.approx(second["validation_loss"], rel=1e-12)
+    assert first["memory"]["parameters"] == second["memory"]["parameters"]
+
+
+PLANT = """
+import os, signal
+import numpy as np
+from jaxdist import processes, train
+from jaxdist.data import Dataset
+from jaxdist.program import Program
+
+rank = os.environ["RANK"]
+read, log = Dataset._read, train.RunFolder.log
+
+def counted(self, sequences):
+    with open(f"{os.environ['READS']}.{rank}", "a") as file:
+        print(*sequences, file=file)
+    return read(self, sequences)
+if "READS" in os.environ:
+    Dataset._read = counted
+
+def at_step(number, action):
+    fetch, seen = train.Program.place, []
+    def place(self, batch):
+        seen.append(batch)
+        if len(seen) == number + 1 and rank == "1":
+            action()
+        return fetch(self, batch)
+    Program.place = place
+match os.environ.get("PLANT"):
+    case "same rows":
+        Program.rows = slice(0, 4)
+    case "SIGTERM":
+        at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    case "SIGKILL":
+        at_step(2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+processes.run(train.main)
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> str:
+    """A script that trains as the command does, with what PLANT names done to it."""
+    file = tmp_path / "planted.py"
+    file.write_text(PLANT)
+    return str(file)
+
+
+def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
+    planted: str, one: Path, tmp_path: Path
+) -> None:
+    run, reads = tmp_path / "run", tmp_path / "reads"
+    ended = ranks(planted, *TINY, *MESH, "--output", str(run), PLANT="SIGTERM", READS=str(reads))
+    assert [process.returncode for process in ended] == [75, 75], ended
+    assert len(errors(ended)) == 1 and "step 2 is saved: go on by --resume" in errors(ended)[0]
+    assert steps_in(run / "checkpoints") == [2] and len(read_metrics(run)) == 2
+
+    rows = [np.loadtxt(f"{reads}.{rank}", dtype=int) for rank in range(2)]
+    assert [r.shape for r in rows] == [(3, 4), (3, 4)]  # half of each batch, of two steps and the one fetched ahead
+    assert len(np.unique(np.concatenate(rows))) == 3 * 8  # and never the other's
+
+    # One process goes on with what two have saved.
+    main([*TINY, *MESH, "--output", str(run), "--resume"])
+    curves, states = distance(run, one)
+    assert curves < 1e-12 and states < 1e-10
+
+
+def test_two_processes_go_on_with_what_one_has_saved(one: Path, tmp_path: Path) -> None:
+    """On a mesh whose processes have the same rows, and other times of them."""
+    run = tmp_path / "run"
+    shutil.copytree(one, run)
+    shutil.rmtree(run / "checkpoints" / "4")
+    command = ["-m", "jaxdist.train", *TINY, "--mesh", "context=2,tensor=4", "--output", str(run), "--resume"]
+    ended = ranks(*command)
+    assert [process.returncode for process in ended] == [0, 0], ended
+    assert "resuming from step 2" in ended[0].stdout and not ended[1].stdout
+    curves, states = distance(run, one)
+    assert curves < 1e-12 and states < 1e-10
+
+
+def test_processes_that_feed_the_same_rows_are_caught(planted: str, one: Path, tmp_path: Path) -> None:
+    ended = ranks(planted, *TINY, *MESH, "--output", str(tmp_path / "run"), PLANT="same rows")
+    assert [process.returncode for process in ended] == [0, 0], ended
+    curves, states = distance(tmp_path / "run", one)
+    assert curves > 1e-6 and states > 1e-6
+
+
+def test_a_process_that_dies_ends_all(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANT", "SIGKILL")
+    done = torchrun(planted, *TINY, *MESH, "--output", str(tmp_path / "run"))
+    assert done.returncode == 1 and "done:" not in done.stdout
+    assert f"exitcode  : -{signal.SIGKILL:d}" in done.stderr
+
+
+def test_a_wrong_number_of_processes_is_told_once() -> None:
+    done = torchrun("-m", "jaxdist.train", *TINY, *MESH, processes=3)
+    assert done.returncode == 1
+    assert errors([done]) == [
+        "error: parallel.mesh = 'data=2,fsdp=2,tensor=2' has 8 devices, which 3 processes cannot share equally; start "
+        "1, or change the mesh"
+    ]
+
+
+def test_processes_that_do_not_come_are_told_once() -> None:
+    ended = ranks("-m", "jaxdist.train", *TINY, *MESH, WORLD_SIZE="3", JAXDIST_JOIN_SECONDS="4")
+    assert [process.returncode for process in ended] == [1, 1]
+    assert len(errors(ended)) == 1 and "2 of 3 processes came to localhost" in errors(ended)[0]
+    assert "process 2 did not" in errors(ended)[0]
+
+
+def test_an_address_that_cannot_be_reached_is_told_once() -> None:
+    address = "192.0.2.1:29500"  # of documents, where nobody is
+    ended = ranks("-m", "jaxdist.train", *TINY, *MESH, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
+    assert [process.returncode for process in ended] == [1, 1]
+    assert len(errors(ended)) == 1 and address in errors(ended)[0]
