@@ -1,4 +1,4 @@
-"""Which process of how many this is, by what launchers set in the environment, and the roll call before they join.
+"""Which process of how many this is, by what launchers set in the environment.
 
 | launcher | how many | which one | where the first one is |
 |---|---|---|---|
@@ -11,23 +11,15 @@
 JAX_COORDINATOR_ADDRESS, as host:port, goes before what a launcher says, and so does JAX_COORDINATOR_PORT.
 """
 
-import json
 import os
-import socket
-import sys
 import textwrap
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` asks; it has no public name
 
-from jaxdist.config import ConfigError, TrainingError, whole_number
-from jaxdist.config.errors import code_of
+from jaxdist.config import ConfigError, whole_number
 
 # Launcher -> its variables for the number of processes, this one's number, and that on its own machine.
 VARIABLES = {
@@ -37,8 +29,6 @@ VARIABLES = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
 SECONDS = 40  # for all to come
-LATER = 5  # seconds after which the others give up: the first knows best who is missing
-HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
 
 
 @dataclass(frozen=True)
@@ -112,119 +102,3 @@ def asked(launcher: str) -> tuple[Any, ...]:
 def patience() -> int:
     """Seconds within which all processes have to come."""
     return whole_number("JAXDIST_JOIN_SECONDS", SECONDS)
-
-
-class Present(NamedTuple):
-    """What a process says at the roll call."""
-
-    rank: int
-    size: int
-    host: str
-    arguments: list[str]
-
-
-def roll_call(launch: Launch, arguments: Sequence[str]) -> list[int]:
-    """Wait until every process is at the coordinator's port; returns the ranks that are on this machine, itself among
-    them.
-
-    `jax.distributed` ends a process that waits in vain with a stack trace, and cannot say who is missing. This says it,
-    once: the first process does, or on other machines, where it cannot be reached, their first one. Processes of
-    another number, with the same rank or other arguments, are found out too. Raises ConfigError and TrainingError;
-    ends processes that have nothing to say, with the same code.
-    """
-    me = Present(launch.rank, launch.size, socket.gethostname(), list(arguments))
-    until = time.monotonic() + patience()
-    hosts = _call(launch, me, until) if launch.rank == 0 else _answer(launch, me, until + LATER)
-    return [rank for rank, host in enumerate(hosts) if host == me.host]
-
-
-def _call(launch: Launch, me: Present, until: float) -> list[str]:
-    """The first process: hear all, and tell each of them all hosts, or what is wrong."""
-    came: dict[int, Present] = {0: me}
-    wrong: ConfigError | TrainingError | None = None
-    with ExitStack() as stack:
-        listener = stack.enter_context(_listener(launch))
-        connections: list[socket.socket] = []
-        while len(came) < launch.size and not wrong and (left := until - time.monotonic()) > 0:
-            listener.settimeout(left)
-            try:
-                connection = stack.enter_context(listener.accept()[0])
-                connection.settimeout(LATER)
-                other = Present(**json.loads(connection.makefile().readline()))
-            except (OSError, ValueError, TypeError):  # too late, or none of ours
-                continue
-            connections.append(connection)
-            wrong = mismatch(me, other, came)
-            came[other.rank] = other
-        if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
-            those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
-            wrong = TrainingError(
-                f"{len(came)} of {launch.size} processes came to {launch.address} within {patience()} s, {those} did "
-                f"not; start as many as {launch.launcher} was told, let them reach this address, or give them longer "
-                "by JAXDIST_JOIN_SECONDS"
-            )
-        hosts = [came[rank].host for rank in sorted(came)]
-        line = json.dumps({"hosts": hosts, "code": code_of(wrong) if wrong else 0}) + "\n"
-        for connection in connections:
-            try:
-                connection.sendall(line.encode())
-                connection.recv(1)  # until the other side has closed, so that the port is free again
-            except OSError:
-                continue
-    if wrong:
-        raise wrong
-    return hosts
-
-
-def mismatch(me: Present, other: Present, came: dict[int, Present]) -> ConfigError | None:
-    """What is wrong with a process that came, seen by the first."""
-    who = f"process {other.rank}, on {other.host},"
-    if other.size != me.size:
-        return ConfigError(f"{who} was started as one of {other.size} processes, the first as one of {me.size}; start "
-                           "all with the same number")  # fmt: skip
-    if not 0 <= other.rank < me.size or other.rank in came:
-        return ConfigError(f"two processes are number {other.rank} of {me.size}; give each machine a --node-rank of "
-                           "its own")  # fmt: skip
-    for theirs, ours in zip_longest(other.arguments, me.arguments, fillvalue="nothing more"):
-        if theirs != ours:
-            return ConfigError(f"{who} was started with {theirs!r} where the first has {ours!r}; give all the same")
-    return None
-
-
-def _listener(launch: Launch) -> socket.socket:
-    port = launch.coordinator[1]
-    try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=launch.size, dualstack_ipv6=True)
-        return socket.create_server(("", port), backlog=launch.size)
-    except OSError as error:
-        raise ConfigError(
-            f"port {port}, at which the {launch.size} processes meet: {error.strerror}; give all of them a free one by "
-            "JAX_COORDINATOR_PORT"
-        ) from None
-
-
-def _answer(launch: Launch, me: Present, until: float) -> list[str]:
-    """Every other process: go to the first, and hear what it says."""
-    while True:
-        try:
-            with socket.create_connection(launch.coordinator, timeout=max(0.1, until - time.monotonic())) as connection:
-                connection.sendall(f"{json.dumps(me._asdict())}\n".encode())
-                connection.settimeout(max(0.1, until - time.monotonic()))
-                told = json.loads(connection.makefile().readline())
-            break
-        except (OSError, ValueError) as error:  # not there yet, a name not known yet, or another program at its port
-            reason = error
-        if time.monotonic() > until:
-            if launch.local_rank:
-                time.sleep(HEARD)
-                sys.exit(1)
-            raise TrainingError(
-                f"process {launch.rank} of {launch.size} could not reach the first one at {launch.address}: {reason}; "
-                f"see that it was started, and that {launch.launcher} names an address that other machines can reach"
-            )
-        time.sleep(0.1)
-    if told["code"]:
-        time.sleep(HEARD)
-        sys.exit(told["code"])
-    return told["hosts"]

@@ -7,7 +7,6 @@ import atexit
 import os
 import pickle
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +19,15 @@ import numpy as np
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from jaxdist.config import TrainingError, exit_codes
+from jaxdist.config import exit_codes
 from jaxdist.config.display import console
-from jaxdist.config.errors import CODES, code_of
-from jaxdist.launcher import HEARD, launched, patience, roll_call
+from jaxdist.config.errors import code_of
+from jaxdist.launcher import launched, patience
+from jaxdist.roll_call import DONE, HEARD, TOLD, Contact, roll_call
 
 Result = TypeVar("Result")
 
-LOST = 30  # seconds without a sign of life, after which JAX ends the others
+LOST = 30  # seconds without a sign of life of a machine, after which JAX ends the processes of the others
 TOGETHER = 5  # seconds within which an error that every process meets is met by all
 FOREVER = 10**9  # milliseconds: whoever dies meanwhile is noticed by its lost signs of life
 
@@ -66,20 +66,22 @@ def _one_of_many(main: Callable[[], None]) -> None:
         main()
         return
     global _world
-    neighbours = roll_call(launch, sys.argv[1:])
+    neighbours, contact = roll_call(launch, sys.argv[1:])
     _world = World(launch.size, launch.rank, tuple(neighbours))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it heeds SIGTERM, which `Saving` does
     jax.distributed.initialize(
-        launch.address, launch.size, launch.rank,
+        launch.address,
+        launch.size,
+        launch.rank,
         cluster_detection_method="deactivate",  # it would give a process one GPU, whatever the mesh
-        initialization_timeout=patience(), heartbeat_timeout_seconds=LOST,
-    )  # fmt: skip
+        initialization_timeout=patience(),
+        heartbeat_timeout_seconds=LOST,
+    )
     console.quiet = not first()
     _only_ours_on_stdout()
-    with _ending_together():
+    with _ending_together(contact):
         main()
-    jax.distributed.shutdown()
 
 
 def _only_ours_on_stdout() -> None:
@@ -91,30 +93,33 @@ def _only_ours_on_stdout() -> None:
 
 
 @contextmanager
-def _ending_together() -> Iterator[None]:
+def _ending_together(contact: Contact) -> Iterator[None]:
     """An error that all processes meet is told by the first; one that a process meets alone, by that process."""
     try:
         yield
-    except (*CODES, jax.errors.JaxRuntimeError) as error:
-        if _met("end", TOGETHER):
-            jax.distributed.shutdown()
-            if not first():
-                time.sleep(HEARD)
-                sys.exit(code_of(error))
+    except BaseException as error:
+        if not _met("end", TOGETHER):
+            atexit.register(_end_alone, contact, code_of(error))
             raise
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            reason = textwrap.shorten(str(error), 200)
-            error = TrainingError(
-                f"process {_world.rank} lost the others, one of which ended or cannot be reached: {reason}. "
-                "--resume goes on from the newest checkpoint"
-            )
-        atexit.register(_end, code_of(error))  # JAX would wait for the others, who wait for this one
-        raise error from None
+        _leave(contact)
+        if first() or isinstance(error, SystemExit):
+            raise
+        time.sleep(HEARD)
+        sys.exit(code_of(error))
+    _leave(contact)
 
 
-def _end(code: int) -> None:
+def _leave(contact: Contact) -> None:
+    contact.say(DONE)
+    jax.distributed.shutdown()
+
+
+def _end_alone(contact: Contact, code: int) -> None:
+    """End a process, when it has said why, without the others: JAX would wait for them, who wait for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
+    contact.say(TOLD)
+    time.sleep(HEARD)  # JAX ends the others with a stack trace when it loses the first
     os._exit(code)
 
 

@@ -1,0 +1,203 @@
+"""Processes meet before they join, and stay in touch: who is missing, and who has ended, is told in one line.
+
+`jax.distributed` ends a process that waits in vain with a stack trace and cannot say for whom; of one that died it
+knows after half a minute, in which the others wait within a step, deaf to signals. So all come to the coordinator's
+port first, and keep that connection: the kernel closes it when a process ends, however it ends.
+"""
+
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config.errors import code_of
+from jaxdist.launcher import Launch, patience
+
+LATER = 5  # seconds after which the others give up: the first knows best who is missing
+HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
+
+DONE, TOLD = b".", b"!"  # what a process sends before it ends: as all do, or alone, for a reason that it has told
+
+
+class Present(NamedTuple):
+    """What a process says of itself."""
+
+    rank: int
+    size: int
+    host: str
+    arguments: list[str]
+
+
+def roll_call(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Contact"]:
+    """Wait until every process is there; returns the ranks on this machine, itself among them, and the connections.
+
+    What is wrong is told once: by the first process, or on other machines, where it cannot be reached, by their first
+    one. Processes of another number, with the same rank or other arguments are found out too. Raises ConfigError and
+    TrainingError; ends processes that have nothing to say, with the same code.
+    """
+    me = Present(launch.rank, launch.size, socket.gethostname(), list(arguments))
+    until = time.monotonic() + patience()
+    hosts, connections = _call(launch, me, until) if launch.rank == 0 else _answer(launch, me, until + LATER)
+    here = [rank for rank, host in enumerate(hosts) if host == me.host]
+    return here, Contact(launch, connections, speaks=launch.rank in (0, min(set(here) - {0}, default=0)))
+
+
+def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[int, socket.socket]]:
+    """The first process: hear all, and tell each of them all hosts, or that something is wrong."""
+    came: dict[int, Present] = {0: me}
+    connections: list[socket.socket] = []
+    wrong: ConfigError | TrainingError | None = None
+    with _listener(launch) as listener:
+        while len(came) < launch.size and not wrong and (left := until - time.monotonic()) > 0:
+            listener.settimeout(left)
+            try:
+                connection = listener.accept()[0]
+                connection.settimeout(LATER)
+                other = Present(**_line(connection))
+            except (OSError, ValueError, TypeError):  # too late, or none of ours
+                continue
+            connections.append(connection)
+            wrong = mismatch(me, other, came)
+            came[other.rank] = other
+    if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
+        those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
+        wrong = TrainingError(
+            f"{len(came)} of {launch.size} processes came to {launch.address} within {patience()} s, {those} did "
+            f"not; start as many as {launch.launcher} was told, let them reach this address, or give them longer "
+            "by JAXDIST_JOIN_SECONDS"
+        )
+    hosts = [came[rank].host for rank in sorted(came)]
+    line = json.dumps({"hosts": hosts, "code": code_of(wrong) if wrong else 0}) + "\n"
+    for connection in connections:
+        with suppress(OSError):  # it ended meanwhile, which will be noticed
+            connection.sendall(line.encode())
+    if wrong:
+        raise wrong
+    return hosts, dict(zip(list(came)[1:], connections, strict=True))
+
+
+def mismatch(me: Present, other: Present, came: Mapping[int, Present]) -> ConfigError | None:
+    """What is wrong with a process that came, seen by the first."""
+    who = f"process {other.rank}, on {other.host},"
+    if other.size != me.size:
+        return ConfigError(
+            f"{who} was started as one of {other.size} processes, the first as one of {me.size}; tell all the same"
+        )
+    if not 0 <= other.rank < me.size or other.rank in came:
+        return ConfigError(
+            f"two processes are number {other.rank} of {me.size}; give each machine a --node-rank of its own"
+        )
+    for theirs, ours in zip_longest(other.arguments, me.arguments, fillvalue="nothing more"):
+        if theirs != ours:
+            return ConfigError(f"{who} was started with {theirs!r} where the first has {ours!r}; give all the same")
+    return None
+
+
+def _line(connection: socket.socket) -> Any:
+    """One line of JSON, byte by byte: what comes after it is not for this. Raises OSError and ValueError."""
+    read = bytearray()
+    while not read.endswith(b"\n"):
+        if not (byte := connection.recv(1)):
+            raise ConnectionError("it closed the connection")
+        read += byte
+    return json.loads(read)
+
+
+def _listener(launch: Launch) -> socket.socket:
+    port = launch.coordinator[1]
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=launch.size, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=launch.size)
+    except OSError as error:
+        raise ConfigError(
+            f"port {port}, at which the {launch.size} processes meet: {error.strerror}; give all of them a free one by "
+            "JAX_COORDINATOR_PORT"
+        ) from None
+
+
+def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[int, socket.socket]]:
+    """Every other process: go to the first, and hear what it says."""
+    while True:
+        try:
+            connection = socket.create_connection(launch.coordinator, timeout=max(0.1, until - time.monotonic()))
+            connection.sendall(f"{json.dumps(me._asdict())}\n".encode())
+            connection.settimeout(max(0.1, until - time.monotonic()))
+            told = _line(connection)
+            break
+        except (OSError, ValueError) as error:  # not there yet, a name not known yet, or another program at its port
+            reason = error
+        if time.monotonic() > until:
+            if launch.local_rank:
+                _leave(1)
+            raise TrainingError(
+                f"process {launch.rank} of {launch.size} could not reach the first one at {launch.address}: {reason}; "
+                f"see that it was started, and that {launch.launcher} names an address that other machines can reach"
+            )
+        time.sleep(0.1)
+    if told["code"]:
+        _leave(told["code"])
+    return told["hosts"], {0: connection}
+
+
+def _leave(code: int) -> None:
+    """End a process that has nothing to say, when another has said it."""
+    time.sleep(HEARD)
+    sys.exit(code)
+
+
+class Contact:
+    """The connections that processes keep: the first one's to all others, theirs to it.
+
+    A thread waits for one to break, which ends this process as well, with code 1. The first tells who ended, and the
+    others that it did; where it is the first itself, one process of each machine `speaks`.
+    """
+
+    def __init__(self, launch: Launch, connections: Mapping[int, socket.socket], speaks: bool) -> None:
+        self.launch, self.connections, self.speaks = launch, connections, speaks
+        self.over = False
+        for connection in connections.values():
+            connection.settimeout(None)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self.connections.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    try:
+                        said = key.fileobj.recv(1)  # type: ignore[union-attr]
+                    except OSError:
+                        said = b""
+                    if said != DONE and not self.over:
+                        self._end(key.data, said)
+                    selector.unregister(key.fileobj)
+
+    def _end(self, rank: int, said: bytes) -> None:
+        if said != TOLD and self.speaks:
+            print(
+                f"error: process {rank} of {self.launch.size} ended before the others, which stop; its own output or "
+                "that of its launcher says why. --resume goes on from the newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.say(TOLD)
+        if self.launch.rank == 0:
+            time.sleep(HEARD)  # JAX ends the others with a stack trace when it loses the first
+        os._exit(1)
+
+    def say(self, what: bytes) -> None:
+        """Tell the others that this process ends: DONE or TOLD."""
+        self.over = True
+        for connection in self.connections.values():
+            with suppress(OSError):
+                connection.sendall(what)
