@@ -1,6 +1,7 @@
 """Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line."""
 
 import os
+import socket
 import tempfile
 from importlib.metadata import version
 
@@ -46,6 +47,11 @@ def tiny(**sections: Any) -> Experiment:
     for name, section in sections.items():
         values[name] = section if name == "model" and "family" in section else values.get(name, {}) | section
     return Experiment.parse(values, source="test")
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 @pytest.fixture

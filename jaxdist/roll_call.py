@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.errors import code_of
@@ -55,32 +55,39 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
     came: dict[int, Present] = {0: me}
     connections: list[socket.socket] = []
     wrong: ConfigError | TrainingError | None = None
-    with _listener(launch) as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listener(launch))
         while len(came) < launch.size and not wrong and (left := until - time.monotonic()) > 0:
             listener.settimeout(left)
             try:
-                connection = listener.accept()[0]
-                connection.settimeout(LATER)
+                connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                break
+            connection.settimeout(LATER)
+            try:
                 other = Present(**_line(connection))
-            except (OSError, ValueError, TypeError):  # too late, or none of ours
+            except (OSError, ValueError, TypeError):  # none of ours
+                connection.close()
                 continue
             connections.append(connection)
             wrong = mismatch(me, other, came)
             came[other.rank] = other
-    if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
-        those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
-        wrong = TrainingError(
-            f"{len(came)} of {launch.size} processes came to {launch.address} within {patience()} s, {those} did "
-            f"not; start as many as {launch.launcher} was told, let them reach this address, or give them longer "
-            "by JAXDIST_JOIN_SECONDS"
-        )
-    hosts = [came[rank].host for rank in sorted(came)]
-    line = json.dumps({"hosts": hosts, "code": code_of(wrong) if wrong else 0}) + "\n"
-    for connection in connections:
-        with suppress(OSError):  # it ended meanwhile, which will be noticed
-            connection.sendall(line.encode())
-    if wrong:
-        raise wrong
+        if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
+            those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
+            wrong = TrainingError(
+                f"{len(came)} of {launch.size} processes came to {launch.address} within {patience()} s, {those} did "
+                f"not; start as many as {launch.launcher} was told, let them reach this address, or give them longer "
+                "by JAXDIST_JOIN_SECONDS"
+            )
+        hosts = [came[rank].host for rank in sorted(came)]
+        line = json.dumps({"hosts": hosts, "code": code_of(wrong) if wrong else 0}) + "\n"
+        for connection in connections:
+            with suppress(OSError):  # it ended meanwhile, which will be noticed
+                connection.sendall(line.encode())
+        if wrong:
+            raise wrong
+        stack.pop_all()
+        listener.close()
     return hosts, dict(zip(list(came)[1:], connections, strict=True))
 
 
@@ -128,11 +135,14 @@ def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[
     """Every other process: go to the first, and hear what it says."""
     while True:
         try:
-            connection = socket.create_connection(launch.coordinator, timeout=max(0.1, until - time.monotonic()))
-            connection.sendall(f"{json.dumps(me._asdict())}\n".encode())
-            connection.settimeout(max(0.1, until - time.monotonic()))
-            told = _line(connection)
-            break
+            with ExitStack() as stack:
+                left = max(0.1, until - time.monotonic())
+                connection = stack.enter_context(socket.create_connection(launch.coordinator, timeout=left))
+                connection.sendall(f"{json.dumps(me._asdict())}\n".encode())
+                if code := (told := _line(connection))["code"]:
+                    _leave(code)
+                stack.pop_all()
+                return told["hosts"], {0: connection}
         except (OSError, ValueError) as error:  # not there yet, a name not known yet, or another program at its port
             reason = error
         if time.monotonic() > until:
@@ -143,12 +153,9 @@ def _answer(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[
                 f"see that it was started, and that {launch.launcher} names an address that other machines can reach"
             )
         time.sleep(0.1)
-    if told["code"]:
-        _leave(told["code"])
-    return told["hosts"], {0: connection}
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End a process that has nothing to say, when another has said it."""
     time.sleep(HEARD)
     sys.exit(code)
