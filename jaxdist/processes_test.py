@@ -44,7 +44,7 @@ def torchrun(*command: str, processes: int = 2) -> Ended:
     )
 
 
-def ranks(*command: str, started: int = 2, **more: str) -> list[Ended]:
+def ranks(*command: str, **more: str) -> list[Ended]:
     """The processes of a launcher that ends nobody: each by itself to its end."""
     launcher = {
         "WORLD_SIZE": "2",
@@ -57,10 +57,15 @@ def ranks(*command: str, started: int = 2, **more: str) -> list[Ended]:
             [sys.executable, *command], env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **(launcher | more)),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         )
-        for rank in range(started)
+        for rank in range(2)
     ]  # fmt: skip
     out = [process.communicate(timeout=300) for process in running]
     return [Ended(p.args, p.returncode, *texts) for p, texts in zip(running, out, strict=True)]
+
+
+def command_of_one(*command: str) -> Ended:
+    line = [sys.executable, *command]
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
 def errors(ended: list[Ended]) -> list[str]:
@@ -268,3 +273,35 @@ def test_an_address_that_cannot_be_reached_is_told_once() -> None:
     ended = ranks("-m", "jaxdist.train", *TINY, *MESH, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
     assert [process.returncode for process in ended] == [1, 1]
     assert len(errors(ended)) == 1 and address in errors(ended)[0]
+
+
+@pytest.mark.slow
+def test_two_processes_evaluate_as_one(one: Path, tmp_path: Path) -> None:
+    """Loss over a split, whose last batch is not whole, and logits."""
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 256, (8, 16)))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(map(chr, np.random.default_rng(0).integers(32, 127, 16 * 45))))
+    common = ["-m", "jaxdist.evaluate", "--checkpoint", str(one), "--mesh", "2x4", "--device", "cpu"]
+    found = []
+    for name, run in (("one", lambda *command: [command_of_one(*command)]), ("two", ranks)):
+        logits = ["--tokens", str(tmp_path / "tokens.npy"), "--logits", str(tmp_path / f"{name}.npy")]
+        told, wrote = run(*common, "--data", str(text), "--json"), run(*common, *logits)
+        assert [process.returncode for process in (*told, *wrote)] == [0] * 2 * len(told), (told, wrote)
+        found.append((json.loads(told[0].stdout), np.load(tmp_path / f"{name}.npy")))
+    (first, first_logits), (second, second_logits) = found
+    assert first["tokens"] == second["tokens"] == 44 * 16
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-12)
+    np.testing.assert_allclose(first_logits, second_logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "O2"])
+@pytest.mark.parametrize("mesh", ["8x1", "context=8", "data=2,context=2,tensor=2"])
+def test_precisions_and_axes_over_two_processes(precision: str, mesh: str, tmp_path: Path) -> None:
+    fields = [*TINY, "--mesh", mesh, "--precision", precision, "--train.accumulation", "1", "--checkpoint.every", "0"]
+    ended = ranks("-m", "jaxdist.train", *fields, "--output", str(tmp_path / "two"))
+    assert [process.returncode for process in ended] == [0, 0], ended
+    done = command_of_one("-m", "jaxdist.train", *fields, "--output", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stderr
+    curves = [np.array([r["loss"] for r in read_metrics(tmp_path / name)]) for name in ("one", "two")]
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-3)

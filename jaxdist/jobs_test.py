@@ -1,0 +1,77 @@
+"""The job files among the configs: what they start exists, and what they set is understood."""
+
+import math
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import Arguments, parse
+from jaxdist.launcher import VARIABLES, Launch, launched
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+SLURM, KUBERNETES = CONFIGS / "slurm.sh", CONFIGS / "kubernetes.yaml"
+
+
+def arguments(command: list[str]) -> Arguments:
+    """Of `... python -m jaxdist.train ARGUMENTS`; an argument that does not exist is a ConfigError."""
+    assert command[:3] == ["python", "-m", "jaxdist.train"]
+    return parse(command[3:], "jaxdist.train", "")
+
+
+def devices(given: Arguments) -> int:
+    return math.prod(given.experiment.parallel.axes(None).values())
+
+
+@pytest.mark.parametrize("file", [SLURM, KUBERNETES], ids=lambda file: file.name)
+def test_a_job_file_begins_as_configs_do(file: Path) -> None:
+    head = file.read_text(encoding="utf-8").split("\n\n")[0]
+    assert [word for word in ("Command", "Hardware", "Time", "Expect") if not re.search(rf"(?m)^# {word}:", head)] == []
+
+
+@pytest.mark.parametrize(("code", "queued"), [(0, ""), (1, ""), (75, "requeue 4097\n")])
+def test_slurm_queues_a_job_again_that_was_stopped_early(code: int, queued: str, tmp_path: Path) -> None:
+    """The script itself, with a srun and a scontrol that write down what they are asked."""
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/{name}.asked"\nexit {ends}\n')
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4097"}
+    assert subprocess.run(["bash", "-n", str(SLURM)]).returncode == 0
+    done = subprocess.run(["bash", str(SLURM), "--steps", "7"], env=environment, cwd=tmp_path)
+    assert done.returncode == code
+    asked = tmp_path / "scontrol.asked"
+    assert (asked.read_text() if asked.exists() else "") == queued
+
+    flag, *command = shlex.split((tmp_path / "srun.asked").read_text())
+    given = arguments(command)
+    assert flag == "--kill-on-bad-exit=1" and given.resume and given.experiment.train.steps == 7
+    options = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)=(\S+)", SLURM.read_text()))
+    assert int(options["nodes"]) * int(options["gpus-per-node"]) == devices(given)
+    assert options["ntasks-per-node"] == "1" and options["signal"].startswith("TERM@")
+
+
+def test_pods_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    service, job = yaml.safe_load_all(KUBERNETES.read_text())
+    pod = job["spec"]["template"]
+    container = pod["spec"]["containers"][0]
+    given = arguments([*container["command"], *container["args"]])
+    processes = job["spec"]["parallelism"]
+    assert given.resume and processes * container["resources"]["limits"]["nvidia.com/gpu"] == devices(given)
+    assert job["spec"]["completions"] == processes and job["spec"]["completionMode"] == "Indexed"
+
+    for name in {n for names in VARIABLES.values() for n in names} & os.environ.keys():
+        monkeypatch.delenv(name)
+    for variable in container["env"]:
+        index = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+        assert "value" in variable or index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        monkeypatch.setenv(variable["name"], variable.get("value", "1"))
+    # A pod of an Indexed Job is named by the job and its index, below its subdomain: the service without an address.
+    first = f"{job['metadata']['name']}-0.{pod['spec']['subdomain']}"
+    assert launched() == Launch("the environment", processes, 1, 0, (first, 29500))
+    assert service["metadata"]["name"] == pod["spec"]["subdomain"] and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
