@@ -44,7 +44,8 @@ class Launch:
 
     @property
     def address(self) -> str:
-        return "{}:{}".format(*self.coordinator)
+        host, port = self.coordinator
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def launched() -> Launch | None:

@@ -25,6 +25,11 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     devices do not fit.
     """
     parallel, processes = experiment.parallel, world().size
+    if processes == 1 and (started := whole_number("WORLD_SIZE")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE = {started}: a launcher started several processes, each of which would train alone; start "
+            "`python -m jaxdist.train`, which joins them, or one process without torchrun"
+        )
 
     def fitting(devices: int | None = None) -> dict[str, int]:
         axes = parallel.axes(devices)

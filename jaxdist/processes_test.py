@@ -244,7 +244,6 @@ processes.run(main)
 @pytest.mark.parametrize(
     ("plant", "codes", "told"),
     [
-        ("nothing", [0, 0], []),
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
         ("alone", [1, 1], ["this disk"]),
         ("first", [1, 1], ["the first disk"]),
