@@ -76,7 +76,7 @@ def errors(ended: list[Ended]) -> list[str]:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process for all eight devices."""
     path = tmp_path_factory.mktemp("runs") / "one"
-    main([*TINY, *MESH, "--record.steps", "2", "--record.tensors", "all", "--output", str(path)])
+    main([*TINY, *MESH, "--record.steps", "2", "--output", str(path)])
     return path
 
 
@@ -84,9 +84,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes under torchrun."""
     path = tmp_path_factory.mktemp("runs") / "two"
-    done = torchrun(
-        "-m", "jaxdist.train", *TINY, *MESH, "--record.steps", "2", "--record.tensors", "all", "--output", str(path)
-    )
+    done = torchrun("-m", "jaxdist.train", *TINY, *MESH, "--record.steps", "2", "--output", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done: loss") == 1 and done.stdout.count("running on 8 virtual CPU devices of 2") == 1
     assert "Gloo" not in done.stdout
@@ -115,12 +113,26 @@ def test_two_processes_train_as_one(one: Path, two: Path) -> None:
     assert steps_in(two / "checkpoints") == [2, 4] and damage(two / "checkpoints" / "4") is None
 
 
-def test_a_record_of_two_processes_has_all_tensors(one: Path, two: Path) -> None:
+def assert_same_records(one: Path, two: Path, least: int) -> None:
     first, second = (read_record(path / "record" / "2.safetensors") for path in (one, two))
-    assert list(first) == list(second) and len(first) > 100
+    assert list(first) == list(second) and len(first) > least
     for name, array in first.items():
         assert array.shape == second[name].shape
         np.testing.assert_allclose(second[name], array, rtol=0, atol=1e-11 * max(1, np.abs(array).max()), err_msg=name)
+
+
+def test_a_record_of_two_processes_has_whole_tensors(one: Path, two: Path) -> None:
+    assert_same_records(one, two, least=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "context=8"])
+def test_a_record_of_two_processes_has_all_activations(mesh: str, tmp_path: Path) -> None:
+    fields = [*TINY, "--mesh", mesh, "--steps", "2", "--record.steps", "2", "--record.tensors", "all"]
+    command = ["-m", "jaxdist.train", *fields, "--output"]
+    ended = [*ranks(*command, str(tmp_path / "two")), command_of_one(*command, str(tmp_path / "one"))]
+    assert [process.returncode for process in ended] == [0, 0, 0], ended
+    assert_same_records(tmp_path / "one", tmp_path / "two", least=100)
 
 
 def test_the_summary_is_of_all_devices(one: Path, two: Path) -> None:
@@ -234,8 +246,6 @@ def main():
             fail("this disk")
         case "first":
             processes.from_first(lambda: fail("the first disk"))
-        case "all":
-            fail(f"all disks, seen by {own}")
     processes.greatest(own)  # waits for the other
 processes.run(main)
 """
@@ -247,7 +257,6 @@ processes.run(main)
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
         ("alone", [1, 1], ["this disk"]),
         ("first", [1, 1], ["the first disk"]),
-        ("all", [1, 1], ["all disks, seen by 0"]),
     ],
 )
 def test_all_end_and_one_says_why(plant: str, codes: list[int], told: list[str]) -> None:
@@ -269,7 +278,7 @@ def test_a_wrong_number_of_processes_is_told_once() -> None:
 
 def test_an_address_that_cannot_be_reached_is_told_once() -> None:
     address = "192.0.2.1:29500"  # of documents, where nobody is
-    ended = ranks("-m", "jaxdist.train", *TINY, *MESH, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
+    ended = ranks("-c", SMALL, JAX_COORDINATOR_ADDRESS=address, JAXDIST_JOIN_SECONDS="2")
     assert [process.returncode for process in ended] == [1, 1]
     assert len(errors(ended)) == 1 and address in errors(ended)[0]
 
