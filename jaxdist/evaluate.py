@@ -17,7 +17,7 @@ from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, perplexity, say
 from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
-from jaxdist.processes import from_first, run
+from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
 from jaxdist.weights import load_weights, located, source_experiment
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
     dataset = open_dataset(experiment.data, experiment.model.vocab)
+    check_same("data.fingerprint", dataset.fingerprint)
     split: Split = "train" if a.data else "validation"
     sequences, size = dataset.sequences(split), experiment.train.batch
     if not sequences:

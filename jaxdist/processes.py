@@ -19,7 +19,7 @@ import numpy as np
 from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
-from jaxdist.config import exit_codes
+from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.display import console
 from jaxdist.config.errors import code_of
 from jaxdist.launcher import launched, patience
@@ -154,6 +154,14 @@ def from_first(function: Callable[[], Result]) -> Result:
     if isinstance(found, Exception):
         raise found
     return found
+
+
+def check_same(field: str, value: str) -> None:
+    """Raises ConfigError on a process that has another `value` than the first."""
+    if (theirs := from_first(lambda: value)) != value:
+        raise ConfigError(
+            f"{field} = {value!r} on process {_world.rank}, {theirs!r} on the first; give all machines the same"
+        )
 
 
 def greatest(value: int) -> int:

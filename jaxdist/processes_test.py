@@ -229,7 +229,7 @@ SMALL = """
 import os, signal
 import jax
 from jaxdist import processes
-from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config import TrainingError
 
 def fail(what):
     raise TrainingError(what)
@@ -242,8 +242,8 @@ def main():
     match os.environ["PLANT"]:
         case "SIGKILL" if own:
             os.kill(os.getpid(), signal.SIGKILL)
-        case "alone" if own:
-            fail("this disk")
+        case "alone":
+            processes.check_same("data.fingerprint", f"of {own}")
         case "first":
             processes.from_first(lambda: fail("the first disk"))
     processes.greatest(own)  # waits for the other
@@ -255,7 +255,7 @@ processes.run(main)
     ("plant", "codes", "told"),
     [
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
-        ("alone", [1, 1], ["this disk"]),
+        ("alone", [1, 2], ["data.fingerprint = 'of 1' on process 1, 'of 0' on the first; give all machines the same"]),
         ("first", [1, 1], ["the first disk"]),
     ],
 )

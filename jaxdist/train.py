@@ -19,7 +19,7 @@ from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, in_steps, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
-from jaxdist.processes import first, from_first, greatest, run
+from jaxdist.processes import check_same, first, from_first, greatest, run
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.step import TrainState
@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     mesh, where = make_mesh(experiment, arguments.device)
     dataset = open_dataset(experiment.data, experiment.model.vocab)
     experiment = experiment.on_data(dataset.fingerprint)
+    check_same("data.fingerprint", dataset.fingerprint)
     program = Program(experiment, mesh)
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()

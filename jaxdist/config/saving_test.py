@@ -45,6 +45,18 @@ def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[in
     assert steps(Saving(config, clock), clock, seconds) == saved
 
 
+def test_what_several_processes_agree_on_is_done() -> None:
+    """Another process was told to stop, or its minutes are over: here they are counted from then as well."""
+    clock, others = Clock(), [Due.NOTHING, Due.SAVE, Due.NOTHING, Due.STOP]
+    saving = Saving(Checkpoint(minutes=0.5), clock, agree=lambda own: max(own, others.pop(0)))
+    found = []
+    for step in range(1, 5):
+        clock.now += 20
+        found.append(saving.due(step))
+    assert found == [Due.NOTHING, Due.SAVE, Due.NOTHING, Due.STOP]
+    assert str(saving.interrupted(4, None)).startswith("ended by a signal after step 4")
+
+
 def test_signals(tmp_path: Path) -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
