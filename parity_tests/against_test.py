@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
+from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, Experiment, RunFolder, read_record, write_record
 from parity_tests import bisect, levels
@@ -110,21 +112,39 @@ def test_float32_by_name_is_float64_within() -> None:
 def loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(config, run folder) of the example, a PyTorch loop with transformers' Llama in float32."""
     folder = tmp_path_factory.mktemp("loop")
+    config, start = begun(folder)
+    return config, looped(config, start, folder / "run")
+
+
+def begun(folder: Path, policy: str = "fp32") -> tuple[Path, Path]:
+    """(config, starting weights) of a short run."""
     values = {
         "model": SIZES | LLAMA | FAMILIES["llama"],
         "data": {"sequence": 32},
         "train": {"steps": STEPS, "batch": 8},
         "optimizer": {"warmup": 2, "clip": 0.5, "learning_rate": 0.01},
+        "precision": {"policy": policy},
     }
     config = folder / "config.toml"
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
-    made = Proof.of(Experiment.parse(values, source="test"), folder)
-    start, run = made.start(), folder / "run"
-    command = [sys.executable, str(EXAMPLE), str(config), str(start), str(run)]
+    return config, Proof.of(Experiment.parse(values, source="test"), folder).start()
+
+
+def looped(config: Path, start: Path, run: Path, example: Path = EXAMPLE) -> Path:
+    """The run folder of the example, or of a script like it."""
+    command = [sys.executable, str(example), str(config), str(start), str(run)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     shutil.copytree(start, run / "start")
-    return config, run
+    return run
+
+
+def proved(run: Path, output: Path) -> dict[str, Any]:
+    """verdict.json of the proof of a run folder."""
+    with suppress(SystemExit):
+        main(["--against", str(run), "--output", str(output), "--device", "cpu"])
+    found: dict[str, Any] = json.loads((output / "verdict.json").read_text(encoding="utf-8"))
+    return found
 
 
 def test_the_example_is_short() -> None:
@@ -135,8 +155,7 @@ def test_the_example_is_short() -> None:
 
 def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
-    main(["--against", str(run), "--output", str(tmp_path / "proof"), "--device", "cpu"])
-    verdict = json.loads((tmp_path / "proof" / "verdict.json").read_text(encoding="utf-8"))
+    verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == "equivalent"
     assert "gradients: of run run not compared, it kept none" in verdict["notes"]
     assert (tmp_path / "proof" / "report.html").stat().st_size > 10_000
@@ -175,6 +194,39 @@ def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     assert judged(weights) == {f"cost to {kind} at the end" for kind in ("weights", "exp_avg", "exp_avg_sq")}
     assert judged(loss) == {"cost to loss"}
     assert judged(norm) == {"cost to grad_norm"}
+
+
+@pytest.mark.slow
+def test_an_eps_that_float32_hides_is_told(tmp_path: Path) -> None:
+    """1e-6 for 1e-5 beneath activations of a variance of 4: float32 cannot tell, and the sentence says so."""
+    config, start = begun(tmp_path)
+    weights = load_file(start / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 20
+    save_file(weights, start / "model.safetensors")
+    right = (start / "config.json").read_text(encoding="utf-8")
+    wrong = json.dumps(json.loads(right) | {"rms_norm_eps": 1e-6})
+    (start / "config.json").write_text(wrong, encoding="utf-8")
+    run = looped(config, start, tmp_path / "run")
+    (run / "start" / "config.json").write_text(right, encoding="utf-8")
+    verdict = proved(run, tmp_path / "proof")
+    assert verdict["verdict"] == "equivalent"
+    assert "model.norm_eps (a tenth is within the noise of float32)" in verdict["not_compared"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("within", "word"), [("Double()", "equivalent"), ("nullcontext()", "not_equivalent")])
+def test_a_loop_in_float64(tmp_path: Path, within: str, word: str) -> None:
+    """transformers' norms and rotation ask for float32 by name; README says how they get float64."""
+    before, line, rest = EXAMPLE.read_text(encoding="utf-8").partition("model = ")
+    body, kept, after = rest.partition("\nkept = ")
+    script = f"{before}with {within}:\n    {(line + body).replace(chr(10), chr(10) + '    ')}{kept}{after}"
+    imports = "from contextlib import nullcontext\nfrom parity_tests.transformers_train import Double\n"
+    example = tmp_path / "loop.py"
+    example.write_text(imports + script.replace("dtype=torch.float32", "dtype=torch.float64"), encoding="utf-8")
+    run = looped(*begun(tmp_path, "fp64"), tmp_path / "run", example)
+    verdict = proved(run, tmp_path / "proof")
+    assert verdict["verdict"] == word, verdict["sentence"]
+    assert any("computes in float32 in part" in note for note in verdict["notes"]) is (word != "equivalent")
 
 
 def cut(run: Path) -> None:

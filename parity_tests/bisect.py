@@ -42,6 +42,7 @@ class Parting:
     error: float
     bound: float
     before: float  # the largest error of what came before
+    first: bool = True  # whether what the step began with agrees, so that no earlier one differs
 
     @property
     def where(self) -> str:
@@ -50,9 +51,10 @@ class Parting:
         return f"{STAGES[kind].format(name=name)}, step {self.step}"
 
     def __str__(self) -> str:
+        part = "part at" if self.first else "differ, as far as steps were kept, first at"
         return (
-            f"The runs part at {self.where}: it differs by {self.error:.2g}, noise is at most {self.bound:.2g}; "
-            f"what comes before it agrees to {self.before:.2g}."
+            f"The runs {part} {self.where}: it differs by {self.error:.2g}, noise is at most {self.bound:.2g}; "
+            f"what comes before it{'' if self.first else ' in that step'} agrees to {self.before:.2g}."
         )
 
 
@@ -105,10 +107,11 @@ def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
 
 def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -> Parting | None:
     """The first tensor that leaves its bound; None where all agree."""
-    before = 0.0
+    before, began = 0.0, step == 1
     for tensor, error in errors.items():
         if not error <= bounds[tensor]:
-            return Parting(step, tensor, error, bounds[tensor], before)
+            return Parting(step, tensor, error, bounds[tensor], before, began)
+        began |= tensor.startswith("start/")
         before = max(before, error)
     return None
 

@@ -39,6 +39,14 @@ def test_the_first_that_leaves_its_bound(wrong: float) -> None:
     assert "b, step 3" in str(found)
 
 
+def test_a_step_is_the_first_where_it_began_alike() -> None:
+    """Of a run folder with gradients of a late step alone, no one knows where the runs parted."""
+    for step, keys, seen in ((1, ["gradient/a"], True), (6, ["gradient/a"], False), (6, ["start/a", "loss"], True)):
+        errors = {key: float(key == keys[-1]) for key in keys}
+        found = first(step, errors, dict.fromkeys(keys, 1e-10))
+        assert found and found.first is seen and ("as far as steps were kept" in str(found)) is not seen
+
+
 @pytest.mark.parametrize("origin", range(1, 65))
 @pytest.mark.parametrize("suspect", [1, 2, 17, 64])
 def test_the_search_finds_the_step(origin: int, suspect: int) -> None:

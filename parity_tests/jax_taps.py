@@ -1,8 +1,9 @@
 """What the modules of a JAX model (flax nnx and linen) put out, without a change to the model. Twin: torch_taps.py.
 
-Modules are named by their path. An output that is a tuple, a list or one of transformers' outputs counts as its first
-array. A module that is called again is named `path#2`. In JAX what runs within another trace, as in a scan, a
-rematerialized block or a jitted function, cannot be passed out and is not seen.
+Modules are named by their path; a function without modules names what it computes by `note`. An output that is a tuple,
+a list or one of transformers' outputs counts as its first array. A module that is called again is named `path#2`. In
+JAX what runs within another trace, as in a scan, a rematerialized block or a jitted function, cannot be passed out and
+is not seen.
 """
 
 from collections import Counter
@@ -19,11 +20,20 @@ from jax.extend.core import get_opaque_trace_state
 from parity_tests.names import numbered
 
 Note = Callable[[str, jax.Array], jax.Array]
+_taps: list[Callable[[str, Any], Any]] = []
+
+
+def note(path: str, y: jax.Array) -> jax.Array:
+    """`y`, seen by a proof as the output of the part of a plain JAX model whose parameters lie at `path`.
+
+    To be used in place of `y`: x = note("layers.0.mlp", mlp(parameters["layers"][0]["mlp"], x)).
+    """
+    return _taps[-1](path, y) if _taps else y
 
 
 @contextmanager
-def jax_taps(note: Note) -> Iterator[None]:
-    """Within, the output of every module goes on as what `note(path, output)` returns. Enter it inside of a trace.
+def jax_taps(seen: Note) -> Iterator[None]:
+    """Within, the output of every module goes on as what `seen(path, output)` returns. Enter it inside of a trace.
 
     Paths are those in the model that `nnx.merge` returned, or of which the outermost module was called.
     """
@@ -37,10 +47,12 @@ def jax_taps(note: Note) -> Iterator[None]:
         if not isinstance(first, jax.Array) or not jnp.issubdtype(first.dtype, jnp.floating):
             return y
         calls[path] += 1
-        noted = note(numbered(path, calls[path]), first)
+        noted = seen(numbered(path, calls[path]), first)
         return noted if first is y else _with_first(y, noted)
 
     with ExitStack() as stack:
+        _taps.append(tap)
+        stack.callback(_taps.pop)
         stack.enter_context(linen.intercept_methods(_linen_interceptor(tap)))
         for owner, name, value in _nnx_patches(tap):
             stack.callback(setattr, owner, name, getattr(owner, name))

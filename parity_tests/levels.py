@@ -37,6 +37,7 @@ DRIFT = 32.0
 # bfloat16, in which each number is rounded by itself, reached 1.8, where the planted mistakes begin at 19; float32, of
 # which much is what training made of the first roundings, reached 15, where they begin at 1,400.
 LIMIT = {"float32": DRIFT, "bfloat16": 4.0, "float16": 4.0}
+JUDGED = ("loss", "grad_norm")  # curves that have a cost; the learning rate is a formula's
 FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be next to nothing by chance
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
@@ -149,6 +150,22 @@ def hardly_moved(policy: Pair, double: Pair, start: Tensors, decay: float, still
     if decayed and apart > decayed:
         return f"{small} weight decay left out, or where none belongs, is {decayed:.1g}; {LONGER}"
     return ""
+
+
+def within_noise(other: Run, ours: Run, exact: Run, still: Collection[str] = ()) -> bool:
+    """Whether `other`, a float64 run unlike `exact` in one field, leaves it in nothing by more than float32 may hide.
+
+    What ours loses, another run may lose as many times as the level allows, or that much the other way.
+    """
+
+    def hides(moved: float, lost: float, limit: float) -> bool:
+        return moved < 2 * limit * max(lost, ROUNDING["float32"])
+
+    moved, lost = (apart(run, exact, still) for run in (other, ours))
+    curves = [(compare.rms(compare.curve(run.metrics, exact.metrics, f)) for run in (other, ours)) for f in JUDGED]
+    return all(hides(x, lost[name], LIMIT["float32"]) for name, x in moved.items() if name in lost) and all(
+        hides(x, y, DRIFT) for x, y in curves
+    )
 
 
 def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:

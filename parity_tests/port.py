@@ -29,7 +29,7 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from jaxdist.config import ConfigError, Optimizer, check_finite, check_new, exit_codes, write_record
+from jaxdist.config import ConfigError, Optimizer, TrainingError, check_finite, check_new, exit_codes, write_record
 from jaxdist.config.display import console, say
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
@@ -279,7 +279,11 @@ class Port:
         def command() -> None:
             if len(sys.argv) != 2:
                 raise ConfigError("give one argument, the folder for the runs, verdict.json and report.html")
-            self.prove(Path(sys.argv[1])).exit()
+            try:
+                verdict = self.prove(Path(sys.argv[1]))
+            except TrainingError as error:  # a run that diverges is bad input of a proof
+                raise ConfigError(str(error)) from None
+            verdict.exit()
 
         exit_codes(command)
 

@@ -1,6 +1,7 @@
 """A user's own model: two that agree are proved equivalent; of one with a mistake in it, the place is found."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from jaxdist.convert.mapping import KeyMapping, Row
 from jaxdist.convert.suggest import suggest
 from jaxdist.convert.trees import shapes
 from parity_tests.examples.flax_vit import MLP, Attention, Block, ViT
+from parity_tests.jax_taps import note
 from parity_tests.port import Port
 from parity_tests.verdict import Verdict
 
@@ -279,6 +281,39 @@ class TestLinen:
         ]
 
 
+def plain(parameters: Any, batch: Any) -> jax.Array:
+    """The same without modules; what it computes is named by `note`."""
+
+    def dense(name: str, x: jax.Array) -> jax.Array:
+        return note(name, x @ parameters[name]["kernel"] + parameters[name]["bias"])
+
+    return jnp.mean((dense("down", jnp.tanh(dense("up", batch["x"]))) - batch["y"]) ** 2)
+
+
+class TestPlain:
+    """A JAX function and a tree of arrays."""
+
+    def port(self, transform: str = "transpose") -> Port:
+        given = square().jax_parameters["params"]
+        parameters = {"up": given["Dense_0"], "down": given["Dense_1"]}
+        leaves = (("kernel", "weight", "transpose"), ("bias", "bias", "same"))
+        rows = [Row(f"{name}.{a}", f"{2 * i}.{b}", t) for i, name in enumerate(parameters) for a, b, t in leaves]
+        rows[2] = rows[2]._replace(transform=transform)
+        return square(jax_parameters=parameters, jax_loss=plain, mapping=KeyMapping(tuple(rows)))
+
+    def test_equivalent(self, tmp_path: Path) -> None:
+        verdict, written = proved(self.port(), tmp_path)
+        assert verdict.word == "equivalent" and written["notes"] == []
+
+    def test_a_matrix_the_wrong_way_round(self, tmp_path: Path) -> None:
+        _, written = proved(self.port("same"), tmp_path)
+        assert written["parting"]["tensor"] == "activation/2"
+
+    def test_outside_of_a_proof_a_note_is_nothing(self) -> None:
+        x = jnp.ones(3)
+        assert note("up", x) is x
+
+
 class Scanned(linen.Module):
     """Three layers, stacked."""
 
@@ -432,8 +467,11 @@ class TestCommand:
         assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
         assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
         assert self.ended(wrong, monkeypatch) == 2
+        diverged = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * math.inf)
+        assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
         told = capsys.readouterr().err.splitlines()
         assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
+        assert "step 1: loss = inf" in told[2]
 
 
 class TestBadInput:

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,17 +13,17 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, TrainingError, differences
-from jaxdist.convert.hf import read_hf
+from jaxdist.convert.hf import read_hf, write_hf
 from jaxdist.sharding import Layout
-from parity_tests import bisect, collectives, compare, levels, names, scratch
+from parity_tests import bisect, collectives, compare, levels, names, reach, scratch
 from parity_tests.bisect import Parting
 from parity_tests.commands import TRAIN
+from parity_tests.reach import OTHERS, RECORDED
 from parity_tests.run import JAX, REFERENCES, Run, command
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Cause, Check, Verdict
 
 STEPS = 20
-RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are kept, and the last one
 
 # What tells a run from the one to be proved: other sections, and fields of `parallel` and `train`.
 DOUBLE = {"policy": "fp64"}
@@ -33,8 +33,9 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "perturbed": {"precision": DOUBLE, "parallel": {"mesh": "1x1"}},
     "mesh": {"precision": DOUBLE},
     "reordered": {"parallel": {"mesh": "1x1"}},
+    "norm_eps": {"precision": DOUBLE},
+    "eps": {"precision": DOUBLE},
 }
-
 
 REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
 
@@ -79,17 +80,17 @@ class Proof:
         Raises ConfigError when it is one of another experiment.
         """
         theirs = reference.experiment
+        steps = theirs.train.steps
+        if experiment.train.steps != steps:
+            raise ConfigError(
+                f"--against {reference.path} is a run of {steps} steps, not {experiment.train.steps}; leave out --steps"
+            )
         if not experiment.data.fingerprint:
             experiment = experiment.on_data(theirs.data.fingerprint)
         for name, value, ours in differences(theirs, experiment):
             raise ConfigError(
                 f"--against {reference.path} is a run with {name} = {value!r}, not {ours!r}; leave out --config and "
                 f"the proof takes that of the run, or give --{name} {value}"
-            )
-        steps = theirs.train.steps
-        if experiment.train.steps != steps:
-            raise ConfigError(
-                f"--against {reference.path} is a run of {steps} steps, not {experiment.train.steps}; leave out --steps"
             )
         proof = cls(cls.shortened(experiment, steps, reference.gradient_steps), folder, device, reference.side)
         proof.done[reference.side, "policy"] = reference
@@ -117,7 +118,9 @@ class Proof:
     @property
     def kinds(self) -> list[str]:
         reordered = self.noisy and self.reference in REFERENCES and self.other_sums is not None
-        return [kind for kind in KINDS if kind != "reordered" or reordered]
+        alone = self.reference not in REFERENCES and self.experiment.precision.compute == "float32"
+        left_out = {*(() if reordered else ("reordered",)), *(() if alone else OTHERS)}
+        return [kind for kind in KINDS if kind not in left_out]
 
     @property
     def other_sums(self) -> dict[str, Any] | None:
@@ -153,6 +156,8 @@ class Proof:
             # In float64 nothing overflows: what it is to be a yardstick for passed over these steps.
             skip = {*self.experiment.train.skip, *self.done[JAX, "policy"].overflown}
             more = {**more, "train": {"skip": sorted(skip)}}
+        if kind in OTHERS:
+            more = {**more, OTHERS[kind]: {kind: values[OTHERS[kind]][kind] / 10}}
         for section, fields in [*KINDS[kind].items(), *more.items()]:
             values[section] = {n: x for n, x in values[section].items() if (section, n) not in REPLACED} | fields
         return Experiment.parse(values, source="arguments").to_toml()
@@ -181,6 +186,14 @@ class Proof:
                 save_file(off, file)
         return folder
 
+    def with_norm_eps(self, start: Path) -> Path:
+        """The starting weights, as those of a model with a tenth of its norm_eps."""
+        folder = self.folder / "norm_eps"
+        if not folder.exists():
+            model, parameters = read_hf(start)
+            write_hf(folder, model.model_copy(update={"norm_eps": model.norm_eps / 10}), parameters)
+        return folder
+
     def entry(self, side: str) -> tuple[str, ...]:
         """The module that trains a side, and what its command line begins with."""
         return (TRAIN[side],)
@@ -198,16 +211,20 @@ class Proof:
         return self.known[key]
 
     def finish(self, module: str, *arguments: str) -> None:
-        """A command to its end. Raises ConfigError where its input is bad, TrainingError where it fails otherwise."""
+        """A command to its end. Raises ConfigError where it says why it cannot do this, as with a run that diverges,
+        TrainingError where it fails otherwise."""
         done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
-            message = done.stderr.strip().removeprefix("error: ") or f"ended with {done.returncode}, without a word"
-            raise (ConfigError if done.returncode == 2 else TrainingError)(f"python -m {module}: {message}")
+            _, told, message = f"\n{done.stderr.strip()}".rpartition("\nerror: ")
+            message = message.strip() or f"ended with {done.returncode}, without a word"
+            error = ConfigError if told and done.returncode in (1, 2) else TrainingError
+            raise error(f"python -m {module}: {message}")
 
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError or TrainingError with its own message when it fails."""
         self.init = start
-        init = self.perturbed(start) if kind == "perturbed" else start
+        other = {"perturbed": self.perturbed, "norm_eps": self.with_norm_eps}.get(kind)
+        init = other(start) if other else start
         path = self.folder / "runs" / f"{side}-{kind}"
         self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]
@@ -308,9 +325,8 @@ class Proof:
     def verdict(self) -> Verdict:
         """What the runs show."""
         checks = list(self.checks())
-        return Verdict(
-            checks, dict(self.open(checks)), list(self.notes()), memory=self.causes(), not_compared=self.not_compared()
-        )
+        open_levels, notes = dict(reach.open_levels(self, checks)), list(reach.notes(self, checks))
+        return Verdict(checks, open_levels, notes, memory=self.causes(), not_compared=reach.not_compared(self))
 
     @property
     def scratch(self) -> Scratch:
@@ -328,96 +344,6 @@ class Proof:
         memory = {run.side: run.summary.get("memory") or {} for run in self.pair("policy")}
         known = self.sides == scratch.SIDES and self.measured("memory") and all(m.get("peak") for m in memory.values())
         return self.scratch.causes(memory) if known else []
-
-    def open(self, checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
-        """Levels that the runs cannot decide, with the reason."""
-        found = levels.too_wide(checks, levels.WIDEST_NOISY if self.noisy else levels.WIDEST)
-        if not self.exact and not self.noisy and "precision" not in found:
-            decay = self.experiment.optimizer.weight_decay
-            if reason := levels.hardly_moved(self.pair("policy"), self.double, self.started, decay, self.still):
-                found["precision"] = reason
-        yield from found.items()
-        if step := self.overflows_by_chance:
-            yield (
-                "precision",
-                f"at step {step} gradients overflow on one side alone, as they do or not by the order of sums alone; "
-                "give a smaller --precision.loss_scale or learning rate",
-            )
-        if not self.exact and self.noisy:
-            yield (
-                "mathematics",
-                f"{self.sides[1]} ran in {self.experiment.precision.policy}, whose noise hides a learning rate, eps or "
-                "clip that is a little off; give a run of it in fp64 or fp32",
-            )
-        for (side, kind), run in self.done.items():
-            if run.side in (JAX, *REFERENCES.values()) and (missing := list(run.lacking(self.experiment.record.steps))):
-                yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
-
-    def not_compared(self) -> list[str]:
-        """What the reference's run did not keep, or measured on another mesh."""
-        theirs = self.pair("policy")[1]
-        lacking = {
-            "mathematics and distribution in float64": not self.exact,
-            self.gradients_lacking: bool(self.gradients_lacking),
-            "loss scale": bool(self.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
-            "memory": not self.measured("memory"),
-            "traffic": not self.measured("collectives"),
-            "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
-        }
-        return [what for what, lacks in lacking.items() if lacks]
-
-    @property
-    def gradients_lacking(self) -> str:
-        """Gradients that are not compared, in words; of what a proof compares a run folder may have kept a few."""
-        theirs, steps = self.pair("policy")[1], self.experiment.train.steps
-        kept = theirs.gradient_steps
-        if self.reference in REFERENCES or {step for step in RECORDED if step < steps} | {steps} <= set(kept):
-            return ""
-        return f"gradients but of steps {', '.join(map(str, kept))}" if kept else "gradients"
-
-    def notes(self) -> Iterator[str]:
-        """What a reader must know of a verdict's reach."""
-        for what in ("memory", "collectives"):
-            if not self.measured(what):
-                yield f"{what}: not compared, {self.sides[1]} has no figures for this mesh"
-        for run in self.pair("policy"):
-            if self.noisy and not run.summary.get("arithmetic"):
-                yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
-        steps, theirs = self.experiment.train.steps, self.pair("policy")[1]
-        if self.whole and self.whole > steps:
-            beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
-            yield f"Steps 1 to {steps} of {self.whole} were run{beyond}."
-        if self.reference not in REFERENCES:
-            yield from self.left_out(theirs)
-        if self.noisy:
-            yield " ".join(self.reach())
-
-    def left_out(self, theirs: Run) -> Iterator[str]:
-        """What cannot be compared with a run that is there already, since it did not keep it."""
-        if not self.exact:
-            policy = self.experiment.precision.policy
-            yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
-        steps = ", ".join(map(str, theirs.gradient_steps))
-        kept = f"compared of steps {steps} alone, which it kept" if steps else "not compared, it kept none"
-        yield f"gradients: of {theirs.side} {kept}"
-
-    def reach(self) -> Iterator[str]:
-        """What the noise of the policy lets its curves show, and what not."""
-        policy, name = self.pair("policy"), self.experiment.precision.policy
-        if "reordered" in self.kinds:
-            moved = levels.reordering(policy, self.pair("reordered"))
-            floors = " and ".join(f"{run.side}'s by {x:.1g}" for run, x in zip(policy, moved, strict=True))
-            yield f"{name}: sums taken in another order move {floors} of the loss."
-        elif self.reference in REFERENCES:
-            yield f"{name}: one sequence on one device is summed in one order alone, so what another moves is unknown."
-        lost = levels.lost(policy, self.double)
-        costs = " and ".join(f"{x:.1g} on {run.side}" for run, x in zip(policy, lost, strict=True))
-        most = levels.DRIFT * max(lost)
-        yield (
-            f"{name} costs the loss {costs}, and more than {levels.DRIFT:g} times the other's cost is refused. "
-            f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; what is "
-            "smaller, as a learning rate, eps or clip that is a little off, only the float64 levels exclude."
-        )
 
     # ---- where they part
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from jaxdist.config import ConfigError, Experiment, TrainingError
 from parity_tests import bisect, levels, proof
 from parity_tests.proof import Proof
+from parity_tests.reach import OTHERS
 from parity_tests.run import JAX, STATES, Run
 from parity_tests.verdict import Check, Verdict
 
@@ -300,6 +301,7 @@ def test_a_float32_policy_that_training_amplified_is_left_open(tmp_path: Path) -
 
 def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
     found = against(tmp_path)
+    found.done |= {(JAX, kind): made(JAX, 1e-3, ()) for kind in OTHERS}
     theirs = found.done["run mine", "policy"]
     theirs.summary.clear()
     verdict = found.verdict()
@@ -311,6 +313,36 @@ def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
     assert not judged(asked(tmp_path)).not_compared
     assert "gradients but of steps 1" in against(tmp_path, steps=(1,)).verdict().not_compared
     assert not any(what.startswith("gradients") for what in against(tmp_path, steps=(1, 2, 5)).verdict().not_compared)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_float32_hides_stands_in_the_sentence(tmp_path: Path, kind: str) -> None:
+    """A tenth of an eps that moves a run of ours by less than equal runs may be apart; in fp64 nothing is hidden."""
+    field = f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
+    found = against(tmp_path)
+    limit = 2 * levels.DRIFT * 1e-7
+    for moved, hidden in ((0.9 * limit, True), (1.1 * limit, False)):
+        found.done[JAX, kind] = made(JAX, moved, ())
+        assert (field in found.verdict().not_compared) is hidden
+    assert OTHERS.keys().isdisjoint(against(tmp_path, "fp64").kinds) and OTHERS.keys().isdisjoint(asked(tmp_path).kinds)
+    wanted = found.experiment.model_dump()[OTHERS[kind]][kind] / 10
+    assert f"\n{kind} = {wanted}" in found.config(kind)
+
+
+def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
+    told = "distribution: nothing to compare, the mesh is one device"
+    proof = asked(tmp_path)
+    assert told not in judged(proof).notes
+    proof.done |= {(side, "mesh"): proof.done[side, "one"] for side in proof.sides}
+    assert told in proof.verdict().notes
+
+
+def test_float32_within_float64_is_told(tmp_path: Path) -> None:
+    """A loop in fp64 whose norms are in float32 differs by little, and is told why."""
+    for off, told in ((2e-9, True), (2e-5, False)):
+        verdict = against(tmp_path, "fp64", off=off).verdict()
+        assert verdict.word == "not_equivalent"
+        assert any("computes in float32 in part" in note for note in verdict.notes) is told
 
 
 def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:
@@ -366,3 +398,5 @@ def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.
         ended(2, "error: train.steps = -1: mend it\n")
     with pytest.raises(TrainingError, match="out of memory"):
         ended(1, "out of memory")
+    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: step 3: loss = nan"):  # as NaN in a run folder
+        ended(1, "8 virtual CPU devices\nerror: step 3: loss = nan; lower the rate\n")

@@ -1,0 +1,130 @@
+"""How far the verdict of a proof reaches: levels that its runs leave open, and what was not compared."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from parity_tests import levels
+from parity_tests.run import JAX, REFERENCES, Run
+from parity_tests.verdict import Check
+
+if TYPE_CHECKING:
+    from parity_tests.proof import Proof
+
+RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are compared, and the last one
+# Of a float32 run that is all there is of the other side, its noise may hide another of these: field -> section. A run
+# of ours with a tenth of it tells what that moves.
+OTHERS = {"norm_eps": "model", "eps": "optimizer"}
+NARROW = 1e-5  # what training may make of roundings of float32; the planted mistakes move more
+DOUBLE = "README, 'A run of your own loop', says how float32 by name is made float64"
+
+
+def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    """Levels that the runs cannot decide, with the reason."""
+    found = levels.too_wide(checks, levels.WIDEST_NOISY if proof.noisy else levels.WIDEST)
+    if not proof.exact and not proof.noisy and "precision" not in found:
+        decay = proof.experiment.optimizer.weight_decay
+        if reason := levels.hardly_moved(proof.pair("policy"), proof.double, proof.started, decay, proof.still):
+            found["precision"] = reason
+    yield from found.items()
+    if step := proof.overflows_by_chance:
+        yield (
+            "precision",
+            f"at step {step} gradients overflow on one side alone, as they do or not by the order of sums alone; "
+            "give a smaller --precision.loss_scale or learning rate",
+        )
+    if not proof.exact and proof.noisy:
+        yield (
+            "mathematics",
+            f"{proof.sides[1]} ran in {proof.experiment.precision.policy}, whose noise hides a learning rate, eps or "
+            "clip that is a little off; give a run of it in fp64 or fp32",
+        )
+    for (side, kind), run in proof.done.items():
+        if run.side in (JAX, *REFERENCES.values()) and (missing := list(run.lacking(proof.experiment.record.steps))):
+            yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
+
+
+def not_compared(proof: "Proof") -> list[str]:
+    """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
+    theirs = proof.pair("policy")[1]
+    gradients = gradients_lacking(proof)
+    lacking = {
+        "mathematics and distribution in float64": not proof.exact,
+        gradients: bool(gradients),
+        "loss scale": bool(proof.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
+        "memory": not proof.measured("memory"),
+        "traffic": not proof.measured("collectives"),
+        "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
+    }
+    return [what for what, lacks in lacking.items() if lacks] + hidden(proof)
+
+
+def hidden(proof: "Proof") -> list[str]:
+    """Fields of which float32's noise would hide another value: a tenth of it."""
+    kinds = [kind for kind in OTHERS if (JAX, kind) in proof.done]
+    return [
+        f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
+        for kind in kinds
+        if levels.within_noise(proof.done[JAX, kind], proof.done[JAX, "policy"], proof.double[0], proof.still)
+    ]
+
+
+def gradients_lacking(proof: "Proof") -> str:
+    """Gradients that are not compared, in words; of what a proof compares a run folder may have kept a few."""
+    theirs, steps = proof.pair("policy")[1], proof.experiment.train.steps
+    kept = theirs.gradient_steps
+    if proof.reference in REFERENCES or {step for step in RECORDED if step < steps} | {steps} <= set(kept):
+        return ""
+    return f"gradients but of steps {', '.join(map(str, kept))}" if kept else "gradients"
+
+
+def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
+    """What a reader must know of a verdict's reach."""
+    if proof.exact and not any(check.level == "distribution" for check in checks):
+        yield "distribution: nothing to compare, the mesh is one device"
+    for what in ("memory", "collectives"):
+        if not proof.measured(what):
+            yield f"{what}: not compared, {proof.sides[1]} has no figures for this mesh"
+    for run in proof.pair("policy"):
+        if proof.noisy and not run.summary.get("arithmetic"):
+            yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
+    steps, theirs = proof.experiment.train.steps, proof.pair("policy")[1]
+    if proof.whole and proof.whole > steps:
+        beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
+        yield f"Steps 1 to {steps} of {proof.whole} were run{beyond}."
+    if proof.reference not in REFERENCES:
+        yield from left_out(proof, theirs)
+    failed = [check for check in checks if not check.holds]
+    if proof.exact and failed and all(check.level == "mathematics" and check.value < NARROW for check in failed):
+        less = f"All that differs does so by less than {NARROW:g}, as where a side computes in float32 in part"
+        yield f"{less}; {DOUBLE}."
+    if proof.noisy:
+        yield " ".join(noise(proof))
+
+
+def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
+    """What cannot be compared with a run that is there already, since it did not keep it."""
+    if not proof.exact:
+        policy = proof.experiment.precision.policy
+        yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
+    steps = ", ".join(map(str, theirs.gradient_steps))
+    kept = f"compared of steps {steps} alone, which it kept" if steps else "not compared, it kept none"
+    yield f"gradients: of {theirs.side} {kept}"
+
+
+def noise(proof: "Proof") -> Iterator[str]:
+    """What the noise of the policy lets its curves show, and what not."""
+    policy, name = proof.pair("policy"), proof.experiment.precision.policy
+    if "reordered" in proof.kinds:
+        moved = levels.reordering(policy, proof.pair("reordered"))
+        floors = " and ".join(f"{run.side}'s by {x:.1g}" for run, x in zip(policy, moved, strict=True))
+        yield f"{name}: sums taken in another order move {floors} of the loss."
+    elif proof.reference in REFERENCES:
+        yield f"{name}: one sequence on one device is summed in one order alone, so what another moves is unknown."
+    lost = levels.lost(policy, proof.double)
+    costs = " and ".join(f"{x:.1g} on {run.side}" for run, x in zip(policy, lost, strict=True))
+    most = levels.DRIFT * max(lost)
+    yield (
+        f"{name} costs the loss {costs}, and more than {levels.DRIFT:g} times the other's cost is refused. "
+        f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; what is "
+        "smaller, as a learning rate, eps or clip that is a little off, only the float64 levels exclude."
+    )
