@@ -144,11 +144,12 @@ def hardly_moved(policy: Pair, double: Pair, start: Tensors, decay: float, still
     moved = compare.length(w - start[n] for n, w in exact.items())
     decayed = decay * sum(record["learning_rate"] for record in double[0].metrics) * min(sizes, default=0.0)
     limit = WIDEST["precision"]
-    small = f"training moved the weights so little that equal runs may differ by {apart:.1g} in them, where"
+    small = f"training moved the weights so little that equal runs may differ in them by {apart:.1g}"
     if apart > limit * moved:
-        return f"{small} more than {limit:g} of the {moved:.1g} that they moved could be a mistake; {LONGER}"
+        share = apart / moved if moved else float("inf")
+        return f"{small}, {share:.1g} of what they moved, where {limit:g} of it could be a mistake; {LONGER}"
     if decayed and apart > decayed:
-        return f"{small} weight decay left out, or where none belongs, is {decayed:.1g}; {LONGER}"
+        return f"{small}, where weight decay left out, or where none belongs, is {decayed:.1g}; {LONGER}"
     return ""
 
 

@@ -184,7 +184,7 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     ("moved", "decay", "rate", "word"),
     [
         (1e-1, 0.1, 1e-2, ""),
-        (1e-3, 0.1, 1e-2, "of the"),  # as 20 steps at a rate of 1e-5 move them
+        (1e-3, 0.1, 1e-2, "of what they moved"),  # as 20 steps at a rate of 1e-5 move them
         (1e-1, 0.01, 1e-5, "weight decay left out"),
         (1e-1, 0.1, 1e-4, ""),
         (1e-1, 0.0, 1e-5, ""),
