@@ -7,7 +7,7 @@ a strategy shards over fsdp it shards over context too.
 
 | verb | forward | backward |
 |---|---|---|
-| `use` | fsdp: all-gather, w(n-1)/n; else nothing | zero2, fsdp: reduce-scatter, w(n-1)/n; else nothing |
+| `use` | fsdp, if it reshards: all-gather, w(n-1)/n | zero2, fsdp: reduce-scatter, w(n-1)/n |
 | `enter` | nothing | all-reduce over tensor, 2x(n-1)/n |
 | `leave` | all-reduce over tensor, 2x(n-1)/n | nothing |
 | `enter`, sequence | all-gather over tensor, x(n-1)/n | reduce-scatter over tensor, x(n-1)/n |
@@ -75,7 +75,7 @@ def _whole(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | N
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
     piece = piece.astype(parallel.precision.compute)
-    return gather(vary(piece, ("data",)), dim) if parallel.strategy.parameters else vary(piece, TOKENS)
+    return gather(vary(piece, ("data",)), dim) if parallel.strategy.reshards else vary(piece, TOKENS)
 
 
 def _whole_forward(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> Any:

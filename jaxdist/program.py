@@ -155,7 +155,8 @@ class Program:
         """(parameters, batch) -> (sum of the loss in nats, number of valid tokens), jitted."""
 
         def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            loss = self.step_function.loss(None, parameters, batch)
+            step = self.step_function
+            loss = step.loss(None, step.gathered(parameters), batch)
             return lax.psum(loss, TOKENS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         specs = (self.specs.parameters, self.batch_specs)
@@ -177,7 +178,7 @@ class Program:
 
         def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
             step = self.step_function
-            return models.bind(self.model, parameters)(step.parallel, tokens, step.rematerialize)
+            return models.bind(self.model, step.gathered(parameters))(step.parallel, tokens, step.rematerialize)
 
         specs = (self.specs.parameters, self.batch_specs.tokens)
         logits = P(BATCH, "context", "tensor")

@@ -221,5 +221,5 @@ class Recorder:
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
-            loss = replace(step, model=model).loss(None, state.parameters, batch)
+            loss = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
         return loss / count * loss_scale.factor(state.scaling)

@@ -7,7 +7,7 @@ gradients and optimizer state are sharded over `fsdp`, and which are whole on ea
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec as P
 
@@ -33,11 +33,15 @@ RULES: dict[str, str | None] = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which of the three copies of the model are sharded over `fsdp`; the others are whole on each of its devices."""
+    """Which of the three copies of the model are sharded over `fsdp`; the others are whole on each of its devices.
+
+    `reshards`: whether sharded parameters are gathered each time they are used, or once a step.
+    """
 
     parameters: bool
     gradients: bool
     optimizer: bool
+    reshards: bool = False
 
 
 # Bytes a device sends per step over n devices, P parameter bytes (ring algorithms):
@@ -47,17 +51,17 @@ STRATEGIES = {
     # 2P(n-1)/n: one reduce-scatter, one all-gather. torch: ZeroRedundancyOptimizer; DeepSpeed stage 1
     "zero1": Strategy(parameters=False, gradients=False, optimizer=True),
     # (1+m)P(n-1)/n with m microbatches: a reduce-scatter each, one all-gather. DeepSpeed stage 2: parameters stay
-    # whole at rest, where FSDP2's reshard_after_forward=False gathers them at the start of each step instead.
+    # whole at rest, where fsdp with reshard_after_forward=false gathers them at the start of each step instead.
     "zero2": Strategy(parameters=False, gradients=True, optimizer=True),
     # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
-    "fsdp": Strategy(parameters=True, gradients=True, optimizer=True),
+    "fsdp": Strategy(parameters=True, gradients=True, optimizer=True, reshards=True),
 }
 
 
 def strategy(parallel: Parallel) -> Strategy:
     """The row of the table; `parallel.reduce = step` keeps whole gradients until the end of the step."""
     row = STRATEGIES[parallel.strategy]
-    return Strategy(row.parameters, row.gradients and parallel.reduce != "step", row.optimizer)
+    return replace(row, gradients=row.gradients and parallel.reduce != "step", reshards=parallel.reshards)
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,18 @@ class Step:
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
         return TrainState(self.whole(after), optimizer, scaling)
 
-    def loss(self, sinks: Arrays | None, parameters: Arrays, batch: Batch) -> jax.Array:
-        """Sum of this device's cross-entropy, nats."""
-        model = bind(self.model, parameters, sinks)
+    def loss(self, sinks: Arrays | None, weights: Arrays, batch: Batch) -> jax.Array:
+        """Sum of this device's cross-entropy, nats. `weights`: parameters as `gathered`."""
+        model = bind(self.model, weights, sinks)
         return self.parallel.cross_entropy(model(self.parallel, batch.tokens, self.rematerialize), batch.targets)
+
+    def gathered(self, parameters: Arrays) -> Arrays:
+        """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
+        strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
+        if strategy.reshards or not strategy.parameters:
+            return parameters
+        dims = {name: layout.fsdp_dim for name, layout in self.layouts.items()}
+        return {name: gather(w.astype(dtype), dims[name], to="invarying") for name, w in parameters.items()}
 
     def accumulate(self, parameters: Arrays, batch: Batch, scale: jax.Array | int = 1) -> tuple[jax.Array, Arrays]:
         """Loss of the global batch, and the gradient of `scale` times it as the microbatches leave it.
@@ -83,13 +91,13 @@ class Step:
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         def scaled(sinks: Arrays, part: Batch) -> tuple[jax.Array, jax.Array]:
-            loss = self.loss(sinks, parameters, part) / count
+            loss = self.loss(sinks, weights, part) / count
             return loss * scale, loss
 
         def microbatch(total: tuple[Arrays, jax.Array], part: Batch) -> tuple[tuple[Arrays, jax.Array], None]:
             return jax.tree.map(jnp.add, total, jax.grad(scaled, has_aux=True)(sinks, part)), None
 
-        sinks = self.sinks()
+        weights, sinks = self.gathered(parameters), self.sinks()
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
         nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), TOKENS)
         (gradients, loss), _ = lax.scan(microbatch, (sinks, nothing), parts)

@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel": {"mesh": "8x1", "strategy": "zero1"}},
     "zero2": {"parallel": {"mesh": "8x1", "strategy": "zero2"}},
     "fsdp": {"parallel": {"mesh": "8x1"}},
+    "kept": {"parallel": {"mesh": "8x1", "reshard_after_forward": False}},
     "hybrid": {"parallel": {"mesh": "data=2,fsdp=4"}},
     "tensor": {"parallel": {"mesh": "1x4"}},
     "2x4": {"parallel": {"mesh": "2x4"}},
@@ -40,6 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"remat": "full"},
     },
     "2x2x2 zero1": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero1"}},
+    "2x2x2 kept": {
+        "parallel": {"mesh": "data=2,fsdp=2,tensor=2", "reshard_after_forward": False},
+        "train": {"accumulation": 2},
+    },
     "2x2x2 zero2": {"parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero2"}},
     "reduce per step": {"parallel": {"mesh": "4x2", "reduce": "step"}, "train": {"accumulation": 4}},
     "zero2 per step": {
@@ -196,7 +201,7 @@ MISTAKES: dict[Any, tuple[type, str, tuple[str, ...]]] = {
     counted_per_device: (Step, "norm", ("ddp", "tensor")),
     own_tokens: (Parallel, "cross_entropy", ("ddp", "fsdp")),
     neighbours: (Step, "pieces", ("zero1", "zero2")),
-    last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2")),
+    last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }
 
 

@@ -165,8 +165,8 @@ def least_of_parameters(
 
     As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits; what goes over several axes at
     once counts under the first of them. fsdp gathers each block forward and backward (its biases and scales only where
-    it is recomputed) and the rest (embedding, last norm, head) once; a replica axis adds one all-reduce of the fsdp
-    pieces.
+    it is recomputed) and the rest (embedding, last norm, head) once; or, where it does not reshard, all once a step. A
+    replica axis adds one all-reduce of the fsdp pieces.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
@@ -184,7 +184,7 @@ def least_of_parameters(
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
             again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed(e)
-            total[shards] += ring_bytes("all_gather", size * compute, n) * (1 + again) * m
+            total[shards] += ring_bytes("all_gather", size * compute, n) * ((1 + again) * m if row.reshards else 1)
         else:
             total[shards] += ring_bytes("all_gather", size * at_rest, n)
     return {axis: size for axis, size in total.items() if size}

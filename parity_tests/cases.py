@@ -23,6 +23,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero1": {"mesh": "4x1", "strategy": "zero1"},
     "zero2": {"mesh": "4x1", "strategy": "zero2"},
     "fsdp": {"mesh": "4x1", "strategy": "fsdp"},
+    "fsdp-kept": {"mesh": "4x1", "parallel.reshard_after_forward": False},
     "hybrid": {"mesh": "data=2,fsdp=2"},
     "hybrid-zero1": {"mesh": "data=2,fsdp=2", "strategy": "zero1"},
     "tensor": {"mesh": "1x4"},

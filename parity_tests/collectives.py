@@ -115,7 +115,7 @@ def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str
     # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
     recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
     again = sum(blocks if x.decays else recomputed for x in stacked if x.name != LAST)
-    gathers = m * (every + again) if row.parameters else outside
+    gathers = m * (every + again) if row.reshards else outside
     scatters = m * every if row.gradients else outside
     yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
 
@@ -133,7 +133,7 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
         if updated:
             yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
         return
-    gathers = m * (2 * blocks + 1) if name == "fsdp" else blocks + 1
+    gathers = m * (2 * blocks + 1) if e.parallel.reshards else blocks + 1
     scatters = (blocks + 1) * (1 if e.parallel.reduce == "step" else m)
     yield "data", {"all_reduce": exactly(blocks + 1)}
     yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}

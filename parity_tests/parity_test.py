@@ -23,6 +23,7 @@ from parity_tests.verdict import LEVELS, Check
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": "skip",
+        "fsdp-kept": "accumulation",
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
         "sequence": "full", "ring": "accumulation", "ring-tensor": "full", "ulysses": "selective",
     },
@@ -245,7 +246,20 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
 
 
 @pytest.mark.parametrize(
-    "mesh", ["zero1", "zero2", "fsdp", "hybrid", "hybrid-zero1", "2x2x2", "sequence", "ring", "ring-tensor", "ulysses"]
+    "mesh",
+    [
+        "zero1",
+        "zero2",
+        "fsdp",
+        "fsdp-kept",
+        "hybrid",
+        "hybrid-zero1",
+        "2x2x2",
+        "sequence",
+        "ring",
+        "ring-tensor",
+        "ulysses",
+    ],
 )
 def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
     a, b = (runs(side, "llama", settings(mesh, QUICK["llama"][mesh])) for side in SIDES)

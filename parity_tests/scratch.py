@@ -50,6 +50,7 @@ NAMES = (
     GRADIENTS := "gradients",
     FRESH := "gradients once more: fresh beside accumulated, or reduced",
     ENDS := "embedding, last norm and head, whole",
+    WHOLE := "parameters, whole for all of the step",
     WEIGHTS := "blocks at work: weights whole, and their gradients",
     BLOCKS := "activations that the blocks keep",
     AGAIN_ONE := "activations of the block computed again",
@@ -162,9 +163,11 @@ class Scratch:
         stacked = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
         always = {BATCH: 2 * self.tokens * e.train.accumulation * 4.0, GRADIENTS: gradients}
+        kept = row.parameters and not row.reshards and n > 1
         during = always | {
             FRESH: gradients * (e.train.accumulation > 1),
-            ENDS: self.weights(False) * compute * (row.parameters and n > 1),
+            ENDS: self.weights(False) * compute * (row.reshards and n > 1),
+            WHOLE: (self.weights(True) + self.weights(False)) * compute * kept,
             BLOCKS: self.kept(JAX),
         }
         yield during | {LOGITS: self.arrays({"V": (0, 2)}, JAX), LAST: self.arrays(NORM, JAX)}
@@ -195,7 +198,8 @@ class Scratch:
         stand = gradients * (ddp or e.train.accumulation > 1)  # DDP's buckets outlive the step
         beside = gradients * (ddp and e.train.accumulation > 1)  # it accumulates outside of them
         block, ends = self.weights(True) / layers * compute, self.weights(False) * compute
-        whole = layers if strategy_ == "zero2" else 2 if n > 1 else 1  # blocks: this one and the next, or all
+        stay = strategy_ in ("zero2", "fsdp") and not e.parallel.reshards
+        whole = layers if stay else 2 if n > 1 else 1  # blocks: this one and the next, or all
         always = {BATCH: 2 * self.tokens * e.train.accumulation * 8.0, ENDS: ends * (not ddp)}
         inside = max(
             self.arrays({"D": (2, 0), "F": (2, 0)}, TORCH),
@@ -212,7 +216,7 @@ class Scratch:
             BLOCKS: self.kept(TORCH),
             LAST: self.arrays(NORM, TORCH),
             LOGITS: self.arrays({"V": (mixed, 3)}, TORCH),
-            WEIGHTS: block * (layers if strategy_ == "zero2" else 0),
+            WEIGHTS: block * (layers if stay else 0),
         }
         yield always | {GRADIENTS: stand, FRESH: beside, BLOCKS: self.kept(TORCH)} | during
         yield always | {GRADIENTS: gradients, FRESH: beside, BLOCKS: again} | during

@@ -62,6 +62,8 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.accumulation": 2},
+    {"parallel.mesh": "8x1", "parallel.reshard_after_forward": False},
+    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.reshard_after_forward": False, "train.accumulation": 2},
     {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
     {"parallel.mesh": "8x1", "model.vocab": 4096},
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,

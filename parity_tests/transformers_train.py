@@ -182,7 +182,7 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
     dtypes = [getattr(torch, str(d)) for d in (experiment.precision.compute, experiment.precision.reduce)]
     policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], cast_forward_inputs=False)
     for block in model.get_submodule(BLOCKS[experiment.model.family]).children():
-        fully_shard(block, mesh=over, mp_policy=policy)
+        fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=experiment.parallel.reshards)
     fully_shard(model, mesh=over, mp_policy=policy)
     return model
 
@@ -266,6 +266,7 @@ def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContext
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or parallel.reduce != "step")
         model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or parallel.reshards)
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
 
 

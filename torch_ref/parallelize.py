@@ -165,7 +165,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
 
     # DDP knows neither per-module precision nor DTensors: `replicate` is FSDP2's machinery without sharding.
     apply: Any = replicate if whole else fully_shard
-    again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.strategy == "fsdp"}
+    again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.reshards}
     options: dict[str, Any] = {
         "mesh": batch_mesh(mesh, whole),
         "mp_policy": MixedPrecisionPolicy(
@@ -221,8 +221,8 @@ def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[Non
     """Around forward and backward of a microbatch: which gradients cross devices now, which wait.
 
     DDP and `replicate` send once a step. FSDP2 reduce-scatters every microbatch, unless parallel.reduce =
-    step; its all-reduce between replicas (HSDP) waits for the last. zero2 keeps gathered parameters until the
-    last.
+    step; its all-reduce between replicas (HSDP) waits for the last. Gathered parameters are kept until the last,
+    unless they are resharded after forward.
     """
     with ExitStack() as stack:
         if isinstance(model, DistributedDataParallel):
@@ -233,6 +233,6 @@ def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[Non
             model.set_requires_gradient_sync(last or not once)
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
-            model.set_reshard_after_backward(last or parallel.strategy == "fsdp")
+            model.set_reshard_after_backward(last or parallel.reshards)
         stack.enter_context(loss_parallel())
         yield

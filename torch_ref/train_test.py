@@ -26,6 +26,7 @@ MESHES = [
 ]
 SLOW = [
     "--mesh 2x1 --strategy ddp --train.accumulation 2",
+    "--mesh 2x1 --parallel.reshard_after_forward false --train.accumulation 2",
     "--mesh data=2,fsdp=2 --strategy zero1",
     "--mesh 2x2",
     "--mesh 1x2 --memory.remat selective --memory.remat_every 2",

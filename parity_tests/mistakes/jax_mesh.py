@@ -307,6 +307,17 @@ def moments_not_sharded() -> None:
     plant(sharding, "STRATEGIES", sharding.STRATEGIES | {"zero1": row})
 
 
+@planted("kept", "distribution", "activation/embed")
+def gathered_in_bfloat16() -> None:
+    """Weights that are kept for the step are gathered in bfloat16, whatever the policy."""
+    right = Step.gathered
+
+    def gathered(self: Step, parameters: step.Arrays) -> step.Arrays:
+        return right(self, {name: w.astype(jnp.bfloat16).astype(w.dtype) for name, w in parameters.items()})
+
+    plant(Step, "gathered", gathered)
+
+
 @planted("hybrid", "memory", "memory/gradients*")
 def gradients_kept_whole() -> None:
     """Every device adds up whole gradients and gives away its share's sum at the end: the same numbers and bytes."""

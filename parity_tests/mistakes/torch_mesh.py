@@ -218,6 +218,13 @@ def blocks_not_wrapped() -> None:
     plant(parallelize, "blocks", lambda model: [])
 
 
+@planted("kept", "traffic", "traffic/torch_ref, fsdp:*")
+def resharded_after_each_microbatch() -> None:
+    """Weights that are to be kept for the step are given back after each backward pass, and gathered anew."""
+    right = FSDPModule.set_reshard_after_backward
+    plant(FSDPModule, "set_reshard_after_backward", lambda self, *_: right(self, True))
+
+
 @planted("hybrid", "memory", "memory/parameters*")
 def replicated_not_sharded() -> None:
     """Every rank keeps the whole model under the strategy fsdp."""
