@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import loss_scale, models, sharding
+from jaxdist import compiler, loss_scale, models, sharding
 from jaxdist.collectives import Context, Parallel
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch
@@ -148,7 +148,8 @@ class Program:
         function = jax.shard_map(
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
-        return jax.jit(function, in_shardings=self.shardings(inputs), donate_argnums=0)
+        told = compiler.options(self.experiment.parallel)
+        return jax.jit(function, in_shardings=self.shardings(inputs), donate_argnums=0, compiler_options=told)
 
     @cached_property
     def evaluate(self) -> Any:

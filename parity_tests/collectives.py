@@ -126,7 +126,8 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
     tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
     if name in ("ddp", "zero1"):
         size = sum(math.prod(layout.shape) for layout in layouts.values()) * np.dtype(e.precision.parameters).itemsize
-        buckets = max(2 + size // BUCKET, blocks + 1)  # `replicate`, where DDP cannot, sums block by block
+        bucket = e.parallel.bucket_mb * 2**20 or BUCKET
+        buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if name == "zero1" else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
         yield first(mesh, TOKENS), {"all_reduce": (1, buckets), "broadcast": (0, SCALARS)}

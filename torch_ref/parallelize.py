@@ -8,6 +8,7 @@ divided by the global token count.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,7 +160,8 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
     if whole and not mixed and axis_size(mesh, "tensor") == 1:
         model.to_empty(device=device)
-        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True)
+        bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
+        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 
@@ -177,6 +179,9 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     for block in blocks(model):
         apply(block, **options, **again)
     apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
+    if parallel.overlap and not whole:
+        for block, following in pairwise(blocks(model)):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

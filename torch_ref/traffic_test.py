@@ -52,3 +52,14 @@ def test_a_collective_that_is_not_known_is_refused() -> None:
     unknown = "from torch_ref import traffic\ntraffic.KINDS.pop('_allgather_base_')"
     result = command("--mesh", "2x1", "--steps", "2", "--model.vocab", "256", before=unknown)
     assert result.returncode == 1 and "not counted yet" in result.stderr
+
+
+def test_smaller_buckets_are_more_of_them(train: Train) -> None:
+    """The same bytes; `bucket_mb` is DDP's bucket_cap_mb."""
+    ddp = "--mesh 2x1 --strategy ddp --train.accumulation 2"
+    counts, sent = [], []
+    for arguments in (ddp, f"{ddp} --parallel.bucket_mb 0.02"):
+        large = [c for c in train(arguments).summary["collectives"] if c["bytes"] > SCALARS]
+        counts.append(sum(c["count"] for c in large))
+        sent.append(sum(c["bytes"] for c in large))
+    assert counts[1] > counts[0] and sent[0] == pytest.approx(sent[1], rel=1e-3)

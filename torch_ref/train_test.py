@@ -45,6 +45,21 @@ def test_a_mesh_trains_as_one_rank_does(train: Train, mesh: str) -> None:
     assert states < 1e-10
 
 
+PREFETCHED = """
+from torch.distributed.fsdp import FSDPModule
+def refused(self, modules):
+    raise SystemExit("prefetches")
+FSDPModule.set_modules_to_forward_prefetch = refused
+"""
+
+
+def test_prefetch_changes_no_number(train: Train) -> None:
+    overlap = "--mesh 2x1 --parallel.overlap true"
+    assert distance(train("--mesh 2x1"), train(overlap)) == (0, 0)
+    with pytest.raises(AssertionError, match="prefetches"):  # it is asked for
+        train(overlap, before=PREFETCHED)
+
+
 MEAN_OF_MEANS = """
 from torch_ref import step
 right = step.sum_over_batch

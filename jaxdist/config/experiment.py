@@ -128,6 +128,12 @@ class Parallel(Section):
     reshard_after_forward: bool = True
     """false with fsdp: parameters are gathered once a step and kept whole to its end, as by FSDP2's option of this
     name: a third less traffic, under accumulation yet less, for the memory of a whole model in the compute dtype."""
+    bucket_mb: NotNegative = 0.0
+    """MB of gradients or parameters that are sent as one: bucket_cap_mb of DDP, XLA's combine thresholds on GPUs; FSDP2
+    sends block by block. 0: what either does by itself."""
+    overlap: bool = False
+    """Collectives begin early and are awaited late: on GPUs XLA's latency-hiding scheduler and pipelined collectives,
+    in FSDP2 the prefetch of the next block's weights. DDP overlaps always."""
     sequence: bool = False
     """Sequence parallelism: between products norms and residual are split over time on the axis tensor
     (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""

@@ -1,0 +1,40 @@
+"""Options of the compiler reach it, and change no number."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist import compiler
+from jaxdist.config import Parallel
+from jaxdist.conftest import tiny
+from jaxdist.mesh import make_mesh
+from jaxdist.program import Program
+from jaxdist.step_test import train
+
+KNOBS: dict[str, Any] = {"overlap": True, "bucket_mb": 0.5}
+
+
+def test_all_are_known_to_this_version() -> None:
+    assert compiler.options(Parallel()) == {}
+    found = compiler.options(Parallel(**KNOBS))
+    assert found == dict.fromkeys(compiler.OVERLAP, True) | dict.fromkeys(compiler.BUCKETS, 2**19)
+
+
+def test_what_a_version_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "OVERLAP", ("xla_gpu_of_another_time", compiler.OVERLAP[0]))
+    assert compiler.options(Parallel(overlap=True)) == {compiler.OVERLAP[1]: True}
+
+
+def test_they_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "options", lambda parallel: {"xla_gpu_of_another_time": True})
+    experiment = tiny()
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_of_another_time"):
+        program.step.lower(program.abstract, program.abstract_batch).compile()
+
+
+def test_no_number_changes(batches: Any) -> None:
+    plain, knobs = (train(tiny(parallel={"mesh": "4x2"} | more), batches, steps=3) for more in ({}, KNOBS))
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(knobs), strict=True))
