@@ -41,20 +41,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
     with folder or nullcontext(), saving as checkpoints:
-        start, state = starting_state(program, arguments.init, folder, checkpoints)
-        if folder:
-            from_first(partial(folder.create, experiment, from_step=start))
-        say(where)
-
-        began = time.perf_counter()
-        say("compiling the step ...")
-        traced = program.step.trace(program.abstract, program.abstract_batch)
-        compiled = traced.lower().compile()
-        compile_seconds = time.perf_counter() - began
-        rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
-        show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
-
         with Saving(experiment.checkpoint, agree=greatest) as schedule:
+            start, state = starting_state(program, arguments.init, folder, checkpoints)
+            if folder:
+                from_first(partial(folder.create, experiment, from_step=start))
+            say(where)
+
+            began = time.perf_counter()
+            say("compiling the step ...")
+            traced = program.step.trace(program.abstract, program.abstract_batch)
+            compiled = traced.lower().compile()
+            compile_seconds = time.perf_counter() - began
+            rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
+            show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
+
             state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
         validation = validation_loss(program, state, dataset)
         check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import checkpoint
+from jaxdist import checkpoint, metrics
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
+from jaxdist.config.errors import Interrupted
 from jaxdist.convert import orbax_files
 from jaxdist.data import Batch, open_dataset
 from jaxdist.evaluate import main as evaluate
@@ -310,6 +311,21 @@ def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
         done = command(*TINY, "--mesh", "2x2", "--steps", end, "--output", str(output), *more)
         assert done.returncode == 0, done.stderr
     assert_same(straight, path)
+
+
+def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the step is compiled: the first step is taken and saved."""
+    memory = metrics.memory
+
+    def signalled(*inputs: Any) -> dict[str, int]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return memory(*inputs)
+
+    monkeypatch.setattr(metrics, "memory", signalled)
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 1; step 1 is saved"):
+        main([*TINY, "--mesh", "2x2", "--output", str(tmp_path / "run")])
+    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
+    assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,13 +70,17 @@ class Weights:
 
     def _index(self) -> dict[str, Path]:
         """Their tensor name -> file."""
-        places, single = indexed(self.path), self.path / SINGLE
-        for path in {single} if places is None else set(places.values()):
+        single = self.path / SINGLE
+        places = None if single.exists() else indexed(self.path)  # as transformers, which takes it before an index
+        found: dict[str, Path] = {}
+        for path in [single] if places is None else sorted(set(places.values())):
             check_header(path)
-        if places is not None:
-            return places
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
+            with safe_open(path, framework="pt") as file:
+                names = set(file.keys())
+            if twice := found.keys() & names:
+                raise ConfigError(f"{path}: tensor {min(twice)} is in another file of the folder too; give it once")
+            found |= dict.fromkeys(names, path)
+        return found
 
     def _names(self, table: dict[str, str], tied: bool) -> dict[str, str]:
         """Our name -> their name as it is in the files, for every tensor that is a parameter. Raises ConfigError."""

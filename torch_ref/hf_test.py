@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from jaxdist.config import GPT2, ConfigError, Llama, Model
@@ -137,15 +137,44 @@ def test_shapes_are_those_of_what_is_read(tmp_path: Path) -> None:
     [
         ("config.json", "{"),
         ("model.safetensors", "{"),
-        ("model.safetensors.index.json", "[]"),
-        ("model.safetensors.index.json", '{"weight_map": 3}'),
+        (INDEX, "[]"),
+        (INDEX, '{"weight_map": 3}'),
     ],
 )
 def test_damage_is_named(file: str, content: str, tmp_path: Path) -> None:
     logits_of_both("qwen2", tmp_path)
+    if file == INDEX:
+        (tmp_path / SINGLE).unlink()
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError, match=str(tmp_path)):
         hf.Weights(tmp_path, CASES["qwen2"][1])
+
+
+def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    logits_of_both("qwen2", tmp_path)
+    model, right = CASES["qwen2"][1], load_file(tmp_path / SINGLE)
+    save_file({name: w + 1 for name, w in right.items()}, tmp_path / "other.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(right, "other.safetensors")}))
+    assert torch.equal(hf.Weights(tmp_path, model).read("norm.weight"), right["model.norm.weight"])
+
+
+def test_an_index_is_not_believed(tmp_path: Path) -> None:
+    """Where a tensor is, the files say."""
+    logits_of_both("qwen2", tmp_path)
+    model, right = CASES["qwen2"][1], load_file(tmp_path / SINGLE)
+    (tmp_path / SINGLE).unlink()
+    parts = {
+        "a": {n: w for n, w in right.items() if "norm" in n},
+        "b": {n: w for n, w in right.items() if "norm" not in n},
+    }
+    for name, part in parts.items():
+        save_file(part, tmp_path / f"{name}.safetensors")
+    swapped = {n: f"{'b' if 'norm' in n else 'a'}.safetensors" for n in right}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": swapped}))
+    assert torch.equal(hf.Weights(tmp_path, model).read("norm.weight"), right["model.norm.weight"])
+    save_file(right, tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="is in another file of the folder too"):
+        hf.Weights(tmp_path, model)
 
 
 def folder_of(folder: Path, case: str, tensors: dict[str, Tensor]) -> hf.Weights:
@@ -161,6 +190,7 @@ def folder_of(folder: Path, case: str, tensors: dict[str, Tensor]) -> hf.Weights
 def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, folder, outside = "model.norm.weight", tmp_path / "folder", tmp_path / "outside.safetensors"
     folder_of(folder, "qwen2", {})
+    (folder / SINGLE).unlink()
     save_file({name: torch.ones(32)}, outside)
     (folder / "link.safetensors").symlink_to(outside)
     places = ("../outside.safetensors", str(outside), "link.safetensors")

@@ -51,25 +51,26 @@ def train(
 ) -> None:
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
     with launch.process_group(plan) as mesh, folder or nullcontext():
-        with torch.device("meta"):
-            plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
-        model = parallelize(plain, experiment, mesh)
-        optimizer = AdamW(model, experiment, mesh)
-        start = starting_state(model, optimizer, experiment, init, folder)
-        dist.barrier()  # every rank has looked at the run folder before the first writes to it
+        with Saving(experiment.checkpoint) as schedule:
+            with torch.device("meta"):
+                plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
+            model = parallelize(plain, experiment, mesh)
+            optimizer = AdamW(model, experiment, mesh)
+            start = starting_state(model, optimizer, experiment, init, folder)
+            dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
-        held = footprint.held(model, optimizer, experiment, mesh)
-        first = dist.get_rank() == 0
-        if first:
+            held = footprint.held(model, optimizer, experiment, mesh)
+            first = dist.get_rank() == 0
             if folder:
-                folder.create(experiment, from_step=start)
-            say(str(plan))
-            show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
-        traffic, arithmetic = Traffic(mesh), Arithmetic()
-        peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
-        meters = traffic, arithmetic, peak
-        with reporting(experiment, folder, start) as report, Saving(experiment.checkpoint) as schedule:
-            records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
+                launch.from_first(lambda: folder.create(experiment, from_step=start))
+            if first:
+                say(str(plan))
+                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
+            traffic, arithmetic = Traffic(mesh), Arithmetic()
+            peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
+            meters = traffic, arithmetic, peak
+            with reporting(experiment, folder, start) as report:
+                records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
 
         steps = experiment.train.steps
         validation = validation_loss(model, dataset, experiment, mesh)

@@ -11,11 +11,12 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
@@ -24,6 +25,7 @@ from jaxdist.config.foreign import read_json, within
 
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
+EMPTY: Mapping[str, str] = MappingProxyType({})
 LINGER = 1.0  # seconds: TensorStore's threads and other ranks end the file they are at, which takes much less
 
 
@@ -53,29 +55,36 @@ def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True
             say(f"{message}; training goes on without it")
 
 
-def publish(checkpoints: Path, step: int) -> None:
+def publish(checkpoints: Path, step: int, known: Mapping[str, str] = EMPTY) -> None:
     """All files of the checkpoint of `step` are written: seal it, and give it its name in place of one that had it."""
-    folder, final = unfinished(checkpoints, step), checkpoints / str(step)
-    seal(folder)
-    if final.exists():
-        shutil.rmtree(final)
+    folder, final, aside = unfinished(checkpoints, step), checkpoints / str(step), checkpoints / f"{step}{DAMAGED}"
+    seal(folder, known, step=step)
+    if replaced := final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
     folder.rename(final)
     synchronize(checkpoints)
+    if replaced:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of all files below `folder`, when they and it have reached the disk."""
+def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
+    """Write the manifest of all files below `folder`, with what else it is to say, when they have reached the disk.
+
+    `known`: SHA-256 of files by name, taken while they were in memory.
+    """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / MANIFEST]
     for path in (folder, *folder.rglob("*")):
         synchronize(path)
     with ThreadPoolExecutor() as pool:
-        sums = dict(zip(files, pool.map(sha256, files), strict=True))
-    entries = {
-        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": digest}
-        for file, digest in sums.items()
-    }
+        names = [file.relative_to(folder).as_posix() for file in files]
+        sums = pool.map(lambda name: known.get(name) or sha256(folder / name), names)
+        entries = {
+            name: {"bytes": file.stat().st_size, "sha256": digest}
+            for name, file, digest in zip(names, files, sums, strict=True)
+        }
     beside = folder / f"{MANIFEST}.tmp"
-    beside.write_text(json.dumps({"files": entries}, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(facts | {"files": entries}, indent=1) + "\n", encoding="utf-8")
     synchronize(beside)
     beside.rename(folder / MANIFEST)
     synchronize(folder)
@@ -106,11 +115,15 @@ class Entry(NamedTuple):
 def damage(folder: Path, verify: Verify = "checksums") -> str | None:
     """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole."""
     try:
-        entries = _entries(folder)
+        said = read_json(folder / MANIFEST)
+        entries = _entries(folder, said["files"])
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"its {MANIFEST} cannot be read"
+
+    if folder.name.isdecimal() and said.get("step", int(folder.name)) != int(folder.name):
+        return f"it is that of step {said['step']}"
 
     def first(found: Iterable[str | None]) -> str | None:
         return next((f"its file {name} {what}" for name, what in zip(entries, found, strict=True) if what), None)
@@ -121,12 +134,9 @@ def damage(folder: Path, verify: Verify = "checksums") -> str | None:
         return first(pool.map(_other_content, entries.values()))
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
-    """By name. Raises what reading JSON of another form raises."""
-    entries = {
-        name: Entry(within(folder, name), said["bytes"], said["sha256"])
-        for name, said in read_json(folder / MANIFEST)["files"].items()
-    }
+def _entries(folder: Path, files: Any) -> dict[str, Entry]:
+    """By name. Raises what JSON of another form raises."""
+    entries = {name: Entry(within(folder, name), said["bytes"], said["sha256"]) for name, said in files.items()}
     if not entries or not all(type(e.bytes) is int and type(e.sha256) is str for e in entries.values()):
         raise ValueError("it lists no file, or a size is no whole number, or a checksum no text")
     return entries
@@ -190,7 +200,8 @@ def whole(path: Path, verify: Verify = "checksums") -> Path:
     step = newest_whole(path / "checkpoints", verify)
     if step is not None:
         return path / "checkpoints" / str(step)
-    if (path / MANIFEST).exists() and (reason := damage(path, verify)):
+    of_a_run = path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists()
+    if (of_a_run or (path / MANIFEST).exists()) and (reason := damage(path, verify)):
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it")
     return path
 

@@ -1,5 +1,6 @@
 """What makes a checkpoint whole, whatever its files hold; `*_train_test.py` damage real ones."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import pytest
 
 from jaxdist.config import Checkpoint, ConfigError, checkpoints
 from jaxdist.config.checkpoints import (
+    DAMAGED,
     MANIFEST,
+    UNFINISHED,
     checkpoint_in,
     clean,
     damage,
@@ -145,6 +148,54 @@ def test_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     flip(run / "2" / "a")
     with pytest.raises(ConfigError, match=r"10 is damaged: .* no other is whole"):
         newest_whole(run)
+
+
+def test_a_checkpoint_of_a_run_without_its_manifest(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    folder = write(tmp_path / "checkpoints", 2)
+    assert whole(folder) == folder
+    (folder / MANIFEST).unlink()
+    with pytest.raises(ConfigError, match=rf"2 is damaged: it has no {MANIFEST}"):
+        whole(folder)
+
+
+def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
+    folder = write(tmp_path, 2)
+    shutil.copytree(folder, tmp_path / "4")
+    shutil.copytree(folder, tmp_path / "best")
+    assert damage(tmp_path / "4") == "it is that of step 2" and newest_whole(tmp_path) == 2
+    assert damage(tmp_path / "best") is None
+    said = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({"files": said["files"]}))  # as earlier versions wrote it
+    assert damage(folder) is None
+
+
+def test_a_kill_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment the one before or the new one is there, under one name or another."""
+    write(tmp_path, 2)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.endswith(UNFINISHED):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 2)
+    assert damage(tmp_path / f"2{DAMAGED}") is None and damage(unfinished(tmp_path, 2)) is None
+    monkeypatch.undo()
+    publish(tmp_path, 2)
+    assert damage(tmp_path / "2") is None
+
+
+def test_known_checksums_are_not_computed_again(tmp_path: Path) -> None:
+    """What was known before the file was read back: a disk that wrote something else is found out."""
+    (tmp_path / "a").write_bytes(b"right")
+    checkpoints.seal(tmp_path, {"a": hashlib.sha256(b"right").hexdigest()})
+    assert damage(tmp_path) is None
+    checkpoints.seal(tmp_path, {"a": hashlib.sha256(b"other").hexdigest()})
+    assert damage(tmp_path) == "its file a has changed since it was written (SHA-256)"
 
 
 def test_what_others_wrote_has_no_manifest_and_passes(tmp_path: Path) -> None:

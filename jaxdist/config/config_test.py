@@ -1,7 +1,9 @@
 """The experiment and its command line: what is accepted, what is refused, and what the refusal says."""
 
+import errno
 import json
 import re
+from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from jaxdist.config import (
     TrainingError,
     check_finite,
     exit_codes,
+    lock,
     parse,
+    read_metrics,
 )
 from jaxdist.config.arguments import fields, find_config, load
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.display import show_end
+from jaxdist.config.folder import LOCK
 from jaxdist.config.hf import read_model
 from jaxdist.config.model import GPT2, Llama
 
@@ -365,6 +370,56 @@ class TestRunFolder:
         with pytest.raises(ConfigError, match=r"checkpoints/3 is no checkpoint of this backend, it lacks .metadata"):
             folder.resume_from(marker=".metadata")
 
+    def test_one_run_at_a_time(self, tmp_path: Path) -> None:
+        """Of two the second is refused before it writes; the first's end, however it comes, lets others in."""
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+            folder.log({"step": 1, "loss": 1.0})
+            other = RunFolder(tmp_path, Experiment(), resume=True)
+            with pytest.raises(ConfigError, match=r"is being written by another run; wait until it ends"):
+                other.create(Experiment())
+            assert len(read_metrics(tmp_path)) == 1
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["config.toml", "metrics.jsonl"]
+        (tmp_path / LOCK).touch()  # as a kill leaves it
+        with other:
+            other.create(Experiment())
+
+    def test_a_lock_alone_is_no_run(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK).touch()
+        RunFolder(tmp_path, Experiment())
+
+    def test_a_file_system_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(lock.fcntl, "flock", none)
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+
+    @pytest.mark.parametrize(
+        ("logged", "fields", "refused"),
+        [(21, {}, True), (20, {}, False), (21, {"failure": "go on"}, False), (21, {"every": 0}, False)],
+    )
+    def test_a_run_without_its_checkpoints(
+        self, logged: int, fields: dict[str, Any], refused: bool, tmp_path: Path
+    ) -> None:
+        """One that was saved does not begin anew over what it logged; one killed in its first save does."""
+        begun = Experiment.parse({"checkpoint": {"every": 10} | fields}, source="test")
+        with RunFolder(tmp_path, begun) as folder:
+            folder.create(begun)
+            for step in range(1, logged + 1):
+                folder.log({"step": step, "loss": 1.0})
+        again = RunFolder(tmp_path, begun, resume=True)
+        told = pytest.raises(ConfigError, match=r"21 steps are logged, and .* holds no checkpoint")
+        with told if refused else nothing():
+            assert again.resume_from(marker="parameters") is None
+
+    def test_an_emptied_config(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        (tmp_path / "config.toml").write_text("")
+        with pytest.raises(ConfigError, match=r"config.toml is empty; put a copy of it back"):
+            RunFolder(tmp_path, Experiment(), resume=True)
+
     def test_another_run(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment())
         with pytest.raises(ConfigError, match="already holds a run"):
@@ -383,8 +438,6 @@ class TestRunFolder:
         RunFolder(tmp_path, experiment("--steps", "20", "--optimizer.decay_steps", "10"), resume=True)
 
     def test_metrics_are_cut_at_the_checkpoint(self, tmp_path: Path) -> None:
-        from jaxdist.config import read_metrics
-
         folder = RunFolder(tmp_path, Experiment())
         folder.create(Experiment())
         for step in range(1, 6):

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxdist.config.checkpoints import clean, newest, newest_whole
+from jaxdist.config.checkpoints import clean, newest, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
+from jaxdist.config.lock import Taken, alone
 from jaxdist.config.record import write_record
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
@@ -26,6 +27,8 @@ FREE = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
 )  # fmt: skip
+
+LOCK = ".lock"  # held by the run that writes the folder
 
 
 class RunFolder:
@@ -36,7 +39,8 @@ class RunFolder:
         self.path, self.experiment, self.resume = path, experiment, resume
         self.unwritten = ""  # lines of metrics.jsonl for which there was no room
         check_writable(path, f"--output {path}")
-        occupied = path.is_dir() and any(path.iterdir())
+        self._held = ExitStack()
+        occupied = path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
         if occupied and not (path / "config.toml").exists():
             raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
         if occupied and not resume:
@@ -56,7 +60,9 @@ class RunFolder:
 
     def _same_run(self) -> None:
         file = self.path / "config.toml"
-        begun = Experiment.parse(read_toml(file, "--output"), source=str(file))
+        if not (values := read_toml(file, "--output")):
+            raise ConfigError(f"--output: {file} is empty; put a copy of it back, or begin a new run elsewhere")
+        begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
         for field, before, now in differences(begun, self.experiment):
@@ -75,9 +81,11 @@ class RunFolder:
 
         It is that of the newest whole checkpoint. `marker` is what each one of the caller's backend holds.
         Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend, or none of
-        its checkpoints is whole.
+        its checkpoints is whole, or there is none where there should be.
         """
         e = self.experiment
+        if self.resume and not steps_in(self.checkpoints):
+            self._never_saved()
         step, steps = newest_whole(self.checkpoints, e.checkpoint.verify) if self.resume else None, e.train.steps
         if step is not None and step > steps:
             raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
@@ -87,6 +95,15 @@ class RunFolder:
                 "go on with the command that began the run, or give another --output"
             )
         return step
+
+    def _never_saved(self) -> None:
+        """Raises ConfigError where a run was saved: its first checkpoint is whole before the second begins."""
+        logged, config = len(read_metrics(self.path)), self.experiment.checkpoint
+        if config.every and config.failure == "stop" and logged > 2 * config.every:
+            raise ConfigError(
+                f"--resume: {logged} steps are logged, and {self.checkpoints} holds no checkpoint; put a copy of one "
+                "there, or begin a new run in another folder"
+            )
 
     @property
     def newest(self) -> Path | None:
@@ -99,13 +116,22 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def create(self, experiment: Experiment, from_step: int = 0) -> None:
-        """Write the config; drop metrics and set aside checkpoints after `from_step`, whose steps come once more."""
+        """Write the config; drop metrics and set aside checkpoints after `from_step`, whose steps come once more.
+
+        From here on the folder is this run's alone, until the run ends. Raises ConfigError where it is another's.
+        """
         kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         try:
-            clean(self.checkpoints, from_step)
             self.path.mkdir(parents=True, exist_ok=True)
+            self._held.close()
+            self._held.enter_context(alone(self.path / LOCK))
+            clean(self.checkpoints, from_step)
             replace(self.path / "config.toml", experiment.to_toml())
             replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        except Taken:
+            raise ConfigError(
+                f"--output {self.path} is being written by another run; wait until it ends, or give another folder"
+            ) from None
         except OSError as error:
             raise ConfigError(f"--output {self.path}: {error.strerror}; make room, or give another folder") from None
 
@@ -147,6 +173,7 @@ class RunFolder:
             self._flush()
         if "_events" in self.__dict__:
             self._events.close()
+        self._held.close()
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
@@ -165,10 +192,12 @@ def append(file: Path, text: str) -> None:
 
 
 def replace(file: Path, text: str) -> None:
-    """Write `file` whole or not at all: a kill leaves what was there before."""
+    """Write `file` whole or not at all: a kill, or a loss of power, leaves what was there before."""
     beside = file.with_name(f"{file.name}.tmp")
     beside.write_text(text, encoding="utf-8")
+    synchronize(beside)
     beside.replace(file)
+    synchronize(file.parent)
 
 
 def check_writable(path: Path, what: str) -> None:

@@ -15,8 +15,8 @@ from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
-from jaxdist.convert.kinds import KINDS, TARGETS, kind_of, target_kind
-from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors
+from jaxdist.convert.kinds import KINDS, TARGETS, is_checkpoint, kind_of, target_kind
+from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.inspect:
         inspect(a.source, kind_of(a.source), a.json)
         return
+    if a.force:
+        check_replaceable(a)
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
     with whole_or_nothing(a.target, a.force) as beside:
         check_room(a.target, conversion.bytes)
@@ -44,6 +46,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             for line in target.verify(beside, conversion):
                 say(line)
     say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
+
+
+def check_replaceable(a: Any) -> None:
+    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint."""
+    target = a.target.resolve()
+    if not target.exists():
+        return
+    for name, given in (("SOURCE", a.source), ("--mapping", a.mapping), ("--like", a.like)):
+        read = given and given.resolve()
+        if read and (read.is_relative_to(target) or target.is_relative_to(read)):
+            raise ConfigError(f"TARGET {a.target} with --force would replace {name} {given}; give another TARGET")
+    if not (is_checkpoint(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
+        raise ConfigError(
+            f"TARGET {a.target} is no checkpoint, and --force replaces nothing else; remove it, or give another"
+        )
 
 
 class Target(NamedTuple):

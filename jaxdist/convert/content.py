@@ -47,6 +47,7 @@ class Origin:
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
     extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
     step: int = 0  # steps done by then
+    own: bool = False  # whether a torch file had what we write into one: experiment, files
 
     def names_in(self, kind: str) -> Mapping[str, str]:
         """What tensors are to be called in a target of a kind, where a source of that kind called them otherwise."""

@@ -285,6 +285,7 @@ class Layout(dcp.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder, self.files = folder, dict[str, tuple[TorchFile, Tensor]]()
+        self.sums = dict[str, str]()  # SHA-256 by file
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As `torch.distributed.checkpoint` does it with a file for each tensor."""
@@ -308,6 +309,7 @@ class Layout(dcp.FileSystemWriter):
         file, tensor = self.files[name]
         file.write(tensor, numbers)
         file.seal()
+        self.sums[file.path.name] = file.digest(tensor, numbers)
 
 
 def check(conversion: Conversion) -> None:
@@ -366,4 +368,4 @@ def write(path: Path, conversion: Conversion) -> None:
 
     conversion.each(put, *conversion.groups)
     (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
-    publish(folder.checkpoints, content.step)
+    publish(folder.checkpoints, content.step, layout.sums)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     kept = carried(names, "huggingface", experiment.model)
     origin = Origin("hf", "huggingface", kept, tensors.metadata, companions(path))
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
+
+
+def is_companion(name: object) -> bool:
+    """Whether a file of this name goes along with weights."""
+    return isinstance(name, str) and Path(name).name == name and any(fnmatch(name, p) for p in COMPANIONS)
 
 
 def companions(folder: Path) -> dict[str, bytes]:

@@ -92,6 +92,11 @@ KINDS = {
 TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is of a kind above."""
+    return any(kind.holds(path) for kind in KINDS.values())
+
+
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`, recognized by its files. Raises ConfigError."""
     found = next((name for name, kind in KINDS.items() if kind.holds(path)), None)

@@ -46,6 +46,13 @@ def holds_tensors(path: Path) -> bool:
     return path.is_file() or any((path / name).is_file() for name in (SINGLE, INDEX))
 
 
+def is_tree(path: Path) -> bool:
+    """Whether `path` is what a conversion by mapping writes: safetensors, or a pytree of Orbax."""
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return holds_tensors(path) or any((path / item / METADATA).is_file() for item in (".", "params"))
+
+
 def locate(path: Path) -> Path:
     """The pytree at `path`: itself, its item `params`, or the only item that holds one. Raises ConfigError."""
     found = [folder.parent for folder in (path / METADATA, *sorted(path.glob(f"*/{METADATA}"))) if folder.is_file()]

@@ -15,15 +15,15 @@ ORIGIN, EXTRAS = "origin", "extras.pt"
 
 def begin(path: Path, content: Content) -> RunFolder:
     """A new run folder at `path` that has all but the checkpoint. Raises ConfigError."""
-    folder = RunFolder(path, content.experiment)
-    folder.create(content.experiment)
+    with RunFolder(path, content.experiment) as folder:
+        folder.create(content.experiment)
     if content.metrics:
         folder.metrics.write_bytes(content.metrics)
     origin = content.origin
     if origin.kind:
         beside = path / ORIGIN
         (beside / "files").mkdir(parents=True)
-        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "step")}
+        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "step", "own")}
         (beside / "origin.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
             (beside / "files" / name).write_bytes(file)

@@ -1,7 +1,5 @@
 """What a conversion writes: whole or not at all."""
 
-import fcntl
-import os
 import shutil
 import textwrap
 import time
@@ -12,6 +10,7 @@ from pathlib import Path
 from jaxdist.config import ConfigError, TrainingError, check_writable
 from jaxdist.config.checkpoints import synchronize
 from jaxdist.config.display import megabytes, say
+from jaxdist.config.lock import Taken, alone
 
 TRIES = 100  # to remove a folder, 50 ms apart
 
@@ -46,7 +45,7 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             check_writable(path.parent, f"TARGET {target}")
-            stack.enter_context(alone(path, target))
+            stack.enter_context(alone(path.parent / f".{path.name}.lock"))
             if old.exists() and not path.exists():  # a kill came between the two names
                 old.rename(path)
                 say(f"TARGET {target} was being replaced when an earlier conversion was killed; it is back")
@@ -54,6 +53,10 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                 raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
             remove(partial)
             remove(old)
+        except Taken:
+            raise ConfigError(
+                f"TARGET {target} is being written by another conversion; wait, or give another"
+            ) from None
         except OSError as error:
             raise ConfigError(f"TARGET {target}: {error.strerror}; give another") from None
         stack.callback(remove, partial)
@@ -67,25 +70,6 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                 partial.rename(path)
                 synchronize(path.parent)
             remove(old)
-
-
-@contextmanager
-def alone(path: Path, target: Path) -> Iterator[None]:
-    """Of several conversions to one path the first. Raises OSError, and ConfigError for the others."""
-    name = path.parent / f".{path.name}.lock"
-    with name.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"TARGET {target} is being written by another conversion; wait, or give another"
-            ) from None
-        if not os.fstat(lock.fileno()).st_nlink:  # the first has ended meanwhile, and taken its lock along
-            raise ConfigError(f"TARGET {target} was being written by another conversion; try again")
-        try:
-            yield
-        finally:
-            name.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -28,7 +28,7 @@ from jaxdist.config.folder import parse_metrics
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import adamw, buffers, grad_scaler, torch_numpy
 from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
-from jaxdist.convert.hf import CONFIG, companions
+from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, entries
@@ -41,7 +41,8 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
-EXPERIMENT, METRICS = "experiment", "metrics.jsonl"  # of the run: keys of our own
+# Of the run, and what came along with the weights, as the tokenizer: keys of our own.
+EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
 MOST = 10_000_000  # values in a file
 
 
@@ -217,7 +218,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     with reading(path, "scaler"):
         scaling = grad_scaler.scaling(scaler)
     extras = _extras(path, tree, trained)
-    origin = Origin("torch", naming, kept, files=companions(path.parent), extras=extras, step=step)
+    files = companions(path.parent) | _files(path, tree)
+    origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
     logged = _logged(path, tree) if training and _own(tree) else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
 
@@ -277,7 +279,14 @@ def _steps(path: Path, tree: Any, updates: int | None) -> int:
     """Steps done: as the file says, or as its scheduler or its optimizer counted."""
     said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
     counted = _part(tree, SCHEDULER).get("last_epoch")
-    return next((n for n in (said, counted, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
+    counts: list[Any] = [said, counted, updates]
+    return next((int(n) for n in counts if _is_count(n)), 0)
+
+
+def _is_count(value: Any) -> bool:
+    """Whether it is a whole number, of Python's or numpy's, an int or not."""
+    numeric = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return numeric and 0 <= value < 2**31 and value == int(value)
 
 
 def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
@@ -289,6 +298,7 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
     if _own(kept):
         del kept[EXPERIMENT]
         kept.pop(METRICS, None)
+        kept.pop(FILES, None)
     kept[_key(kept, MODEL)] = {}
     if trained:
         kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
@@ -300,6 +310,15 @@ def _contiguous(path: Path, tensor: Tensor) -> Tensor:
     if tensor.numel() * tensor.itemsize > path.stat().st_size:
         raise ConfigError(f"{path}: a tensor {tuple(tensor.shape)} is larger than the file; use a whole copy")
     return tensor.contiguous()
+
+
+def _files(path: Path, tree: Any) -> dict[str, bytes]:
+    """What came along with the weights of a file of ours. Raises ConfigError."""
+    found = _part(tree, (FILES,)) if _own(tree) else {}
+    for name, file in found.items():
+        if not isinstance(file, Tensor) or file.dtype != torch.uint8 or not is_companion(name):
+            raise ConfigError(f"{path}: its {FILES} have {name!r}; leave it out")
+    return {name: leaf(path, name, file).read().tobytes() for name, file in found.items()}
 
 
 def _logged(path: Path, tree: Mapping[str, Any]) -> bytes:
@@ -338,11 +357,19 @@ def write(path: Path, conversion: Conversion) -> None:
         tree[_key(tree, MODEL)] = model
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
-        tree.setdefault(EXPERIMENT, content.experiment.model_dump(mode="json", exclude_none=True))
-        tree |= {METRICS: content.metrics.decode()} if content.metrics else {}
+        tree |= {} if origin.kind == "torch" and not origin.own and content.step == origin.step else _ours(content)
         file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     file.seal()
+
+
+def _ours(content: Content) -> dict[str, Any]:
+    """What we keep in a file besides, under keys of our own: a script's file that comes back as it was has none."""
+    found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
+    found |= {METRICS: content.metrics.decode()} if content.metrics else {}
+    files = {} if content.origin.kind == "torch" and not content.origin.own else content.origin.files
+    bits = {name: torch.frombuffer(bytearray(file), dtype=torch.uint8) for name, file in files.items() if file}
+    return found | ({FILES: bits} if bits else {})
 
 
 def _training(

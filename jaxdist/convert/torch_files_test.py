@@ -309,14 +309,14 @@ class TestTorchFiles:
     )
     @pytest.mark.parametrize("through", ["orbax", "dcp", "torch"])
     def test_a_script_gets_back_what_it_saved(self, through: str, rule: Any, tmp_path: Path) -> None:
-        """All of it under its keys in their order: groups, schedule, step. Ours comes beside them."""
+        """All of it under its keys in their order, and none of ours: groups, schedule, step."""
         saved, optimizer = self.script(
             tmp_path / "a.pt", rule, model="state_dict", step="global_step", scheduler="lr_scheduler"
         )
-        main([str(tmp_path / "a.pt"), str(tmp_path / "there"), "--to", through, "--model", self.config(tmp_path)])
-        main([str(tmp_path / "there"), str(tmp_path / "b.pt")])
+        config = ["--model", self.config(tmp_path)]
+        main([str(tmp_path / "a.pt"), str(tmp_path / "there"), "--to", through, *config])
+        main([str(tmp_path / "there"), str(tmp_path / "b.pt"), *(config if through == "torch" else [])])
         back = torch.load(tmp_path / "b.pt", weights_only=True)
-        assert back.pop("experiment")
         assert list(back) == list(saved)
         same(back, saved)
         optimizer.load_state_dict(back["optimizer"])
@@ -352,9 +352,36 @@ class TestTorchFiles:
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         rate = float(learning_rate(content.experiment.optimizer, content.experiment.train.steps, jnp.asarray(26)))
         rates = [group["lr"] for group in back["optimizer"]["param_groups"]]
+        assert "experiment" in back  # which says how it went on
         assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
         assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
         assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}
+
+    @pytest.mark.parametrize("step", [7.0, np.int64(7), np.float64(7.0), torch.tensor(7), torch.tensor(7.0)], ids=repr)
+    def test_a_step_of_any_type(self, step: Any, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        torch.save(saved | {"step": step}, tmp_path / "a.pt")
+        experiment = experiment_for(self.model.model_dump(), "test")
+        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 7
+        torch.save(saved | {"step": 7.5}, tmp_path / "a.pt")
+        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
+
+    def test_files_that_go_along_are_named_as_such(self, tmp_path: Path) -> None:
+        """A file of ours with other files than those of a tokenizer is refused."""
+        content = torch_files.opened(*self.own(tmp_path))
+        for name in ("../tokenizer.json", "evil.sh", 3):
+            tree = torch.load(tmp_path / "own.pt", weights_only=True)
+            torch.save(tree | {"files": {name: torch.zeros(2, dtype=torch.uint8)}}, tmp_path / "wrong.pt")
+            with pytest.raises(ConfigError, match="its files have"):
+                torch_files.opened(tmp_path / "wrong.pt")
+        assert content.origin.own
+
+    def own(self, folder: Path) -> tuple[Path]:
+        """A file of ours."""
+        self.script(folder / "a.pt")
+        content = torch_files.opened(folder / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        torch_files.write(folder / "own.pt", Conversion(replace(content, step=25, updates=25), "huggingface"))
+        return (folder / "own.pt",)
 
     def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
         """It comes back as it was; and with ours once there are moments."""
@@ -364,7 +391,6 @@ class TestTorchFiles:
         content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
         torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
         back = torch.load(tmp_path / "b.pt", weights_only=True)
-        assert back.pop("experiment")
         same(back, saved)
         moments = dict.fromkeys(MOMENTS, content.groups[PARAMETERS])
         later = replace(content, groups={**content.groups, **moments}, step=3, updates=3)

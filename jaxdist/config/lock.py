@@ -1,0 +1,32 @@
+"""One process at a time, by a lock on a file, which the operating system takes back when its holder ends."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Taken(Exception):
+    """Another process holds the lock, or did until now."""
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[None]:
+    """Within, no other holds the lock on `file`, which is removed at the end. Raises Taken, OSError.
+
+    File systems without locks let everyone in.
+    """
+    with file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Taken from None
+        except OSError:  # as some network file systems answer
+            pass
+        if not os.fstat(lock.fileno()).st_nlink:  # the other has ended meanwhile, and taken its file along
+            raise Taken
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
