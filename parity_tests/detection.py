@@ -107,11 +107,11 @@ class Trial(Proof):
         return replace(self, mistake=mistake, folder=folder, right=self, done=dict(self.done), known=dict(self.known))
 
     def judge(self, start: Path) -> Verdict:
-        """Make the wrong run, which stands for every run of its config, and judge."""
+        """Make the wrong run, which stands for every run of its config, and the one that shows its noise, and judge."""
         if self.mistake:
             for side, kind in self.needed():
                 planted = MAKER.get(side, side) == self.mistake.side and kind != "perturbed"
-                if planted and self.config(kind) == self.config("policy"):
+                if planted and (kind == "reordered" or self.config(kind) == self.config("policy")):
                     self.run(side, kind, start)
         verdict = self.verdict()
         return replace(verdict, parting=self.parting(verdict, start)) if verdict.failed else verdict

@@ -116,14 +116,16 @@ def damage(folder: Path, verify: Verify = "checksums") -> str | None:
     """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole."""
     try:
         said = read_json(folder / MANIFEST)
-        entries = _entries(folder, said["files"])
+        entries, step = _entries(folder, said["files"]), said.get("step")
+        if type(step) not in (int, type(None)):
+            raise ValueError("its step is no whole number")
     except FileNotFoundError:
         return f"it has no {MANIFEST}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"its {MANIFEST} cannot be read"
 
-    if folder.name.isdecimal() and said.get("step", int(folder.name)) != int(folder.name):
-        return f"it is that of step {said['step']}"
+    if step is not None and folder.name.isdecimal() and step != int(folder.name):
+        return f"it is that of step {step}"
 
     def first(found: Iterable[str | None]) -> str | None:
         return next((f"its file {name} {what}" for name, what in zip(entries, found, strict=True) if what), None)

@@ -168,6 +168,8 @@ def test_a_copy_under_the_name_of_another_step(tmp_path: Path) -> None:
     said = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({"files": said["files"]}))  # as earlier versions wrote it
     assert damage(folder) is None
+    (folder / MANIFEST).write_text(json.dumps(said | {"step": "2" * 1000}))
+    assert damage(folder) == f"its {MANIFEST} cannot be read"
 
 
 def test_a_kill_while_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
