@@ -29,11 +29,13 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
+from rich.progress import track
 from safetensors.numpy import save, save_file
 
 from jaxdist.config import ConfigError, Llama, check_shapes, whole
 from jaxdist.config.checkpoints import MANIFEST, seal
 from jaxdist.config.dcp import INDEX as DCP
+from jaxdist.config.display import console, say
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
 from jaxdist.convert import dcp_files, torch_files
@@ -385,7 +387,8 @@ def fuzz(name: str, folder: Path, examples: int, start: int) -> tuple[int, int]:
         different.add(hash(content))
         taken += accepted(name, folder, content)
 
-    for batch, done in enumerate(range(0, examples, BATCH)):
+    batches = range(0, examples, BATCH)
+    for batch, done in enumerate(track(batches, name, console=console, disable=not console.is_terminal)):
         some = settings(
             max_examples=min(BATCH, examples - done),
             deadline=None,
@@ -411,7 +414,7 @@ def main() -> None:
         began = time.monotonic()
         different, taken = fuzz(name, a.folder / name, a.examples, a.seed)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(f"{name}: {different:,} files, {taken:,} taken, {time.monotonic() - began:.0f} s, peak {peak:.2f} GB")
+        say(f"{name}: {different:,} files, {taken:,} taken, {time.monotonic() - began:.0f} s, peak {peak:.2f} GB")
 
 
 if __name__ == "__main__":
