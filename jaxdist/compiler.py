@@ -10,17 +10,12 @@ import jax
 
 from jaxdist.config import Parallel
 
+OPS = ("all_reduce", "reduce_scatter", "all_gather")
 # Collectives of one kind are sent as one until they come to so many bytes; torch: bucket_cap_mb.
-BUCKETS = tuple(
-    f"xla_gpu_{op}_combine_threshold_bytes" for op in ("all_reduce", "reduce_scatter", "all_gather")
-)  # fmt: skip
-# Collectives are begun early and awaited late, across iterations of a loop too; torch: DDP's hooks, FSDP2's prefetch.
-OVERLAP = (
-    "xla_gpu_enable_latency_hiding_scheduler",
-    *(f"xla_gpu_enable_pipelined_{op}" for op in ("all_reduce", "reduce_scatter", "all_gather")),
-)
-
+BUCKETS = tuple(f"xla_gpu_{op}_combine_threshold_bytes" for op in OPS)
 MOST = 2**40  # bytes, more than any device has
+# Collectives are begun early and awaited late, across iterations of a loop too; torch: DDP's hooks, FSDP2's prefetch.
+OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", *(f"xla_gpu_enable_pipelined_{op}" for op in OPS))
 
 
 def options(parallel: Parallel) -> dict[str, Any]:

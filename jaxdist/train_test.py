@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import checkpoint, metrics
+from jaxdist import checkpoint
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
-from jaxdist.config.errors import Interrupted
 from jaxdist.convert import orbax_files
 from jaxdist.data import Batch, open_dataset
 from jaxdist.evaluate import main as evaluate
@@ -282,50 +279,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert f"6 is damaged: {name}" in said and "going back to step 4" in said
     assert_same(straight, path)
     assert sorted(f.name for f in (path / "checkpoints").iterdir()) == ["2", "4", "6.damaged", "8"]
-
-
-def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
-    """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""
-    straight, path = tmp_path / "straight", tmp_path / "run"
-    line = [sys.executable, "-m", "jaxdist.train", *TINY, "--mesh", "2x2", "--steps", "9999", "--output", str(path)]
-    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=outside())
-
-    def wait(until: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120
-        while not until():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-
-    wait(lambda: (path / "metrics.jsonl").exists() and len(read_metrics(path)) >= 3)
-    process.send_signal(signal.SIGUSR1)
-    wait(lambda: steps_in(path / "checkpoints"))
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    first, last = steps_in(path / "checkpoints")
-    assert first < last == len(read_metrics(path)) < 9999
-    assert f"ended by SIGTERM after step {last}; step {last} is saved" in said
-    assert not (path / "summary.json").exists()
-    end = str(last + 5)
-    for output, more in ((path, ["--resume"]), (straight, [])):
-        done = command(*TINY, "--mesh", "2x2", "--steps", end, "--output", str(output), *more)
-        assert done.returncode == 0, done.stderr
-    assert_same(straight, path)
-
-
-def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the step is compiled: the first step is taken and saved."""
-    memory = metrics.memory
-
-    def signalled(*inputs: Any) -> dict[str, int]:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return memory(*inputs)
-
-    monkeypatch.setattr(metrics, "memory", signalled)
-    with pytest.raises(Interrupted, match="ended by SIGTERM after step 1; step 1 is saved"):
-        main([*TINY, "--mesh", "2x2", "--output", str(tmp_path / "run")])
-    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
-    assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

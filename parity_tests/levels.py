@@ -159,12 +159,12 @@ def within_noise(other: Run, ours: Run, exact: Run, still: Collection[str] = ())
     What ours loses, another run may lose as many times as the level allows, or that much the other way.
     """
 
-    def hides(moved: float, lost: float, limit: float) -> bool:
-        return moved < 2 * limit * max(lost, ROUNDING["float32"])
+    def hides(moved: float, cost: float, limit: float) -> bool:
+        return moved < 2 * limit * max(cost, ROUNDING["float32"])
 
-    moved, lost = (apart(run, exact, still) for run in (other, ours))
-    curves = [(compare.rms(compare.curve(run.metrics, exact.metrics, f)) for run in (other, ours)) for f in JUDGED]
-    return all(hides(x, lost[name], LIMIT["float32"]) for name, x in moved.items() if name in lost) and all(
+    moved, costs = (apart(run, exact, still) for run in (other, ours))
+    curves = [lost((other, ours), (exact, exact), field) for field in JUDGED]
+    return all(hides(x, costs[name], LIMIT["float32"]) for name, x in moved.items() if name in costs) and all(
         hides(x, y, DRIFT) for x, y in curves
     )
 

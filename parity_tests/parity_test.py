@@ -248,19 +248,10 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
 @pytest.mark.parametrize(
     "mesh",
     [
-        "zero1",
-        "zero2",
-        "fsdp",
-        "fsdp-kept",
-        "hybrid",
-        "hybrid-zero1",
-        "2x2x2",
-        "sequence",
-        "ring",
-        "ring-tensor",
+        "zero1", "zero2", "fsdp", "fsdp-kept", "hybrid", "hybrid-zero1", "2x2x2", "sequence", "ring", "ring-tensor",
         "ulysses",
     ],
-)
+)  # fmt: skip
 def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
     a, b = (runs(side, "llama", settings(mesh, QUICK["llama"][mesh])) for side in SIDES)
     checks = list(levels.memory(a, b, a.experiment))

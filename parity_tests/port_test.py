@@ -1,7 +1,6 @@
 """A user's own model: two that agree are proved equivalent; of one with a mistake in it, the place is found."""
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 from flax import linen, nnx
 from torch import nn
 
-from jaxdist.config import ConfigError, Optimizer
+from jaxdist.config import Optimizer
 from jaxdist.convert.mapping import KeyMapping, Row
 from jaxdist.convert.suggest import suggest
 from jaxdist.convert.trees import shapes
@@ -448,55 +447,3 @@ class TestOwnSteps:
         # The first step divides m by √v, which b2 leaves alone: it shows in the second.
         assert written["parting"]["step"] == (2 if "b2" in mistake else 1)
         assert written["parting"]["tensor"].startswith("weights/")
-
-
-class TestCommand:
-    """A script that ends with `.main()`."""
-
-    def ended(self, port: Port, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["script.py", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            port.main()
-        return ended.value.code
-
-    def test_exit_codes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        wrong = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * 1.001)
-        assert self.ended(square(), monkeypatch, str(tmp_path / "right")) == 0
-        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
-        assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
-        assert self.ended(wrong, monkeypatch) == 2
-        diverged = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * math.inf)
-        assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
-        assert "step 1: loss = inf" in told[2]
-
-
-class TestBadInput:
-    @pytest.mark.parametrize(
-        ("fields", "says"),
-        [
-            ({"torch_loss": None}, r"jax_loss and torch_loss are missing"),
-            ({"torch_step": torch_adamw}, r"jax_step and torch_step belong together"),
-            ({"batches": []}, r"batches: give one mapping"),
-            ({"batches": [np.ones(3)]}, r"batches: give one mapping"),
-            ({"mapping": KeyMapping((Row("Dense_0.kernel", "0.weight"),))}, r"ours: Dense_0.bias, .* in no row"),
-            ({"torch_module": nn.Sequential(nn.Linear(6, 6))}, r"theirs = '2.weight': no such tensor"),
-        ],
-    )
-    def test_named(self, fields: dict[str, Any], says: str) -> None:
-        with pytest.raises(ConfigError, match=says):
-            square(**fields)
-
-    def test_tied_on_one_side(self, tmp_path: Path) -> None:
-        module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        module[2].weight = module[0].weight
-        with pytest.raises(ConfigError, match=r"0.weight shares its memory with another tensor, but ours are two"):
-            square(torch_module=module).prove(tmp_path)
-
-    def test_a_folder_in_use(self, tmp_path: Path) -> None:
-        (tmp_path / "mine").write_text("")
-        with pytest.raises(ConfigError, match="is not empty"):
-            square().prove(tmp_path)

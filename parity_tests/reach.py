@@ -60,11 +60,12 @@ def not_compared(proof: "Proof") -> list[str]:
 
 def hidden(proof: "Proof") -> list[str]:
     """Fields of which float32's noise would hide another value: a tenth of it."""
-    kinds = [kind for kind in OTHERS if (JAX, kind) in proof.done]
+    ours, exact = proof.done[JAX, "policy"], proof.double[0]
+    others = {kind: proof.done[JAX, kind] for kind in OTHERS if (JAX, kind) in proof.done}
     return [
         f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
-        for kind in kinds
-        if levels.within_noise(proof.done[JAX, kind], proof.done[JAX, "policy"], proof.double[0], proof.still)
+        for kind, other in others.items()
+        if levels.within_noise(other, ours, exact, proof.still)
     ]
 
 

@@ -57,15 +57,13 @@ def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True
 
 def publish(checkpoints: Path, step: int, known: Mapping[str, str] = EMPTY) -> None:
     """All files of the checkpoint of `step` are written: seal it, and give it its name in place of one that had it."""
-    folder, final, aside = unfinished(checkpoints, step), checkpoints / str(step), checkpoints / f"{step}{DAMAGED}"
+    folder, final = unfinished(checkpoints, step), checkpoints / str(step)
     seal(folder, known, step=step)
-    if replaced := final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
+    replaced = set_aside(checkpoints, step) if final.exists() else None
     folder.rename(final)
     synchronize(checkpoints)
     if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
@@ -213,9 +211,14 @@ def clean(checkpoints: Path, step: int) -> None:
     sweep(checkpoints)
     for later in steps_in(checkpoints):
         if later > step:
-            aside = checkpoints / f"{later}{DAMAGED}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (checkpoints / str(later)).rename(aside)
+            set_aside(checkpoints, later)
+
+
+def set_aside(checkpoints: Path, step: int) -> Path:
+    """Take its name from the checkpoint of `step`, in place of one that was set aside before. Returns where it is."""
+    aside = checkpoints / f"{step}{DAMAGED}"
+    shutil.rmtree(aside, ignore_errors=True)
+    return (checkpoints / str(step)).rename(aside)
 
 
 def sweep(checkpoints: Path) -> None:

@@ -142,7 +142,7 @@ class Parallel(Section):
     ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
 
     @model_validator(mode="after")
-    def _reduce(self) -> "Parallel":
+    def _fit_the_strategy(self) -> "Parallel":
         if self.reduce == "microbatch" and self.strategy in ("ddp", "zero1"):
             raise ValueError(
                 f"parallel.reduce = microbatch with parallel.strategy = {self.strategy} would only repeat the "

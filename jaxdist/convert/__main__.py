@@ -15,7 +15,7 @@ from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
-from jaxdist.convert.kinds import KINDS, TARGETS, is_checkpoint, kind_of, target_kind
+from jaxdist.convert.kinds import KINDS, TARGETS, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
@@ -57,7 +57,7 @@ def check_replaceable(a: Any) -> None:
         read = given and given.resolve()
         if read and (read.is_relative_to(target) or target.is_relative_to(read)):
             raise ConfigError(f"TARGET {a.target} with --force would replace {name} {given}; give another TARGET")
-    if not (is_checkpoint(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
+    if not (kind_at(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
         raise ConfigError(
             f"TARGET {a.target} is no checkpoint, and --force replaces nothing else; remove it, or give another"
         )

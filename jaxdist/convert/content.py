@@ -49,6 +49,11 @@ class Origin:
     step: int = 0  # steps done by then
     own: bool = False  # whether a torch file had what we write into one: experiment, files
 
+    @property
+    def of_a_script(self) -> bool:
+        """Whether it is a torch file that was not ours, and gets none of our keys on its way back."""
+        return self.kind == "torch" and not self.own
+
     def names_in(self, kind: str) -> Mapping[str, str]:
         """What tensors are to be called in a target of a kind, where a source of that kind called them otherwise."""
         return self.names if self.kind == kind else {}

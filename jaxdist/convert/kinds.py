@@ -92,14 +92,14 @@ KINDS = {
 TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is of a kind above."""
-    return any(kind.holds(path) for kind in KINDS.values())
+def kind_at(path: Path) -> str | None:
+    """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind."""
+    return next((name for name, kind in KINDS.items() if kind.holds(path)), None)
 
 
 def kind_of(path: Path) -> str:
-    """The kind of checkpoint at `path`, recognized by its files. Raises ConfigError."""
-    found = next((name for name, kind in KINDS.items() if kind.holds(path)), None)
+    """The kind of checkpoint at `path`. Raises ConfigError where it is of none."""
+    found = kind_at(path)
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         raise ConfigError(

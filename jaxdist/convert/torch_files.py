@@ -265,7 +265,7 @@ def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted:
 def count_of(path: Path, value: Any) -> int:
     """A number, or a tensor of one."""
     value = number(path, value)
-    if not isinstance(value, int | float) or not 0 <= value < 2**31 or value != int(value):
+    if not isinstance(value, int | float) or not _is_whole(value):
         raise ConfigError(f"{path}: step = {value!r} of its optimizer; give a whole number from 0 to 2**31 - 1")
     return int(value)
 
@@ -286,7 +286,12 @@ def _steps(path: Path, tree: Any, updates: int | None) -> int:
 def _is_count(value: Any) -> bool:
     """Whether it is a whole number, of Python's or numpy's, an int or not."""
     numeric = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return numeric and 0 <= value < 2**31 and value == int(value)
+    return numeric and _is_whole(value)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a number is one that steps are counted by."""
+    return bool(0 <= value < 2**31 and value == int(value))
 
 
 def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
@@ -357,7 +362,7 @@ def write(path: Path, conversion: Conversion) -> None:
         tree[_key(tree, MODEL)] = model
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
-        tree |= {} if origin.kind == "torch" and not origin.own and content.step == origin.step else _ours(content)
+        tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
         file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     file.seal()
@@ -367,7 +372,7 @@ def _ours(content: Content) -> dict[str, Any]:
     """What we keep in a file besides, under keys of our own: a script's file that comes back as it was has none."""
     found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
     found |= {METRICS: content.metrics.decode()} if content.metrics else {}
-    files = {} if content.origin.kind == "torch" and not content.origin.own else content.origin.files
+    files = {} if content.origin.of_a_script else content.origin.files
     bits = {name: torch.frombuffer(bytearray(file), dtype=torch.uint8) for name, file in files.items() if file}
     return found | ({FILES: bits} if bits else {})
 

@@ -1,0 +1,63 @@
+"""Signals that save and end a run, by the command line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist import metrics
+from jaxdist.config import read_metrics
+from jaxdist.config.checkpoints import steps_in
+from jaxdist.config.errors import Interrupted
+from jaxdist.train import main
+from jaxdist.train_test import TINY, assert_same, command, outside
+
+
+def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
+    """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""
+    straight, path = tmp_path / "straight", tmp_path / "run"
+    line = [sys.executable, "-m", "jaxdist.train", *TINY, "--mesh", "2x2", "--steps", "9999", "--output", str(path)]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=outside())
+
+    def wait(until: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not until():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait(lambda: (path / "metrics.jsonl").exists() and len(read_metrics(path)) >= 3)
+    process.send_signal(signal.SIGUSR1)
+    wait(lambda: steps_in(path / "checkpoints"))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    first, last = steps_in(path / "checkpoints")
+    assert first < last == len(read_metrics(path)) < 9999
+    assert f"ended by SIGTERM after step {last}; step {last} is saved" in said
+    assert not (path / "summary.json").exists()
+    end = str(last + 5)
+    for output, more in ((path, ["--resume"]), (straight, [])):
+        done = command(*TINY, "--mesh", "2x2", "--steps", end, "--output", str(output), *more)
+        assert done.returncode == 0, done.stderr
+    assert_same(straight, path)
+
+
+def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the step is compiled: the first step is taken and saved."""
+    memory = metrics.memory
+
+    def signalled(*inputs: Any) -> dict[str, int]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return memory(*inputs)
+
+    monkeypatch.setattr(metrics, "memory", signalled)
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 1; step 1 is saved"):
+        main([*TINY, "--mesh", "2x2", "--output", str(tmp_path / "run")])
+    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
+    assert not (tmp_path / "run" / ".lock").exists()
