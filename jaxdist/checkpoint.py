@@ -153,6 +153,12 @@ def restore(path: Path, **abstract: Any) -> Any:
         return reader.restore(path, args=ocp.args.Composite(**wanted))
 
 
+def kept_in(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """What the item `optimizer` of a checkpoint keeps of the parameters, by kind and name."""
+    parts = [part["kept"] for part in optimizer if isinstance(part, dict) and part.get("kept")]
+    return {kind: arrays for kept in parts for kind, arrays in kept.items()}
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is a run folder with a checkpoint, or a checkpoint, of jaxdist."""
     return (checkpoint_in(path) / "parameters" / "_METADATA").exists()

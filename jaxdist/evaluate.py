@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = Program(experiment, mesh)
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)
-        logits = program.logits(load_weights(program, a.checkpoint), tokens).astype(np.float32)
+        logits = program.logits(load_weights(program, a.checkpoint, a.ema), tokens).astype(np.float32)
         from_first(partial(write, a.logits, logits))
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sequences, size = dataset.sequences(split), experiment.train.batch
     if not sequences:
         raise ConfigError(f"the {split} split of {a.checkpoint} holds no sequence; give data by --data FILE")
-    parameters = load_weights(program, a.checkpoint)
+    parameters = load_weights(program, a.checkpoint, a.ema)
     total = count = 0.0
     steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
@@ -100,6 +100,7 @@ def arguments(argv: Sequence[str]) -> Any:
         metavar="FILE.npy",
         help="where to write the float32 logits [B, T, V] of --tokens",
     )
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     a = parser.parse_args(argv)

@@ -1,20 +1,22 @@
-"""Learning rate, clip, AdamW and decay mask as one optax chain, by torch's formulas.
+"""Learning rate, clip, update rule, decay and average of weights as one optax chain, by torch's formulas.
 
 Differences pinned here: the clip divides by norm + 1e-6 as `torch.nn.utils.clip_grad_norm_` does (optax does not);
-every AdamW hyperparameter is passed, since the defaults differ; weight decay applies to matrices only; the bias
-correction 1 - βᵗ is exact, where optax loses half of its digits in float32 at the first steps.
+every hyperparameter is passed, since the defaults differ; weight decay applies to matrices only; the bias correction
+1 - βᵗ is exact, where optax loses half of its digits in float32 at the first steps.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdist.config import Optimizer
+from jaxdist.config import EMA, Optimizer
 from jaxdist.sharding import Layout
+
+Arrays = dict[str, jax.Array]
 
 
 def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
@@ -44,39 +46,114 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """m̂ / (√v̂ + ε) with Adam's moments (arXiv:1412.6980); the state is that of `optax.scale_by_adam`.
+# ---- update rules: of a gradient and what is kept of its parameter, what the rate is a factor of, and what is kept
 
-    The state of a step that is not `taken`, an extra argument, stays what it was: chosen here, where each moment is
+
+def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+    """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
+    # 1 - βᵗ; of β = 0 it is 1
+    left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
+    m = o.beta1 * kept["exp_avg"] + (1 - o.beta1) * g
+    v = o.beta2 * kept["exp_avg_sq"] + (1 - o.beta2) * g * g
+    return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
+
+
+def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+    """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
+    m = o.momentum * kept.get("momentum_buffer", 0.0) + g
+    return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
+
+
+def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+    """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
+    m = kept["exp_avg"]
+    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": o.beta2 * m + (1 - o.beta2) * g}
+
+
+Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array], tuple[jax.Array, Arrays]]
+RULES: dict[str, Rule] = {"adamw": adam, "adam": adam, "sgd": sgd, "lion": lion}
+COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
+
+
+class State(NamedTuple):
+    """What a part of the chain keeps: by kind, under torch's names, and parameter; `updates` are the steps taken."""
+
+    updates: jax.Array
+    kept: dict[str, Arrays]
+
+
+def keeping(
+    kinds: Iterable[str],
+    step: Callable[[jax.Array, Arrays, Arrays, Mapping[str, Arrays]], tuple[Arrays, Any]],
+    begin: Callable[[jax.Array], jax.Array] = jnp.zeros_like,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation `step(t, updates, parameters, kept)` -> updates and what is kept from now on.
+
+    The state of a step that is not `taken`, an extra argument, stays what it was: chosen here, where each array is
     made, so that no second copy of them is.
     """
+    kinds = tuple(kinds)
 
-    def update(updates: Any, state: optax.ScaleByAdamState, params: Any = None, *, taken: Any = True, **_: Any) -> Any:
-        def kept(new: jax.Array, old: jax.Array) -> jax.Array:
+    def init(parameters: Any) -> State:
+        return State(jnp.zeros((), jnp.int32), {kind: jax.tree.map(begin, parameters) for kind in kinds})
+
+    def update(updates: Any, state: State, params: Any = None, *, taken: Any = True, **_: Any) -> Any:
+        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(taken, new.astype(old.dtype), old)
 
-        count = kept(state.count + 1, state.count)
-        step = count.astype(jnp.result_type(float))
-        # 1 - βᵗ; of β = 0 it is 1
-        left1, left2 = (-jnp.expm1(step * (math.log(b) if b else -math.inf)) for b in (b1, b2))
-        mu = jax.tree.map(lambda g, m: kept(b1 * m + (1 - b1) * g, m), updates, state.mu)
-        nu = jax.tree.map(lambda g, v: kept(b2 * v + (1 - b2) * g * g, v), updates, state.nu)
-        scaled = jax.tree.map(lambda m, v: m / left1 / (jnp.sqrt(v / left2) + eps), mu, nu)
-        return scaled, optax.ScaleByAdamState(count, mu, nu)
+        after, kept = step(state.updates + 1, updates, params, state.kept)
+        new = {kind: kept[kind] for kind in kinds}
+        return after, jax.tree.map(chosen, State(state.updates + 1, new), state)
 
-    return optax.GradientTransformationExtraArgs(optax.scale_by_adam().init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rule(o: Optimizer) -> optax.GradientTransformationExtraArgs:
+    """The update rule of an optimizer, parameter by parameter."""
+
+    def step(t: jax.Array, updates: Arrays, _: Any, kept: Mapping[str, Arrays]) -> tuple[Arrays, Any]:
+        t = t.astype(jnp.result_type(float))
+        made = {n: RULES[o.name](o, g, {k: tree[n] for k, tree in kept.items()}, t) for n, g in updates.items()}
+        kinds = {kind: {n: new[kind] for n, (_, new) in made.items()} for kind in kept}
+        return {n: update for n, (update, _) in made.items()}, kinds
+
+    return keeping((kind for kind in o.kept if kind != EMA), step)
+
+
+def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
+    """Keeps the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
+    `get_ema_multi_avg_fn(decay)`: the first update is copied."""
+
+    def step(t: jax.Array, updates: Arrays, parameters: Arrays, kept: Mapping[str, Arrays]) -> tuple[Arrays, Any]:
+        share = jnp.where(t == 1, 1.0, 1 - decay)
+        after = optax.apply_updates(parameters, updates)
+        moved = jax.tree.map(lambda average, w: average + share * (w - average), kept[EMA], after)
+        return updates, {EMA: moved}
+
+    return keeping((EMA,), step, begin=lambda w: w)
+
+
+def kept_of(state: Any) -> dict[str, Arrays]:
+    """What a chain's state keeps of the parameters, by kind."""
+    return {kind: tree for part in state if isinstance(part, State) for kind, tree in part.kept.items()}
 
 
 def steps_done(state: Any) -> jax.Array:
-    """How many steps the schedule of an AdamW state has made, those that were passed over too."""
+    """How many steps the schedule of a chain's state has made, those that were passed over too."""
     return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
 
 
-def adamw(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
-    """Clip -> Adam moments -> decoupled decay -> learning rate (arXiv:1711.05101, torch.optim.AdamW)."""
-    return optax.chain(
-        clip_by_norm(o.clip),
-        scale_by_adam(o.beta1, o.beta2, o.eps),
-        optax.add_decayed_weights(o.weight_decay, mask={name: layout.decays for name, layout in layouts.items()}),
-        optax.scale_by_learning_rate(lambda count: learning_rate(o, steps, count + 1)),
-    )
+def chain(o: Optimizer, steps: int, decays: Mapping[str, bool]) -> optax.GradientTransformationExtraArgs:
+    """Clip -> update rule, with decay in what it takes or in what it gives -> learning rate -> average of weights.
+
+    `decays`: whether weight decay applies, by parameter.
+    """
+    decay = optax.add_decayed_weights(o.weight_decay, mask=dict(decays))
+    ruled = (decay, rule(o)) if o.name in COUPLED else (rule(o), decay)
+    rate = optax.scale_by_learning_rate(lambda count: learning_rate(o, steps, count + 1))
+    return optax.chain(clip_by_norm(o.clip), *ruled, rate, *([averaged(o.ema)] if o.ema else []))
+
+
+def optimizer(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
+    """The chain over parameters of these layouts."""
+    return chain(o, steps, {name: layout.decays for name, layout in layouts.items()})

@@ -11,8 +11,7 @@ import pytest
 from jaxdist.config import Optimizer
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
-from jaxdist.optim import adamw, clip_by_norm, learning_rate, scale_by_adam
-from jaxdist.sharding import Layout
+from jaxdist.optim import averaged, chain, clip_by_norm, kept_of, learning_rate, rule
 
 
 @pytest.fixture(autouse=True)
@@ -57,45 +56,96 @@ def first_update(transform: optax.GradientTransformation) -> float:
 
 def test_bias_correction_is_exact_in_float32() -> None:
     """Moments of the first step are corrected to the gradient itself; optax's own correction is caught."""
-    assert first_update(scale_by_adam(0.9, 0.999, 1e-30)) <= 4 * 2**-24
+    assert first_update(rule(Optimizer(beta1=0.9, beta2=0.999, eps=1e-30))) <= 4 * 2**-24
     assert first_update(optax.scale_by_adam(0.9, 0.999, 1e-30)) > 4 * 2**-24
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_adam_is_optaxs_in_float64(beta: float) -> None:
-    ours, theirs = scale_by_adam(beta, 0.95, 1e-8), optax.scale_by_adam(beta, 0.95, 1e-8)
-    states = [t.init({"w": jnp.ones(3)}) for t in (ours, theirs)]
+    ours, theirs = rule(Optimizer(beta1=beta)), optax.scale_by_adam(beta, 0.95, 1e-8)
+    states: list[Any] = [t.init({"w": jnp.ones(3)}) for t in (ours, theirs)]
     for number in range(1, 6):
         g = {"w": jnp.arange(3.0) - number}
         (a, states[0]), (b, states[1]) = ours.update(g, states[0]), theirs.update(g, states[1])
         np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
-    jax.tree.map(np.testing.assert_array_equal, states[0].count, states[1].count)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), states[0], states[1])
+    np.testing.assert_array_equal(states[0].updates, states[1].count)
+    for kind, moment in (("exp_avg", states[1].mu), ("exp_avg_sq", states[1].nu)):
+        np.testing.assert_allclose(states[0].kept[kind]["w"], moment["w"], rtol=1e-12)
 
 
-def test_adamw_is_torchs() -> None:
-    """Twenty steps of both a decayed matrix and an undecayed, stacked vector."""
-    o = Optimizer(learning_rate=1e-2, warmup=3, weight_decay=0.1, clip=0)
-    layouts = {
-        "w": Layout("w", (3, 2), ("embed", "hidden"), 0, 1),
-        "scale": Layout("scale", (4, 3), ("layers", "embed"), 1, 0),
-    }
+Kept = dict[str, Any]
+
+
+def adamw(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    w = w * (1 - rate * decay)
+    s["exp_avg"] = o.beta1 * s["exp_avg"] + (1 - o.beta1) * g
+    s["exp_avg_sq"] = o.beta2 * s["exp_avg_sq"] + (1 - o.beta2) * g**2
+    root = np.sqrt(s["exp_avg_sq"]) / np.sqrt(1 - o.beta2**t) + o.eps
+    return w - rate / (1 - o.beta1**t) * s["exp_avg"] / root
+
+
+def adam(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    return adamw(o, w, g + decay * w, s, t, rate, 0.0)
+
+
+def sgd(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    g = g + decay * w
+    s["momentum_buffer"] = g if t == 1 else o.momentum * s["momentum_buffer"] + g
+    return w - rate * (g + o.momentum * s["momentum_buffer"] if o.nesterov else s["momentum_buffer"])
+
+
+def lion(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    w = w * (1 - rate * decay) - rate * np.sign(o.beta1 * s["exp_avg"] + (1 - o.beta1) * g)
+    s["exp_avg"] = o.beta2 * s["exp_avg"] + (1 - o.beta2) * g
+    return w
+
+
+FORMULAS: dict[str, Any] = {"adamw": adamw, "adam": adam, "sgd": sgd, "lion": lion}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw"},
+    "adam with an average": {"name": "adam", "ema": 0.9},
+    "sgd": {"name": "sgd", "momentum": 0.8},
+    "sgd by Nesterov": {"name": "sgd", "nesterov": True},
+    "sgd without momentum": {"name": "sgd", "momentum": 0.0},
+    "lion": {"name": "lion", "beta2": 0.99},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
+    """Of a matrix that decays and a stacked vector that does not; one step is not taken."""
+    o = Optimizer(learning_rate=1e-2, warmup=3, weight_decay=0.1, clip=0, **settings)
     random = np.random.default_rng(0)
-    p = {name: random.normal(size=layout.shape) for name, layout in layouts.items()}
-    tx = adamw(o, 20, layouts)
+    p = {"w": random.normal(size=(3, 2)), "scale": random.normal(size=(4, 3))}
+    tx = chain(o, 20, {"w": True, "scale": False})
     ours = jax.tree.map(jnp.asarray, p)
     state = tx.init(ours)
-    m, v = ({n: np.zeros_like(w) for n, w in p.items()} for _ in range(2))
+    kept: dict[str, Kept] = {n: {k: np.zeros_like(w) for k in (*o.kept, "momentum_buffer")} for n, w in p.items()}
+    done = 0
     for t in range(1, 21):
         g = {name: random.normal(size=w.shape) for name, w in p.items()}
-        updates, state = tx.update(jax.tree.map(jnp.asarray, g), state, ours, norm=jnp.asarray(1.0))
-        ours = optax.apply_updates(ours, updates)
+        taken = t != 7
+        updates, state = tx.update(jax.tree.map(jnp.asarray, g), state, ours, norm=jnp.asarray(1.0), taken=taken)
+        if not taken:
+            continue
+        ours, done = optax.apply_updates(ours, updates), done + 1
         rate = float(learning_rate(o, 20, jnp.asarray(t)))
         for name, w in p.items():
-            w = w * (1 - rate * (o.weight_decay if name == "w" else 0.0))
-            m[name] = o.beta1 * m[name] + (1 - o.beta1) * g[name]
-            v[name] = o.beta2 * v[name] + (1 - o.beta2) * g[name] ** 2
-            root = np.sqrt(v[name]) / np.sqrt(1 - o.beta2**t) + o.eps
-            p[name] = w - rate / (1 - o.beta1**t) * m[name] / root
+            p[name] = FORMULAS[o.name](o, w, g[name], kept[name], done, rate, 0.1 if name == "w" else 0.0)
+            if o.ema:
+                average = p[name] if done == 1 else o.ema * kept[name]["ema"] + (1 - o.ema) * p[name]
+                kept[name]["ema"] = average
+    assert set(kept_of(state)) == set(o.kept)
     for name in p:
         np.testing.assert_allclose(np.asarray(ours[name]), p[name], rtol=1e-13)
+        for kind, tree in kept_of(state).items():
+            np.testing.assert_allclose(np.asarray(tree[name]), kept[name][kind], rtol=1e-12)
+
+
+def test_an_average_begins_with_the_weights() -> None:
+    assert float(averaged(0.9).init({"w": jnp.full(1, 3.0)}).kept["ema"]["w"][0]) == 3.0
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.nesterov = true with optimizer.momentum = 0.0"):
+        Optimizer(nesterov=True, momentum=0.0)

@@ -12,6 +12,7 @@ from jaxdist.conftest import GPT2, tiny
 from jaxdist.data import Batch
 from jaxdist.mesh import make_mesh
 from jaxdist.models import layers
+from jaxdist.optim import kept_of
 from jaxdist.program import Program
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def gradients(model: str, mesh: str, **precision: Any) -> dict[str, np.ndarray]:
     ids = random.integers(0, experiment.model.vocab, (64, 65)).astype(np.int32)
     ids[random.random(ids.shape) < 0.75] = 3
     state, _ = program.step(program.initialize(), Batch(ids[:, :-1], ids[:, 1:]))
-    moments = next(part.mu for part in state.optimizer if hasattr(part, "mu"))
+    moments = kept_of(state.optimizer)["exp_avg"]
     return {name: 2 * np.asarray(moment, np.float64) for name, moment in moments.items()}
 
 

@@ -8,18 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import compiler, loss_scale, models, sharding
+from jaxdist import compiler, loss_scale, models, optim, sharding
 from jaxdist.collectives import Context, Parallel
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
-from jaxdist.optim import adamw
 from jaxdist.parallel.context import context
 from jaxdist.processes import on_host
 from jaxdist.sharding import BATCH, TOKENS
@@ -55,7 +53,7 @@ class Program:
     @cached_property
     def step_function(self) -> Step:
         e = self.experiment
-        optimizer = adamw(e.optimizer, e.train.steps, self.layouts)
+        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts)
         parallel = Parallel(self.strategy, e.precision, self.context, e.parallel.sequence)
         return Step(
             self.model,
@@ -97,10 +95,9 @@ class Program:
         """PartitionSpecs of the state."""
         parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
         pieces = {n: layout.spec(self.strategy.optimizer) for n, layout in self.layouts.items()}
-        optimizer = optax.tree.map_params(
-            self.step_function.optimizer, lambda _, spec: spec, self.abstract.optimizer, pieces,
-            transform_non_params=lambda _: P(),
-        )  # fmt: skip
+        optimizer = jax.tree_util.tree_map_with_path(  # counts have no name of a parameter
+            lambda path, _: pieces.get(getattr(path[-1], "key", ""), P()), self.abstract.optimizer
+        )
         return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.abstract.scaling))
 
     def shardings(self, specs: Any) -> Any:

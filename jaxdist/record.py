@@ -28,7 +28,7 @@ from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
-from jaxdist.optim import clip_by_norm
+from jaxdist.optim import clip_by_norm, kept_of
 from jaxdist.processes import on_host
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH, TOKENS
@@ -157,12 +157,11 @@ class Recorder:
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
             after = step.update(state, gradients, loss, norm)
-            mu, nu = (optax.tree.get(after.optimizer, name) for name in ("mu", "nu"))
-            stages = {"gradient": gradients, "clipped": clipped, "exp_avg": mu, "exp_avg_sq": nu}
+            stages = {"gradient": gradients, "clipped": clipped, **kept_of(after.optimizer)}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
 
         pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in program.layouts.items()}
-        specs = dict.fromkeys(("gradient", "clipped", "exp_avg", "exp_avg_sq"), pieces)
+        specs = dict.fromkeys(("gradient", "clipped", *program.experiment.optimizer.kept), pieces)
         return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
 
     @cached_property

@@ -60,7 +60,7 @@ class Step:
         return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients))
 
     def update(self, state: TrainState, gradients: Arrays, loss: jax.Array, norm: jax.Array) -> TrainState:
-        """Clip and AdamW; nothing where loss or norm is not finite or the step is to be skipped, but the schedule."""
+        """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule."""
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         taken = finite & ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
         pieces = self.pieces(state.parameters)

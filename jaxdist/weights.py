@@ -28,20 +28,22 @@ def source_experiment(path: Path) -> Experiment:
     return KINDS[kind].format.opened(path, training=False).experiment
 
 
-def load_weights(program: Program, path: Path) -> dict[str, jax.Array]:
-    """The weights of a `located` checkpoint of any kind, laid out for the program, one at a time where it is not ours.
+def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, jax.Array]:
+    """The weights of a `located` checkpoint of any kind, laid out for the program, one at a time where it is not ours;
+    with `ema` their moving average.
 
     Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window.
     """
     abstract = placed(program, program.abstract.parameters, program.specs.parameters)
-    if checkpoint.is_checkpoint(path):
+    if checkpoint.is_checkpoint(path) and not ema:
         same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
         return checkpoint.restore(path, parameters=abstract).parameters
 
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
 
-    content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=False)
+    content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
+    content = content.averaged(path) if ema else content
     return {name: put(abstract[name], array) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 

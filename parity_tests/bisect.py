@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxdist.config import EMA, KEPT
 from parity_tests import compare
 from parity_tests.run import Run
 
 Record = Mapping[str, np.ndarray]
 
-CARRIED = ("start/", "exp_avg/", "exp_avg_sq/")  # what a step has from the one before
+CARRIED = ("start/", *(f"{kind}/" for kind in KEPT))  # what a step has from the one before
 PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
     "batch": "{name} of the batch",
@@ -28,8 +29,10 @@ STAGES = {
     "clipped": "{name}, clipped gradient",
     "exp_avg": "{name}, first moment",
     "exp_avg_sq": "{name}, second moment",
+    "momentum_buffer": "{name}, momentum",
     "learning_rate": "the learning rate",
     "weights": "{name} after the update",
+    "ema": "{name}, average after the update",
 }
 
 
@@ -84,10 +87,11 @@ def in_order(record: Record) -> Iterator[str]:
         yield from (f"gradient/{name}" for name in gradients if owner(name) == place.get(module))
     yield from (f"gradient/{name}" for name in gradients if owner(name) == -1 or not backward)
     yield "grad_norm"
-    for kind in ("clipped", "exp_avg", "exp_avg_sq"):
+    for kind in ("clipped", *(kind for kind in KEPT if kind != EMA)):
         yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))
     yield "learning_rate"
-    yield from (f"weights/{name}" for name in sorted(kinds.get("weights", []), key=owner))
+    for kind in ("weights", EMA):
+        yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))
 
 
 def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:

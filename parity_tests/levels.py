@@ -10,7 +10,7 @@ from jaxdist.config import Experiment
 from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
-from parity_tests.run import STATES, Run
+from parity_tests.run import Run
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Check
 
@@ -111,7 +111,7 @@ def agreement(level: str, what: str, a: Run, b: Run, noise: Noise) -> Iterator[C
     for step in sorted({*a.gradient_steps, *b.gradient_steps}):
         gradients = compare.states(a.kept("gradient", step), b.kept("gradient", step), noise.zero_gradient)
         yield closest(f"gradients at step {step}", gradients, noise.gradients(step))
-    for kind in STATES:
+    for kind in a.state_kinds:
         if states := compare.states(a.kept_states(kind), b.kept_states(kind), noise.zero_gradient):
             yield closest(f"{kind} at the end", states, noise.states(kind))
 
@@ -176,7 +176,7 @@ def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
     Adam as far as training moves others.
     """
     found = {f"gradients at step {step}": run.kept("gradient", step) for step in run.gradient_steps}
-    states = {kind: run.kept_states(kind) for kind in STATES}
+    states = {kind: run.kept_states(kind) for kind in run.state_kinds}
     rounded = {name: w for name, w in states["weights"].items() if name.endswith(tuple(still))}
     states["weights"] = {name: w for name, w in states["weights"].items() if name not in rounded}
     found |= {f"{kind} at the end": tensors for kind, tensors in states.items()} | {ROUNDED: rounded}
@@ -275,7 +275,7 @@ def digits(run: Run, run64: Run, parameters: str) -> Check:
     narrower = [dtype for dtype in ROUNDING if ROUNDING[dtype] > ROUNDING[parameters]]
     found = [
         f"{kind} in {dtype}"
-        for kind in STATES
+        for kind in run.state_kinds
         for dtype in narrower
         if fit(run, kind, dtype) and not fit(run64, kind, dtype)
     ]

@@ -35,7 +35,7 @@ OVERFLOW = f"""
 import torch.distributed as dist
 from torch_ref import optim, train
 from torch_ref.weights import local
-unscale, train_step = optim.AdamW.unscale, train.train_step
+unscale, train_step = optim.Optimizer.unscale, train.train_step
 def at(model, optimizer, batch, experiment, mesh, step, watch):
     optimizer.now = step
     return train_step(model, optimizer, batch, experiment, mesh, step, watch)
@@ -43,7 +43,7 @@ def overflown(optimizer):
     if optimizer.now in {OVERFLOWS} and dist.get_rank() == 1:
         local(optimizer.parameters["norm.weight"].grad).mul_(float("inf"))
     return unscale(optimizer)
-train.train_step, optim.AdamW.unscale = at, overflown
+train.train_step, optim.Optimizer.unscale = at, overflown
 train.exit_codes(train.main)
 """
 

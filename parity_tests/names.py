@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxdist.config import KEPT
 from jaxdist.config.record import LOGITS
 from torch_ref.hf import TABLES as MODULES
 
 Arrays = dict[str, np.ndarray]
-PARAMETERS = ("start", "gradient", "clipped", "exp_avg", "exp_avg_sq", "weights")  # kinds named by parameters
+PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
 # JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
 LEAVES = {

@@ -10,7 +10,7 @@ As the end of a script `.main()` takes the folder from the command line, and end
 
 Both sides start from JAX's weights, carried over by the mapping, and train on the batches: in float64, where they must
 agree to rounding, and in float32, where they may differ by what float32 costs them. Each leaves a run folder; only the
-files are compared. The steps are AdamW by `optimizer`, or the user's own.
+files are compared. The steps are those of `optimizer`, or the user's own.
 """
 
 import json
@@ -84,7 +84,9 @@ class Port:
         if self.mapping is None:
             self.mapping = suggest(shapes(self.jax_parameters), torch_shapes(self.torch_module))
         if (self.jax_step is None) != (self.torch_step is None):
-            raise ConfigError("jax_step and torch_step belong together; give both, or neither for AdamW on both sides")
+            raise ConfigError("jax_step and torch_step belong together; give both, or neither for `optimizer`")
+        if self.optimizer.ema:
+            raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
         if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
             raise ConfigError("sharded has a loss and a step of its own; leave out jax_loss, jax_step and torch_step")
         if self.jax_step is None and not (self.shows_inside and self.torch_loss):

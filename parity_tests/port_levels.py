@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.config import read_record
+from jaxdist.config import KEPT, read_record
 from parity_tests import compare, levels
 from parity_tests.bisect import Parting
 from parity_tests.compare import FLOOR, K
@@ -33,7 +33,12 @@ class PortRun(Run):
 
     @cached_property
     def states(self) -> dict[str, np.ndarray]:
-        return self.kinds(max(self.records), "weights", "exp_avg", "exp_avg_sq")
+        return self.kinds(max(self.records), *self.state_kinds)
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """All that there are: a port's own steps keep what they like."""
+        return ("weights", *KEPT)
 
     def kinds(self, step: int, *kinds: str) -> dict[str, np.ndarray]:
         return {n: a for n, a in self.records[step].items() if n.partition("/")[0] in kinds}
@@ -93,7 +98,7 @@ class Findings:
                 yield check(name, value, bound, EXACT if bound == floor else AMPLIFIED, widest=float(bounds.max()))
         for step in self.a.records:
             allowed = self.bounds(step)
-            for kind in ("gradient", "exp_avg", "exp_avg_sq", "weights"):
+            for kind in ("gradient", *KEPT, "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
                     tensor, value, bound = compare.closest(errors, allowed)
                     why = EXACT if bound == compare.STATE else AMPLIFIED

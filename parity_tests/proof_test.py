@@ -12,13 +12,15 @@ from jaxdist.config import ConfigError, Experiment, TrainingError
 from parity_tests import bisect, levels, proof
 from parity_tests.proof import Proof
 from parity_tests.reach import OTHERS
-from parity_tests.run import JAX, STATES, Run
+from parity_tests.run import JAX, Run
 from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
 ONE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
 MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0) | {"peak": 1}
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
+
+STATES = ("weights", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def experiment(**sections: Any) -> Experiment:

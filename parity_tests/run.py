@@ -17,7 +17,6 @@ from jaxdist.config import ConfigError, Experiment, check_shapes, newest, read_m
 from jaxdist.config.arguments import load
 from parity_tests import commands, compare, names
 
-STATES = ("weights", "exp_avg", "exp_avg_sq")
 METRICS = tuple(compare.FLOOR)
 TEXT, NUMBER, PERHAPS = (str,), (int, float), (int, float, type(None))
 EVERY = "value"  # stands for all names of a mapping
@@ -61,7 +60,7 @@ class Run:
 
     @cached_property
     def states(self) -> dict[str, np.ndarray]:
-        """Weights and Adam moments at the end: `weights/...`, `exp_avg/...`, `exp_avg_sq/...`.
+        """Weights and what the optimizer keeps at the end: `weights/...`, `exp_avg/...`, ...
 
         From the checkpoint of the last step, of either backend; without one from its record.
         """
@@ -70,7 +69,7 @@ class Run:
             for marker, read in (("parameters", _jax_states), (".metadata", _torch_states)):
                 if (checkpoints / str(last) / marker).exists():
                     return read(checkpoints / str(last))
-        return {n: a for n, a in self.records.get(last, {}).items() if n.partition("/")[0] in STATES}
+        return {n: a for n, a in self.records.get(last, {}).items() if n.partition("/")[0] in self.state_kinds}
 
     @cached_property
     def records(self) -> dict[int, dict[str, np.ndarray]]:
@@ -99,6 +98,11 @@ class Run:
         return record
 
     @cached_property
+    def state_kinds(self) -> tuple[str, ...]:
+        """Of `states`."""
+        return ("weights", *self.experiment.optimizer.kept)
+
+    @cached_property
     def experiment(self) -> Experiment:
         """The resolved config."""
         return load(self.path / "config.toml", {})
@@ -116,7 +120,7 @@ class Run:
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
                 raise ConfigError(f"{self.path / 'summary.json'}: {name} {wrong}; mend it or leave it out")
-        lacking = [kind for kind in STATES if not self.kept_states(kind)]
+        lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
                 f"{self.path} has neither a checkpoint nor a record of {' and '.join(lacking)} at step {told}; see "
@@ -133,7 +137,7 @@ class Run:
                     yield f"{name} = {value} at step {record['step']}"
         for step, tensors in [*self.records.items(), (len(self.metrics), self.states)]:
             for name, tensor in tensors.items():
-                if (step not in self.overflown or name.startswith(STATES)) and not np.isfinite(tensor).all():
+                if (step not in self.overflown or name.startswith(self.state_kinds)) and not np.isfinite(tensor).all():
                     yield f"{name} of step {step}"
 
     @cached_property
@@ -145,7 +149,7 @@ class Run:
 
     def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
         """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""
-        kinds = {f"{kind} at the end": self.kept_states(kind) for kind in STATES}
+        kinds = {f"{kind} at the end": self.kept_states(kind) for kind in self.state_kinds}
         kinds |= {f"gradients of step {step}": self.kept("gradient", step) for step in steps}
         return {what: {n.partition("/")[2]: a for n, a in tensors.items()} for what, tensors in kinds.items()}
 
@@ -252,8 +256,7 @@ def _jax_states(path: Path) -> dict[str, np.ndarray]:
     from jaxdist import checkpoint
 
     saved = checkpoint.read(path)
-    adam = next(part for part in saved.optimizer if part and "mu" in part)
-    trees = {"weights": saved.parameters, "exp_avg": adam["mu"], "exp_avg_sq": adam["nu"]}
+    trees = {"weights": saved.parameters, **checkpoint.kept_in(saved.optimizer)}
     found = {f"{kind}/{name}": w for kind, tree in trees.items() for name, w in names.as_torch(tree).items()}
     return {name: w.astype(np.float32) if w.dtype.kind == "V" else w for name, w in found.items()}  # bfloat16
 
@@ -263,5 +266,5 @@ def _torch_states(path: Path) -> dict[str, np.ndarray]:
     from torch_ref.record import array
 
     _, trees = checkpoint.read(path)
-    kinds = {"model": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-    return {f"{kinds[kind]}/{name}": array(w) for kind, tree in trees.items() for name, w in tree.items()}
+    trees["weights"] = trees.pop("model")
+    return {f"{kind}/{name}": array(w) for kind, tree in trees.items() for name, w in tree.items()}

@@ -12,11 +12,13 @@ from safetensors.numpy import save_file
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, RunFolder, write_record
 from parity_tests import names
-from parity_tests.run import STATES, Run, environment, settings
+from parity_tests.run import Run, environment, settings
 
 STEPS = 2
 MEMORY = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
 COLLECTIVE = {"op": "all_reduce", "axis": "data", "dtype": "float32", "count": 1, "bytes": 1.0}
+
+STATES = ("weights", "exp_avg", "exp_avg_sq")  # of AdamW
 
 
 def states(value: float) -> dict[str, np.ndarray]:

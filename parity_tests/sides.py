@@ -52,7 +52,7 @@ class Side(Protocol):
     def step(self, batch: Batch) -> Values: ...
     def weights(self) -> Arrays: ...
     def moments(self) -> Arrays:
-        """`exp_avg/<parameter>` and `exp_avg_sq/<parameter>`; nothing of a user's own optimizer."""
+        """What the optimizer keeps, as `exp_avg/<parameter>`; nothing of a user's own."""
 
     def observe(self, batch: Batch) -> Arrays:
         """`activation/<module>`, `scalar/loss`, `activation_gradient/<module>` backward, `gradient/<parameter>`."""
@@ -91,7 +91,7 @@ class JaxSide:
         found = {path: module.theirs for path, module in self.layouts.items() if not module.stacked}
         self.modules = found if modules is None else modules
         self.own, self.optimizer, self.steps = own, optimizer, steps
-        self.chain = self.adamw()
+        self.chain = self.ruled()
         self.initial = jax.jit(self.chain.init)
         self.advance: Any = jax.jit(self._advance) if own is None else own.step
         self.look: Any = jax.jit(jax.value_and_grad(self._noted, argnums=(0, 1), has_aux=True))
@@ -108,17 +108,12 @@ class JaxSide:
         array = np.asarray(array)
         return jnp.asarray(array if array.dtype.kind in "iub" else array.astype(self.dtype))
 
-    def adamw(self) -> optax.GradientTransformationExtraArgs:
-        """jaxdist's, with the decay of what is a matrix in torch: a bias [H, C] of ours is none."""
+    def ruled(self) -> optax.GradientTransformationExtraArgs:
+        """jaxdist's optimizer, with the decay of what is a matrix in torch: a bias [H, C] of ours is none."""
         o, theirs = self.optimizer, self.mapping.their_shapes(self.shapes)
         axes = {pair.ours: len(theirs[pair.theirs]) for pair in self.mapping.pairs(self.shapes)}
         decays = {name: axes.get(name, len(shape)) >= 2 for name, shape in self.shapes.items()}
-        return optax.chain(
-            optim.clip_by_norm(o.clip),
-            optim.scale_by_adam(o.beta1, o.beta2, o.eps),
-            optax.add_decayed_weights(o.weight_decay, mask=decays),
-            optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, self.steps, count + 1)),
-        )
+        return optim.chain(o, self.steps, decays)
 
     def _advance(self, state: Any, batch: Any) -> Any:
         parameters, moments = state
@@ -154,8 +149,8 @@ class JaxSide:
     def moments(self) -> Arrays:
         if self.own is not None:
             return {}
-        adam = next(part for part in self.state[1] if isinstance(part, optax.ScaleByAdamState))
-        return self.theirs(adam.mu, "exp_avg/") | self.theirs(adam.nu, "exp_avg_sq/")
+        kept = optim.kept_of(self.state[1])
+        return {name: a for kind, tree in kept.items() for name, a in self.theirs(tree, f"{kind}/").items()}
 
     def observe(self, batch: Batch) -> Arrays:
         if self.loss is None:
@@ -250,9 +245,8 @@ class TorchSide:
             {"params": [p for (_, p), d in zip(trained, decaying, strict=True) if d == which], "weight_decay": decay}
             for which, decay in ((True, o.weight_decay), (False, 0.0))
         ]
-        self.adamw = torch.optim.AdamW(
-            groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False, fused=False
-        )
+        rule = torch_optim.RULES[o.name]
+        self.ruled = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
 
     def ready(self, batch: Batch) -> dict[str, Tensor]:
         """Floating-point fields in the dtype of the side, whole numbers as int64, which torch's losses ask for."""
@@ -269,14 +263,14 @@ class TorchSide:
             loss = torch.as_tensor(self.own(self.ready(batch))).detach()
             return {"loss": float(loss), "grad_norm": None, "learning_rate": None}
         assert self.loss is not None
-        self.adamw.zero_grad(set_to_none=True)
+        self.ruled.zero_grad(set_to_none=True)
         loss = self.loss(self.module, self.ready(batch))
         loss.backward()
         norm = torch_optim.clip(self.module.parameters(), self.optimizer.clip)
         rate = torch_optim.learning_rate(self.optimizer, self.steps, self.count)
-        for group in self.adamw.param_groups:
+        for group in self.ruled.param_groups:
             group["lr"] = rate
-        self.adamw.step()
+        self.ruled.step()
         return {"loss": float(loss.detach()), "grad_norm": float(norm), "learning_rate": rate}
 
     def weights(self) -> Arrays:
@@ -288,10 +282,10 @@ class TorchSide:
             return {}
         found: Arrays = {}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in self.optimizer.kept:
             for name in self.names:
-                if name in parameters and kind in self.adamw.state[parameters[name]]:
-                    found[f"{kind}/{name}"] = self.adamw.state[parameters[name]][kind].numpy(force=True).copy()
+                if name in parameters and kind in self.ruled.state[parameters[name]]:
+                    found[f"{kind}/{name}"] = self.ruled.state[parameters[name]][kind].numpy(force=True).copy()
         return found
 
     def observe(self, batch: Batch) -> Arrays:

@@ -26,10 +26,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
 
 from jaxdist import __version__
 from jaxdist.config import (
+    EMA,
     ConfigError,
     Experiment,
     Optimizer,
@@ -48,9 +50,11 @@ from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models.layers import wide
+from torch_ref.optim import RULES
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
 from torch_ref.train import fetch, metered
+from torch_ref.weights import local
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
@@ -111,6 +115,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         plain = build(init, weights, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
+        average = Average(plain, experiment.optimizer.ema)
         p = experiment.precision
         scaler = ShardedGradScaler(
             mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
@@ -132,7 +137,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                         stack.enter_context(traffic)
                         stack.enter_context(arithmetic)
                     batch = fetch(dataset, experiment, mesh, step)
-                    values = train_step(model, optimizer, scaler, batch, experiment, mesh, step, keep)
+                    values = train_step(model, optimizer, scaler, batch, experiment, mesh, step, keep, average)
                     rate = schedule.get_last_lr()[0]
                     schedule.step()
                 record = {"step": step, **values, "learning_rate": rate}
@@ -144,7 +149,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                     check_finite(step, **values)
                 tokens, seconds = experiment.train.batch * experiment.data.sequence, time.perf_counter() - began
                 record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-                kept = keep.after(mesh)
+                kept = keep.after(mesh, experiment.optimizer.kept, average)
                 if first:
                     folder.log(record)
                     show(record)
@@ -188,13 +193,14 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
 
 
 def optimizer_of(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
-    """torch's AdamW with decay on matrices, and transformers' schedule at its first step."""
+    """torch's optimizer with decay on matrices, and transformers' schedule at its first step."""
     o = experiment.optimizer
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.eps, foreach=False)
+    rule = RULES[o.name]
+    optimizer = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
     optimizer.step()  # without gradients: a schedule expects a step before its own
     schedule = SCHEDULES[o.decay](optimizer, o, o.decay_steps or experiment.train.steps)
     schedule.step()  # step 1 of a run is the schedule's second: its first has a learning rate of 0
@@ -235,8 +241,9 @@ def train_step(
     mesh: DeviceMesh,
     step: int,
     keep: Any,
+    average: "Average",
 ) -> dict[str, float]:
-    """Loss over the global batch's valid tokens, clip_grad_norm_, AdamW. DDP and FSDP2 average: times the ranks."""
+    """Loss over the global batch's valid tokens, clip_grad_norm_, update. DDP and FSDP2 average: times the ranks."""
     optimizer.zero_grad()
     ranks, parts = mesh.size(), experiment.train.accumulation
     count = (batch.targets != IGNORED).sum()
@@ -257,6 +264,8 @@ def train_step(
     keep.gradients("clipped")
     if step not in experiment.train.skip:
         scaler.step(optimizer)
+        if norm.isfinite():
+            average.update()
     scaler.update()
     return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
 
@@ -268,6 +277,27 @@ def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContext
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or parallel.reshards)
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+
+
+class Average:
+    """The moving average of a model's weights, by torch's own function; of none where there is no decay."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        named = dict(model.named_parameters()) if decay else {}
+        self.weights = [p.detach() for p in named.values()]
+        self.averages = {name: p.detach().clone() for name, p in named.items()}
+        self.move, self.begun = get_ema_multi_avg_fn(decay), False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the weights; the first is copied, as `AveragedModel` does."""
+        averages = [local(average) for average in self.averages.values()]
+        weights = [local(w) for w in self.weights]
+        if self.begun and averages:
+            self.move(averages, weights, None)
+        elif averages:
+            torch._foreach_copy_(averages, weights)
+        self.begun = True
 
 
 class Keeping:
@@ -304,7 +334,7 @@ class Keeping:
             factor = dist.get_world_size() * self.scale
             y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(wide(g.detach()) / factor))
 
-    def after(self, mesh: DeviceMesh) -> Arrays:
+    def after(self, mesh: DeviceMesh, kept: Sequence[str], average: Average) -> Arrays:
         """The record, whole on the first rank; called by all."""
         for name, parts in self.noted.items():
             local = torch.cat(parts)
@@ -314,8 +344,9 @@ class Keeping:
         if self.every or self.last:
             parameters = dict(self.model.named_parameters())
             self._keep("weights", dict(parameters))
-            for kind in ("exp_avg", "exp_avg_sq"):
-                self._keep(kind, {n: self.optimizer.state[p][kind] for n, p in parameters.items()})
+            for kind in kept:
+                own = average.averages if kind == EMA else {}
+                self._keep(kind, {n: own.get(n, self.optimizer.state[p].get(kind)) for n, p in parameters.items()})
         return self.arrays
 
 

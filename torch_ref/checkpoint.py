@@ -1,6 +1,6 @@
-"""Distributed checkpoints (torch.distributed.checkpoint): parameters and AdamW's moments by parameter name.
+"""Distributed checkpoints (torch.distributed.checkpoint): parameters and optimizer state by parameter name.
 
-Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, exp_avg_sq}`,
+Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, ...}`,
 `step`, and `scaling.{scale, good}` where the loss is scaled; beside it the experiment as `experiment.json`, and the
 manifest (`jaxdist/config/checkpoints.py`). Every rank writes its pieces; a restore reads what its own layout needs, so
 mesh and strategy may differ.
@@ -28,19 +28,19 @@ from jaxdist.config.checkpoints import publish, thin, unfinished, written
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from torch_ref import hf
 from torch_ref.launch import from_first
-from torch_ref.optim import AdamW
+from torch_ref.optim import Optimizer
 from torch_ref.weights import fill, named
 
 DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 
-def state_of(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What is saved, sharing memory with model and optimizer."""
     state = {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
     """Write `folder/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
     beside = unfinished(folder, step)
 
@@ -62,7 +62,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: AdamW, experiment
         from_first(finish)
 
 
-def restore(path: Path, model: nn.Module, optimizer: AdamW, config: Model) -> None:
+def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -> None:
     """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
     same_model(config, read_experiment(path).model, str(path))
     state = state_of(model, optimizer)
@@ -125,8 +125,7 @@ def load(path: Path, state: dict[str, Any], **options: Any) -> None:
 def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
     """A whole checkpoint on one process, without a process group; a run folder stands for its newest one.
 
-    Returns its step, and `model`, `exp_avg` and `exp_avg_sq`, each parameter name -> whole tensor. Raises
-    ConfigError.
+    Returns its step, and `model` and each kind of state, parameter name -> whole tensor. Raises ConfigError.
     """
     path = whole(path)
     flat: dict[str, Any] = {
@@ -147,5 +146,6 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
         return dict(sorted(inner.items()))
 
     prefix = "optimizer.state."
-    state = {"model": named_so("model.")} | {kind: named_so(prefix, f".{kind}") for kind in ("exp_avg", "exp_avg_sq")}
+    kinds = read_experiment(path).optimizer.kept
+    state = {"model": named_so("model.")} | {kind: named_so(prefix, f".{kind}") for kind in kinds}
     return int(flat["step"]), state

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from jaxdist.config import Experiment
-from torch_ref.optim import AdamW
+from torch_ref.optim import Optimizer
 from torch_ref.parallelize import accumulated
 from torch_ref.weights import local
 
@@ -51,7 +51,7 @@ class Peak:
 
 def held(
     model: nn.Module,
-    optimizer: AdamW | torch.optim.Optimizer,
+    optimizer: Optimizer | torch.optim.Optimizer,
     experiment: Experiment,
     mesh: DeviceMesh,
     peak: int | None = None,

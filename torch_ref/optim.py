@@ -1,9 +1,10 @@
-"""Learning rate, loss scale, clip and AdamW, from torch's own parts; ZeRO-1 by ZeroRedundancyOptimizer."""
+"""Learning rate, loss scale, clip, update rule and average of weights, from torch's own parts; ZeRO-1 by
+ZeroRedundancyOptimizer."""
 
 import math
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from jaxdist.config import Experiment
+from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
 from torch_ref.mesh import SHARDS, over
 from torch_ref.models.layers import wide
@@ -75,13 +77,56 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(sums.values())).sum().sqrt()
 
 
-class AdamW:
-    """`torch.optim.AdamW` over the pieces of parameters that lie on this rank, its state by parameter name.
+class Lion(torch.optim.Optimizer):
+    """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2); torch has none."""
 
-    Decoupled decay (arXiv:1711.05101) on parameters of two or more dimensions. The update is elementwise, so
-    it runs on plain local tensors under every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state
-    of, and updates, some whole parameters, and sends them to the others (arXiv:1910.02054, by parameter
-    instead of by slice).
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0):
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Decoupled decay, then the update."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((beta1 * m + (1 - beta1) * p.grad).sign(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - beta2)
+
+
+class Rule(NamedTuple):
+    """An update rule: its class, what it is made with, and whether it counts its updates in `step` by itself."""
+
+    optimizer: Any  # the class
+    settings: Callable[[Config], dict[str, Any]]
+    counts: bool = False
+
+
+def adam(o: Config) -> dict[str, Any]:
+    return {"betas": (o.beta1, o.beta2), "eps": o.eps, "foreach": False, "fused": False}
+
+
+def sgd(o: Config) -> dict[str, Any]:
+    return {"momentum": o.momentum, "nesterov": o.nesterov, "dampening": 0.0, "foreach": False, "fused": False}
+
+
+RULES = {
+    "adamw": Rule(torch.optim.AdamW, adam, counts=True),
+    "adam": Rule(torch.optim.Adam, adam, counts=True),
+    "sgd": Rule(torch.optim.SGD, sgd),
+    "lion": Rule(Lion, lambda o: {"betas": (o.beta1, o.beta2)}),
+}
+
+
+class Optimizer:
+    """One of RULES over the pieces of parameters that lie on this rank, its state by parameter name.
+
+    Decay on parameters of two or more dimensions. The update is elementwise, so it runs on plain local tensors under
+    every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state of, and updates, some whole parameters, and
+    sends them to the others (arXiv:1910.02054, by parameter instead of by slice).
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment, mesh: DeviceMesh):
@@ -98,33 +143,30 @@ class AdamW:
             {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
             {"params": [t for t in self.locals.values() if t.ndim < 2], "weight_decay": 0.0},
         ]
-        settings: dict[str, Any] = {
-            "lr": o.learning_rate,
-            "betas": (o.beta1, o.beta2),
-            "eps": o.eps,
-            "foreach": False,
-            "fused": False,
-        }
+        rule = self.rule = RULES[o.name]
+        settings = {"lr": o.learning_rate, **rule.settings(o)}
         self.optimizer: torch.optim.Optimizer
         if experiment.parallel.strategy == "zero1":
             self.optimizer = ZeroRedundancyOptimizer(
-                groups, torch.optim.AdamW, process_group=over(mesh, *SHARDS).get_group(), **settings
+                groups, rule.optimizer, process_group=over(mesh, *SHARDS).get_group(), **settings
             )
             self.holder: torch.optim.Optimizer = self.optimizer.optim
         else:
-            self.optimizer = self.holder = torch.optim.AdamW(groups, **settings)
+            self.optimizer = self.holder = rule.optimizer(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
         self.state = {name: self._start(t) for name, t in self.locals.items() if id(t) in held}
 
     def _start(self, piece: Tensor) -> dict[str, Tensor]:
-        """AdamW's state before the first step, made here, not lazily, so that a restore can fill it."""
-        state = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(piece),
-            "exp_avg_sq": torch.zeros_like(piece),
-        }
+        """The state before the first step, made here, not lazily, so that a restore can fill it."""
+        state = {"step": torch.tensor(0.0)} | {kind: torch.zeros_like(piece) for kind in self.config.kept}
         self.holder.state[piece] = state
         return state
+
+    def begin(self) -> None:
+        """Let the average of weights be the weights, as they are to start from."""
+        for name, state in self.state.items():
+            if EMA in state:
+                state[EMA].copy_(self.locals[name])
 
     def unscale(self) -> float | None:
         """Divide every `.grad` by the loss scale. Returns that, None where the loss is not scaled."""
@@ -143,9 +185,24 @@ class AdamW:
             group["lr"] = rate
         if taken:
             self.scaler.step(self.optimizer)
+            self._count()
+            self._average()
         self.optimizer.zero_grad(set_to_none=True)  # or two steps' gradients would be held
         self.scaler.update()
         return rate
+
+    def _count(self) -> None:
+        for state in () if self.rule.counts else self.state.values():
+            state["step"] += 1
+
+    def _average(self) -> None:
+        """The moving average of the weights after the update, as `AveragedModel` keeps it: the first is a copy."""
+        held = [(state, self.locals[name]) for name, state in self.state.items() if EMA in state]
+        if held and held[0][0]["step"] == 1:
+            self.begin()
+        elif held:
+            average = get_ema_multi_avg_fn(self.config.ema)
+            average([state[EMA] for state, _ in held], [w for _, w in held], None)
 
     @property
     def scaling(self) -> dict[str, Tensor]:
@@ -158,7 +215,7 @@ class AdamW:
         self.scaler.load_state_dict(self.scaler.state_dict() | {SCALING[key]: t.item() for key, t in values.items()})
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Name -> step, exp_avg, exp_avg_sq, laid out as the parameter: what a distributed checkpoint saves.
+        """Name -> step and what is kept, laid out as the parameter: what a distributed checkpoint saves.
 
         Under ZeRO-1 only what this rank holds. The tensors share their memory with the optimizer.
         """

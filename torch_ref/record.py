@@ -23,7 +23,7 @@ from jaxdist.config import Experiment, RunFolder
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from torch_ref.models import FAMILIES
 from torch_ref.models.layers import wide
-from torch_ref.optim import AdamW
+from torch_ref.optim import Optimizer
 from torch_ref.step import Tokens, Watch
 from torch_ref.weights import local, named, place
 
@@ -164,7 +164,7 @@ class Recorder:
     """Records of single steps of one rank's model and optimizer."""
 
     def __init__(
-        self, model: nn.Module, optimizer: AdamW, experiment: Experiment, mesh: DeviceMesh, folder: RunFolder | None
+        self, model: nn.Module, optimizer: Optimizer, experiment: Experiment, mesh: DeviceMesh, folder: RunFolder | None
     ):
         """Records go to `folder`; without one there are none."""
         self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
@@ -233,6 +233,6 @@ class Recorder:
         return {name: join(name) for name in parts}
 
     def moments(self) -> dict[str, Arrays]:
-        """Adam's moments by parameter; under ZeRO-1 from the ranks that hold them."""
+        """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""
         state = self.optimizer.state_dict()
-        return {kind: whole({n: s[kind] for n, s in state.items()}) for kind in ("exp_avg", "exp_avg_sq")}
+        return {kind: whole({n: s[kind] for n, s in state.items()}) for kind in self.optimizer.config.kept}

@@ -16,7 +16,7 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.mesh import TOKENS
 from torch_ref.models.layers import wide
-from torch_ref.optim import AdamW, clip
+from torch_ref.optim import Optimizer, clip
 from torch_ref.parallelize import microbatch, reshard
 
 
@@ -47,7 +47,7 @@ Watch = Callable[[str], None]
 
 def train_step(
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     batch: Tokens,
     experiment: Experiment,
     mesh: DeviceMesh,

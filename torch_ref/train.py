@@ -21,7 +21,7 @@ from jaxdist.data import Dataset, in_steps, open_dataset
 from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
-from torch_ref.optim import AdamW
+from torch_ref.optim import Optimizer
 from torch_ref.parallelize import parallelize
 from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.step import Tokens, evaluate, train_step
@@ -55,7 +55,7 @@ def train(
             with torch.device("meta"):
                 plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
             model = parallelize(plain, experiment, mesh)
-            optimizer = AdamW(model, experiment, mesh)
+            optimizer = Optimizer(model, experiment, mesh)
             start = starting_state(model, optimizer, experiment, init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
@@ -87,7 +87,7 @@ def train(
 
 
 def starting_state(
-    model: nn.Module, optimizer: AdamW, experiment: Experiment, init: Path | None, folder: RunFolder | None
+    model: nn.Module, optimizer: Optimizer, experiment: Experiment, init: Path | None, folder: RunFolder | None
 ) -> int:
     """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
     step = launch.from_first(lambda: folder.resume_from(checkpoint.INDEX)) if folder else None
@@ -100,12 +100,13 @@ def starting_state(
         checkpoint.initialize(init, model, experiment)
     else:
         fill(model, partial(draw, experiment.model, experiment.train.seed))
+    optimizer.begin()
     return 0
 
 
 def loop(
     model: nn.Module,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     dataset: Dataset,
     experiment: Experiment,
     mesh: DeviceMesh,
@@ -152,7 +153,7 @@ def loop(
     return records
 
 
-def keep(folder: RunFolder, step: int, model: nn.Module, optimizer: AdamW, experiment: Experiment) -> None:
+def keep(folder: RunFolder, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
     """Save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
     if bad := nonfinite_weight(model):
         raise overflown(step, bad, folder.newest)

@@ -12,18 +12,20 @@ from jaxdist.config.experiment import (
     Experiment,
     Memory,
     Metrics,
-    Optimizer,
     Parallel,
     Train,
 )
 from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
 from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
+from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
 
 __all__ = [
     "AXES",
+    "EMA",
     "GPT2",
+    "KEPT",
     "POLICIES",
     "STRATEGIES",
     "Arguments",

@@ -14,7 +14,8 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Positive, Section, Seed, Share
+from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Section, Seed
+from jaxdist.config.optimizer import Optimizer
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 
@@ -77,37 +78,6 @@ class Train(Section):
     jumps (arXiv:2204.02311, section 5.1)."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split evaluated after the last step; 0 for none."""
-
-
-class Optimizer(Section):
-    """AdamW with torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
-
-    learning_rate: Positive = 5e-3
-    """Peak learning rate."""
-    warmup: CountOrZero = 20
-    """Steps of linear warm-up: step s uses learning_rate · s / warmup."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
-    decay_steps: CountOrZero = 0
-    """Step at which the decay ends; 0: train.steps."""
-    final: Share = 0.1
-    """Learning rate at the end of the decay, as a share of the peak."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment."""
-    beta2: Fraction = 0.95
-    """Decay of the second moment."""
-    eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative = 0.1
-    """Decoupled weight decay, on tensors of two or more dimensions."""
-    clip: NotNegative = 1.0
-    """Largest global gradient norm; 0 for no clip."""
-
-    def landmarks(self, steps: int) -> list[int]:
-        """Steps of a run of `steps` by whose learning rates schedules are told apart."""
-        end = self.decay_steps or steps
-        told = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
-        return sorted(step for step in told if step >= 1)
 
 
 CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has

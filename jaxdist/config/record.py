@@ -12,8 +12,9 @@ metadata list. Kinds, and what they are named by:
 | `activation_gradient` | module, in backward order | gradient of the loss by that output |
 | `gradient` | parameter | summed over the global batch, before the clip |
 | `clipped` | parameter | after it |
-| `exp_avg`, `exp_avg_sq` | parameter | Adam's moments after the step |
+| `exp_avg`, `exp_avg_sq`, `momentum_buffer` | parameter | what its optimizer keeps, after the step |
 | `weights` | parameter | after the step |
+| `ema` | parameter | the moving average of the weights after the step |
 
 Modules are named by their path, which the twins share; what a module computes by a function of `FUNCTIONS` is named by
 the module and the function's entry there; the whole model's output is `logits`. `gradients` keeps scalar and gradient.

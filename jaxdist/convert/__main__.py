@@ -76,12 +76,16 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     kind = kind_of(a.source)
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     wanted = load(a.model, {}) if a.model else None
-    content = source.format.opened(a.source, wanted, training=target.state)
-    if source.state and not target.state:
+    content = source.format.opened(a.source, wanted, training=target.state or a.ema)
+    if a.ema:
+        content = content.averaged(a.source)
+    elif source.state and not target.state:
         say(f"a {target.title} holds weights alone: moments and step, if there are any, stay behind")
     content = content if target.state else content.weights()
     conversion = Conversion(content, target.naming_of(content), dtype=a.dtype)
-    state = f"step {content.step}" + (", with Adam's moments" if content.updates is not None else "")
+    state = f"step {content.step}" + (
+        f", with the state of {content.experiment.optimizer.name}" if content.updates is not None else ""
+    )
     what = f"{content.experiment.model.family}, {summary(conversion)}, {state}"
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {what}")
     for line in verify_source(a.source) if a.verify else ():
@@ -127,6 +131,7 @@ def arguments(argv: Sequence[str]) -> Any:
         metavar="CHECKPOINT",
         help="with --mapping, from safetensors: an Orbax checkpoint with the tree and shapes to write",
     )
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -145,7 +150,7 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
-    for option in ("to", "model", "inspect"):
+    for option in ("to", "model", "inspect", "ema"):
         if a.mapping and getattr(a, option):
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:

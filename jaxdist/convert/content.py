@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, check_shapes, same_model
+from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
 from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, under torch's names: optax's mu and nu
 WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -61,7 +60,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint in the tensors of a `naming`, by group: parameters, and the moments of whoever has an optimizer.
+    """A checkpoint in the tensors of a `naming`, by group: parameters, and what its optimizer keeps, where it has one.
 
     `step` is the number of steps done, `updates` of those that changed weights; None without an optimizer's state.
     `scaling` is the loss scale that training goes on with, where there is one.
@@ -85,11 +84,24 @@ class Content:
         """Without all that training needs."""
         return replace(self, groups={PARAMETERS: self.groups[PARAMETERS]}, step=0, updates=None, scaling=None)
 
+    def averaged(self, source: Path) -> "Content":
+        """The moving average of the weights in their place. Raises ConfigError where there is none."""
+        if EMA not in self.groups:
+            raise ConfigError(f"--ema: {source} has no average of its weights; train with --optimizer.ema 0.999")
+        return replace(self, groups={PARAMETERS: self.groups[EMA]}).weights()
+
     def checked(self, source: Path) -> "Content":
         """Itself, without what is no parameter, and with a first loss scale where its experiment needs one and it has
         none. Raises ConfigError naming a tensor that is missing or does not fit."""
         wanted = {name: entry.shape for name, entry in self.entries.items()}
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
+        kept, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
+        if self.updates is not None and kept != {*o.kept}:
+            there, asked = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, o.kept))
+            raise ConfigError(
+                f"{source}: its optimizer keeps {there}, where optimizer.name = {o.name} and optimizer.ema = {o.ema} "
+                f"keep {asked}; give --model another optimizer, or leave it out"
+            )
         for group, leaves in groups.items():
             what = str(source) if group == PARAMETERS else f"{source}, {group}"
             check_shapes(what, {name: leaf.shape for name, leaf in leaves.items()}, wanted)

@@ -32,9 +32,9 @@ from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import adamw, buffers, torch_files
+from jaxdist.convert import buffers, optimizers, torch_files
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
@@ -190,43 +190,50 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
     extras = tensors.extras() if training and not said else {}
     prefix = tensors.prefixes["optimizer"]
-    updates = None
-    if training and (states := _states(str(path), leaves, extras, prefix)):
-        updates = one_count(str(path), (torch_files.count_of(path, count) for count in states))
-        groups |= {kind: _moments(leaves, kind, lambda name: table.full_name(plain(name))) for kind in MOMENTS}
+    trained = list(_groups(extras, f"{prefix}{GROUPS}").values())
+    updates, rule = None, None
+    if states := _states(leaves, extras, prefix) if training else {}:
+        if not said:
+            rule = optimizers.rule_of(str(path), (kind for _, kind in states), trained)
+        kept = rule.kinds(trained) if rule else experiment.optimizer.kept
+        groups |= {kind: _kept(leaves, kind, lambda name: table.full_name(plain(name))) for kind in kept}
+        counts = _counts(str(path), states, needed=rule is None or rule.counts)
+        updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
     said_step = leaves["step"].read().item() if "step" in leaves else extras.get(tensors.prefixes["step"])
     step = next((n for n in (said_step, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
+    updates = step if states and updates is None else updates
     if said:
         logged, scaling = metrics_of(found), _scaling(leaves)
         return Content(experiment, naming, groups, step, updates, origin_of(found), logged, scaling).checked(path)
-    if updates is not None and (trained := list(_groups(extras, f"{prefix}{GROUPS}").values())):
+    if rule and trained:
         with torch_files.reading(path, "optimizer"):
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
             for group in named:
                 group["params"] = [table.full_name(plain(name)) for name in group["params"]]
             shapes = {name: entry.shape for name, entry in entries(naming, experiment.model).items()}
-            settings = adamw.settings(str(path), named, shapes) | torch_files.schedule(path, {}, named, wanted=True)
+            settings = optimizers.settings(str(path), rule, named, shapes) | torch_files.schedule(
+                path, {}, named, wanted=True
+            )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     carries = carried(names, naming, experiment.model)
     origin = Origin("dcp", naming, carries, tensors.prefixes, extras=extras, step=step)
     return Content(experiment, naming, groups, step, updates, origin).checked(path)
 
 
-def _states(path: str, leaves: Leaves, extras: Mapping[str, Any], optimizer: str) -> list[Any]:
-    """How many steps each parameter has made. Raises ConfigError where there is more than AdamW's state, or less."""
-    kept = [name.removeprefix(STATE).rpartition(".")[::2] for name in leaves if name.startswith(STATE)]
-    counts = {name: leaves[f"{STATE}{name}.step"].read().item() for name, kind in kept if kind == "step"}
+def _states(leaves: Leaves, extras: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
+    """What an optimizer keeps, by parameter and kind: a tensor that is not read yet, or a plain value."""
     begun = f"{optimizer}state."
-    plain_ones = {key.removeprefix(begun): value for key, value in extras.items() if key.startswith(begun)}
-    counts |= {key.removesuffix(".step"): value for key, value in plain_ones.items() if key.endswith(".step")}
-    more = {kind for _, kind in kept} | {key.rpartition(".")[2] for key in plain_ones}
-    if more := more - {"step", *MOMENTS}:
-        raise ConfigError(
-            f"{path}: its optimizer keeps {', '.join(sorted(more))} too, AdamW of jaxdist does not; leave it out"
-        )
-    if uncounted := [name for name, _ in kept if name not in counts]:
+    found = {name.removeprefix(STATE): leaf for name, leaf in leaves.items() if name.startswith(STATE)}
+    found |= {key.removeprefix(begun): value for key, value in extras.items() if key.startswith(begun)}
+    return {key.rpartition(".")[::2]: value for key, value in found.items()}
+
+
+def _counts(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> list[Any]:
+    """How many steps each parameter has made. Raises ConfigError where one has no count, if it is `needed`."""
+    counts = {name: value for (name, kind), value in states.items() if kind == "step"}
+    if needed and (uncounted := [name for name, _ in states if name not in counts]):
         raise ConfigError(f"{path}: its optimizer has moments of {uncounted[0]}, and no count of its steps; add it")
-    return list(counts.values())
+    return [value.read().item() if isinstance(value, Leaf) else value for value in counts.values()]
 
 
 def _scaling(leaves: Leaves) -> LossScale | None:
@@ -253,14 +260,14 @@ def _extras(content: Content, prefix: str) -> dict[str, Any]:
         return extras
     rate = torch_files.rate_of(content)
     for name, group in _groups(extras, prefix).items():
-        now = adamw.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
+        now = optimizers.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
         extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
     if others := [key for key in extras if not key.startswith(prefix)]:
         say(f"{others[0]} and what else is neither weight nor optimizer stays as it was before the steps since")
     return extras
 
 
-def _moments(leaves: Mapping[str, Leaf], kind: str, rename: Any) -> Leaves:
+def _kept(leaves: Mapping[str, Leaf], kind: str, rename: Any) -> Leaves:
     return {
         rename(name.removeprefix(STATE).removesuffix(f".{kind}")): leaf
         for name, leaf in leaves.items()
@@ -344,7 +351,9 @@ def write(path: Path, conversion: Conversion) -> None:
         }
     step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
     counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
-    if content.updates is not None:
+    if content.updates is not None and (
+        content.origin.kind != "dcp" or optimizers.BY_NAME[content.experiment.optimizer.name].counts
+    ):
         done = float(content.updates)
         counts |= {key: torch.tensor(done) for name in conversion.entries for key in keys("step", name)}
     if content.scaling and own:

@@ -16,12 +16,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, ConfigError, Llama, TrainingError, checkpoint_in
+from jaxdist.config import GPT2, ConfigError, Llama, Optimizer, TrainingError, checkpoint_in
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, orbax_files, stream, verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf
+from jaxdist.convert.content import PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
@@ -38,14 +38,16 @@ PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
 PAIRS += [(*way, name) for way, name in product(WAYS, FAMILIES[1:])]
 
 
-def content_of(model: Llama | GPT2, dtype: Any = np.float32, naming: str = OWN) -> Content:
+def content_of(model: Llama | GPT2, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
     """Drawn weights and moments after step 7, of which one was passed over."""
     random, groups = np.random.default_rng(0), {}
-    for group in (PARAMETERS, *MOMENTS):
+    experiment = experiment_for(model.model_dump(), "test")
+    experiment = experiment.model_copy(update={"optimizer": Optimizer(**optimizer)})
+    for group in (PARAMETERS, *experiment.optimizer.kept):
         kind = np.dtype(dtype if group == PARAMETERS else np.float32)
         arrays = {name: random.normal(size=shape).astype(kind) for name, shape in shapes_of(model).items()}
         groups[group] = {n: Leaf(a.shape, a.dtype, partial(np.asarray, a)) for n, a in arrays.items()}
-    ours = Content(experiment_for(model.model_dump(), "test"), OWN, groups, 7, 6)
+    ours = Content(experiment, OWN, groups, 7, 6)
     if naming == OWN:
         return ours
     return Content(ours.experiment, naming, Conversion(ours, naming).groups, 7, 6)

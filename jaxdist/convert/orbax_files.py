@@ -26,15 +26,14 @@ from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, agreed
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut
 from jaxdist.convert.tables import LAYERS, parts, shapes_of
 from jaxdist.loss_scale import state_of
-from jaxdist.optim import adamw
+from jaxdist.optim import State, optimizer
 
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each
-ADAM = dict(zip(MOMENTS, ("mu", "nu"), strict=True))  # torch's name -> optax's
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -56,9 +55,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     groups = {PARAMETERS: layers(str(path), stores(found / "parameters"))}
     updates = scaling = None
     if training and (found / "optimizer").is_dir():
-        adam = next(part for part in stores(found / "optimizer") if isinstance(part, dict) and "mu" in part)
-        groups |= {kind: layers(f"{path}, {kind}", adam[ADAM[kind]]) for kind in MOMENTS}
-        updates = int(_read(found, adam["count"]))
+        optimizer_item = stores(found / "optimizer")
+        kept = checkpoint.kept_in(optimizer_item)
+        groups |= {kind: layers(f"{path}, {kind}", arrays) for kind, arrays in kept.items()}
+        counts = (part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part)
+        updates = int(_read(found, next(counts)))
         if (found / "scaling").is_dir():
             scaling = state_of(**{name: _read(found, store) for name, store in stores(found / "scaling").items()})
     if not found.name.isdecimal():
@@ -245,13 +246,13 @@ def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> 
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in coming[PARAMETERS].items()}
 
     def filled(part: Any) -> Any:
-        if isinstance(part, optax.ScaleByAdamState):
-            moments = {ADAM[kind]: coming[kind] for kind in MOMENTS}
-            return part._replace(count=np.asarray(content.updates, np.int32), **moments)
+        if isinstance(part, State):
+            count: Any = np.asarray(content.updates, np.int32)
+            return State(count, {kind: coming[kind] for kind in part.kept})  # type: ignore[misc]
         if isinstance(part, optax.ScaleByScheduleState):
             return part._replace(count=np.asarray(content.step, np.int32))
         return part
 
     layouts = models.layouts(models.build(e.model))
-    state = jax.eval_shape(adamw(e.optimizer, e.train.steps, layouts).init, shapes)
+    state = jax.eval_shape(optimizer(e.optimizer, e.train.steps, layouts).init, shapes)
     return tuple(filled(part) for part in state)

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from jaxdist.config import ConfigError, Experiment
+from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import adamw, buffers, grad_scaler, torch_numpy
-from jaxdist.convert.content import MOMENTS, PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert import buffers, grad_scaler, optimizers, torch_numpy
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
@@ -43,6 +43,7 @@ SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # Gra
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
 EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
+AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
 
 
@@ -126,7 +127,7 @@ def reading(path: Path, part: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: its {part} is not as torch.optim.AdamW saves it: {error!r}; leave it out") from None
+        raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
 
 
 def dtype_of(dtype: torch.dtype) -> np.dtype:
@@ -195,19 +196,29 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     updates, trained = None, list[dict[str, Any]]()
     if optimizer.get("state"):
         with reading(path, "optimizer"):
-            order = adamw.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
-            trained = adamw.named(tree_map_only(Tensor, partial(number, path), optimizer["param_groups"]), order)
+            rule, order = optimizers.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
+            trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer["param_groups"]), order)
         states = {name: optimizer["state"][key] for key, name in order.items()}
         groups |= {
-            kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()} for kind in MOMENTS
+            kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()}
+            for kind in rule.kinds(trained)
         }
         with reading(path, "optimizer"):
-            updates = one_count(str(path), (count_of(path, step) for step in adamw.steps_of(optimizer)))
+            counts = optimizers.steps_of(optimizer)
+            if rule.counts or any(count is not None for count in counts):
+                updates = one_count(str(path), (count_of(path, step) for step in counts))
     step, experiment = _steps(path, tree, updates), found
+    updates = step if trained and updates is None else updates
+    averaged = _own(tree) and EMA in found.optimizer.kept
+    if training and averaged:
+        with reading(path, EMA):
+            averages = {k.removeprefix(INNER): t for k, t in tree[EMA].items() if k != AVERAGED}
+            groups |= {EMA: {table.full_name(plain(n)): leaf(path, f"{EMA} of {n}", t) for n, t in averages.items()}}
+            updates = count_of(path, tree[EMA][AVERAGED])
     scaler: Mapping[str, Any] = {}
     if trained:
         with reading(path, "optimizer"):
-            settings = adamw.settings(str(path), trained, shapes)
+            settings = optimizers.settings(str(path), rule, trained, shapes)
             settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
         experiment = trained_by(found, settings, f"{path}: optimizer")
         scaler = tree_map_only(Tensor, partial(number, path), _part(tree, SCALER))
@@ -217,7 +228,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             )
     with reading(path, "scaler"):
         scaling = grad_scaler.scaling(scaler)
-    extras = _extras(path, tree, trained)
+    extras = _extras(path, tree, trained, averaged)
     files = companions(path.parent) | _files(path, tree)
     origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
     logged = _logged(path, tree) if training and _own(tree) else b""
@@ -294,7 +305,7 @@ def _is_whole(value: Any) -> bool:
     return bool(0 <= value < 2**31 and value == int(value))
 
 
-def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
+def _extras(path: Path, tree: Any, trained: list[dict[str, Any]], averaged: bool) -> Any:
     """The file as torch has it, without weights and moments: its keys in their order, the optimizer's groups, the
     scheduler, scaler, Apex's amp, RNG states. None for a state dict alone."""
     if not _part(tree, MODEL):
@@ -304,6 +315,8 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]]) -> Any:
         del kept[EXPERIMENT]
         kept.pop(METRICS, None)
         kept.pop(FILES, None)
+        if averaged:
+            del kept[EMA]
     kept[_key(kept, MODEL)] = {}
     if trained:
         kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
@@ -351,9 +364,14 @@ def write(path: Path, conversion: Conversion) -> None:
         fakes = {
             group: {name: empty(leaf) for name, leaf in leaves.items()} for group, leaves in conversion.groups.items()
         }
-    model = {names.get(name, name): fake for name, fake in fakes[PARAMETERS].items()}
-    if content.experiment.model.tied and (head in names or conversion.naming == "huggingface"):
-        model[names.get(head, head)] = next(iter(fakes[PARAMETERS].values()))  # a module lists a tied head too
+
+    def listed(group: str) -> dict[str, Tensor]:
+        found = {names.get(name, name): fake for name, fake in fakes[group].items()}
+        if content.experiment.model.tied and (head in names or conversion.naming == "huggingface"):
+            found[names.get(head, head)] = next(iter(fakes[group].values()))  # a module lists a tied head too
+        return found
+
+    model = listed(PARAMETERS)
     path.parent.mkdir(parents=True, exist_ok=True)
     if origin.kind == "torch" and origin.extras is None and content.updates is None:
         file = TorchFile(path, model)
@@ -362,6 +380,9 @@ def write(path: Path, conversion: Conversion) -> None:
         tree[_key(tree, MODEL)] = model
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
+        if EMA in fakes:
+            average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
+            tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
         tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
         file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
@@ -386,17 +407,18 @@ def _training(
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
-    groups = kept["param_groups"] if kept else adamw.groups_of(shapes, o, rate)
+    groups = kept["param_groups"] if kept else optimizers.groups_of(shapes, o, rate)
     scheduler = _part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip
     if not kept or content.step != content.origin.step:
-        groups = [adamw.going_on(group, o, rate, updates) for group in groups]
+        groups = [optimizers.going_on(group, o, rate, updates) for group in groups]
         if "_schedulers" in scheduler:
             say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
         scheduler = scheduler and scheduler | now
-    made = {_key(tree, OPTIMIZER): adamw.state_dict(fakes, groups, updates)}
+    counted = not content.origin.of_a_script
+    made = {_key(tree, OPTIMIZER): optimizers.state_dict(o, fakes, groups, updates, counted)}
     made |= {_key(tree, SCHEDULER): scheduler} if scheduler else {}
     if content.scaling and (not kept or content.step != content.origin.step):
         state = grad_scaler.state_dict(content.scaling, content.experiment.precision)

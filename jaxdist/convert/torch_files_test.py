@@ -14,8 +14,9 @@ import pytest
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import experiment_for, to_settings
+from jaxdist.config.optimizer import STATES
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.content import MOMENTS, PARAMETERS
+from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.stream import Conversion
@@ -117,7 +118,7 @@ class TestTorchFiles:
         schedule.load_state_dict(back["scheduler"])
         after = optimizer.state_dict()
         for i, state in saved["optimizer"]["state"].items():
-            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *MOMENTS))
+            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *STATES["adamw"]))
 
     @pytest.mark.parametrize("order", ["one group", "others first", "unnamed", "by name"])
     def test_orders_of_an_optimizer(self, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -392,7 +393,7 @@ class TestTorchFiles:
         torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         same(back, saved)
-        moments = dict.fromkeys(MOMENTS, content.groups[PARAMETERS])
+        moments = dict.fromkeys(STATES["adamw"], content.groups[PARAMETERS])
         later = replace(content, groups={**content.groups, **moments}, step=3, updates=3)
         torch_files.write(tmp_path / "c.pt", Conversion(later, "huggingface"))
         state = torch.load(tmp_path / "c.pt", weights_only=True)["optimizer"]

@@ -163,18 +163,18 @@ def loss_scale_that_does_not_grow() -> None:
 @planted("fp16", "precision", "exp_avg/*")
 def moments_take_an_overflow_as_zero() -> None:
     """In a step whose gradients overflow, the weights stay and the moments decay."""
-    right = optim.scale_by_adam
+    right = optim.keeping
 
-    def scale_by_adam(*betas: float) -> optax.GradientTransformationExtraArgs:
-        adam = right(*betas)
+    def keeping(*inputs: Any) -> optax.GradientTransformationExtraArgs:
+        kept = right(*inputs)
 
         def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
             zeroed = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), updates)
-            return adam.update(zeroed, state, params, **(more | {"taken": True}))
+            return kept.update(zeroed, state, params, **(more | {"taken": True}))
 
-        return optax.GradientTransformationExtraArgs(adam.init, update)
+        return optax.GradientTransformationExtraArgs(kept.init, update)
 
-    everywhere(right, scale_by_adam)
+    plant(optim, "keeping", keeping)
 
 
 # ---- clip
@@ -207,42 +207,36 @@ def norm_without_the_embedding() -> None:
     plant(Step, "norm", lambda self, g: right(self, {n: a for n, a in g.items() if n != "embed.embedding"}))
 
 
-# ---- Adam
+# ---- update rules
 
 
-def adam(change: Any) -> None:
-    """Plant an Adam whose (b1, b2, eps) `change` has changed."""
-    right = optim.scale_by_adam
-    everywhere(right, lambda *settings: right(*change(*settings)))
+def ruled(name: str, change: Any) -> None:
+    """Plant an update rule of `change(right, o, g, kept, t)`."""
+    right = optim.RULES[name]
+    plant(optim, "RULES", optim.RULES | {name: lambda *inputs: change(right, *inputs)})
 
 
 @planted("llama", "mathematics", "exp_avg/*")
 def betas_swapped() -> None:
     """beta2 decays the first moment, beta1 the second."""
-    adam(lambda b1, b2, eps: (b2, b1, eps))
+    swapped = lambda o: o.model_copy(update={"beta1": o.beta2, "beta2": o.beta1})  # noqa: E731
+    ruled("adamw", lambda right, o, *rest: right(swapped(o), *rest))
 
 
 @planted("llama", "mathematics", "weights/*")
 def eps_ten_times() -> None:
     """Adam's eps is 1e-7."""
-    adam(lambda b1, b2, eps: (b1, b2, 10 * eps))
+    ruled("adamw", lambda right, o, *rest: right(o.model_copy(update={"eps": 10 * o.eps}), *rest))
 
 
 def scaling(formula: Any) -> None:
     """Plant an Adam that updates by `formula(m, v, left1, left2, eps)`; `left` is 1 - βᵗ."""
 
-    def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-        def update(updates: Any, state: Any, params: Any = None) -> Any:
-            count = state.count + 1
-            left1, left2 = (1 - b ** count.astype(float) for b in (b1, b2))
-            mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.mu)
-            nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, updates, state.nu)
-            scaled = jax.tree.map(lambda m, v: formula(m, v, left1, left2, eps), mu, nu)
-            return scaled, optax.ScaleByAdamState(count, mu, nu)
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any) -> Any:
+        _, new = right(o, g, kept, t)
+        return formula(new["exp_avg"], new["exp_avg_sq"], 1 - o.beta1**t, 1 - o.beta2**t, o.eps), new
 
-        return optax.GradientTransformation(optax.scale_by_adam().init, update)
-
-    everywhere(optim.scale_by_adam, scale_by_adam)
+    ruled("adamw", change)
 
 
 @planted("llama", "mathematics", "weights/*")
@@ -266,40 +260,64 @@ def eps_before_the_correction() -> None:
 @planted("llama", "mathematics", "exp_avg/*")
 def moments_in_float32() -> None:
     """A float64 run keeps Adam's moments in float32."""
-    right = optim.scale_by_adam
 
-    def scale_by_adam(*settings: float) -> optax.GradientTransformation:
-        adam = right(*settings)
+    def change(right: Any, *inputs: Any) -> Any:
+        update, new = right(*inputs)
+        return update, {kind: a.astype(jnp.float32) for kind, a in new.items()}
 
-        def narrow(tree: Any) -> Any:
-            return jax.tree.map(lambda a: a.astype(jnp.float32).astype(a.dtype), tree)
-
-        def update(updates: Any, state: Any, params: Any = None) -> Any:
-            scaled, state = adam.update(updates, state)
-            return scaled, optax.ScaleByAdamState(state.count, narrow(state.mu), narrow(state.nu))
-
-        return optax.GradientTransformation(adam.init, update)
-
-    everywhere(right, scale_by_adam)
+    ruled("adamw", change)
 
 
 @planted("llama", "mathematics", "exp_avg_sq/*")
 def second_moment_of_the_unclipped() -> None:
     """Adam's second moment takes the gradient as it was before the clip."""
-    right, largest = optim.scale_by_adam, 0.5
+    right, largest = optim.rule, 0.5
 
-    def scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-        adam = right(b1, b2, eps)
+    def rule(o: Optimizer) -> optax.GradientTransformationExtraArgs:
+        adam = right(o)
 
         def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
             unclipped = jax.tree.map(lambda g: g / jnp.minimum(1, largest / (norm + 1e-6)), updates)
             scaled, after = adam.update(updates, state)
             _, other = adam.update(unclipped, state)
-            return scaled, after._replace(nu=other.nu)
+            return scaled, after._replace(kept=after.kept | {"exp_avg_sq": other.kept["exp_avg_sq"]})
 
         return optax.GradientTransformationExtraArgs(adam.init, update)
 
-    everywhere(right, scale_by_adam)
+    plant(optim, "rule", rule)
+
+
+@planted("adam", "mathematics", "exp_avg/*")
+def decay_beside_the_gradient() -> None:
+    """Adam's decay is taken off the weights, as AdamW's is."""
+    plant(optim, "COUPLED", ("sgd",))
+
+
+@planted("adam", "mathematics", "ema/*")
+def average_of_the_weights_before() -> None:
+    """The average takes the weights as they were before the update."""
+    plant(optim, "optax", altered(optax, apply_updates=lambda parameters, updates: parameters))
+
+
+@planted("sgd", "mathematics", "momentum_buffer/*")
+def momentum_that_is_dampened() -> None:
+    """The momentum takes 1 - mu of the gradient, as Adam's first moment does."""
+
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any) -> Any:
+        return right(o, (1 - o.momentum) * g, kept, t)
+
+    ruled("sgd", change)
+
+
+@planted("lion", "mathematics", "weights/*")
+def lion_by_its_new_moment() -> None:
+    """The sign is that of the moment that is kept, which decays by beta2."""
+
+    def change(right: Any, *inputs: Any) -> Any:
+        _, new = right(*inputs)
+        return jnp.sign(new["exp_avg"]), new
+
+    ruled("lion", change)
 
 
 # ---- decay and schedule
@@ -315,16 +333,15 @@ def decay_on_norms() -> None:
 def decay_not_scaled_by_the_rate() -> None:
     """Weight decay is taken off whole at each step, not times the learning rate."""
 
-    def adamw(o: Optimizer, steps: int, layouts: Any) -> optax.GradientTransformationExtraArgs:
-        mask = {name: layout.decays for name, layout in layouts.items()}
+    def chain(o: Optimizer, steps: int, decays: Any) -> optax.GradientTransformationExtraArgs:
         return optax.chain(
             optim.clip_by_norm(o.clip),
-            optim.scale_by_adam(o.beta1, o.beta2, o.eps),
+            optim.rule(o),
             optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, steps, count + 1)),
-            optax.add_decayed_weights(-o.weight_decay * o.learning_rate, mask=mask),
+            optax.add_decayed_weights(-o.weight_decay * o.learning_rate, mask=dict(decays)),
         )
 
-    everywhere(optim.adamw, adamw)
+    plant(optim, "chain", chain)
 
 
 @planted("llama", "mathematics", "weights/*")

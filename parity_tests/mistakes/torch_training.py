@@ -1,4 +1,4 @@
-"""Mistakes in what torch_ref does around its models: data, starting weights, clip, AdamW, schedule."""
+"""Mistakes in what torch_ref does around its models: data, starting weights, clip, update rules, schedule."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from jaxdist.data import Batch, Dataset
-from parity_tests.mistakes import altered, everywhere, mistake, plant
+from parity_tests.mistakes import everywhere, mistake, plant
 from torch_ref import checkpoint, optim, step
 from torch_ref.weights import local, named
 
@@ -160,33 +160,33 @@ def clip_each_tensor() -> None:
 @planted("scaled", "mathematics", "gradient/*")
 def clip_before_the_loss_scale_is_out() -> None:
     """`unscale_` is not called before the clip; the scaler's step calls it after."""
-    plant(optim.AdamW, "unscale", lambda self: self.scaler.get_scale())
+    plant(optim.Optimizer, "unscale", lambda self: self.scaler.get_scale())
 
 
 @planted("fp16", "precision", "activation_gradient/logits")
 def loss_scale_that_does_not_back_off() -> None:
     """An overflow leaves the scale as it was."""
-    right = optim.AdamW.__init__
+    right = optim.Optimizer.__init__
 
-    def init(self: optim.AdamW, *inputs: Any) -> None:
+    def init(self: optim.Optimizer, *inputs: Any) -> None:
         right(self, *inputs)
         self.scaler.set_backoff_factor(1.0)
 
-    plant(optim.AdamW, "__init__", init)
+    plant(optim.Optimizer, "__init__", init)
 
 
-# ---- AdamW
+# ---- update rules
 
 
 def optimizer(change: Any) -> None:
-    """Plant `change` of the AdamW that has been made."""
-    right = optim.AdamW.__init__
+    """Plant `change` of the optimizer that has been made."""
+    right = optim.Optimizer.__init__
 
     def init(self: Any, *inputs: Any) -> None:
         right(self, *inputs)
         change(self)
 
-    plant(optim.AdamW, "__init__", init)
+    plant(optim.Optimizer, "__init__", init)
 
 
 @planted("llama", "mathematics", "weights/*")
@@ -204,7 +204,7 @@ def bias_correction_one_step_on() -> None:
 @planted("llama", "mathematics", "exp_avg/*")
 def decay_in_the_gradient() -> None:
     """Weight decay is added to the gradient (L2), not taken off the weights."""
-    plant(optim, "torch", altered(torch, optim=altered(torch.optim, AdamW=torch.optim.Adam)))
+    plant(optim, "RULES", optim.RULES | {"adamw": optim.RULES["adam"]})
 
 
 @planted("llama", "mathematics", "weights/embed.weight")
@@ -246,16 +246,44 @@ def master_weights_twice() -> None:
 @planted("bf16", "precision", "precision/torch_ref, states in less than float32*", "exp_avg/*")
 def moments_rounded_to_bfloat16() -> None:
     """Adam's moments are kept in float32 and lose, after each step, what bfloat16 has not."""
-    right = optim.AdamW.step
+    right = optim.Optimizer.step
 
-    def step(self: optim.AdamW, *inputs: Any) -> float:
+    def step(self: optim.Optimizer, *inputs: Any) -> float:
         rate = right(self, *inputs)
         for state in self.optimizer.state.values():
             for kind in ("exp_avg", "exp_avg_sq"):
                 state[kind].copy_(state[kind].bfloat16())
         return rate
 
-    plant(optim.AdamW, "step", step)
+    plant(optim.Optimizer, "step", step)
+
+
+@planted("sgd", "mathematics", "weights/*")
+def nesterov_left_out() -> None:
+    """sgd steps along its momentum."""
+    optimizer(lambda self: [group.update(nesterov=False) for group in self.optimizer.param_groups])
+
+
+@planted("lion", "mathematics", "exp_avg/*")
+def lion_with_one_beta() -> None:
+    """beta1 decays the moment from step to step, too."""
+    optimizer(lambda self: [g.update(betas=(g["betas"][0],) * 2) for g in self.optimizer.param_groups])
+
+
+@planted("adam", "mathematics", "ema/*")
+def average_from_the_start() -> None:
+    """The first update does not replace the weights that the average began with."""
+    right = optim.Optimizer._average
+
+    def average(self: optim.Optimizer) -> None:
+        states = self.state.values()
+        for state in states:
+            state["step"] += 1
+        right(self)
+        for state in states:
+            state["step"] -= 1
+
+    plant(optim.Optimizer, "_average", average)
 
 
 # ---- schedule

@@ -1,0 +1,232 @@
+"""The state of torch's optimizers by parameter: they number them, and only their order tells which is which."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jaxdist.config import EMA, ConfigError, Optimizer
+from jaxdist.config.display import say
+from jaxdist.config.optimizer import STATES
+from jaxdist.convert.atoms import Shape
+
+Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
+Group = Mapping[str, Any]
+KEPT = {"state", "param_groups"}  # by an optimizer, and by parameter "step" and what STATES says
+
+
+class Rule(NamedTuple):
+    """An update rule of torch: its name in a config, whether a group of such a state is of it, what makes a group
+    unlike ours, the fields that its groups tell, and the optimizer with these fields over given groups."""
+
+    name: str
+    made: Callable[[Group], bool]
+    unlike: dict[str, Callable[[Group], Any]]
+    fields: dict[str, Callable[[Group], Any]]
+    build: Callable[[Any, float, Optimizer], torch.optim.Optimizer]
+    counts: bool = False  # its updates, in `step`
+
+    def kinds(self, groups: Sequence[Group]) -> tuple[str, ...]:
+        """What it keeps of each parameter; nothing where no group has a momentum that it keeps."""
+        still = "momentum" in self.fields and groups and all(group.get("momentum") == 0 for group in groups)
+        return () if still else STATES[self.name]
+
+
+def _decoupled(group: Group) -> bool:
+    """Whether it is AdamW's: Adam's groups say that it is not."""
+    return bool(group.get("decoupled_weight_decay", True))
+
+
+MAXIMIZES: dict[str, Callable[[Group], Any]] = {"maximize": lambda group: group.get("maximize")}
+ADAMS = MAXIMIZES | {
+    "amsgrad": lambda group: group.get("amsgrad"),
+    "momentum_decay": lambda group: "momentum_decay" in group,  # NAdam
+}
+ADAMW = ADAMS | {"decoupled_weight_decay": lambda group: not _decoupled(group)}
+ADAM = ADAMS | {"decoupled_weight_decay": lambda group: _decoupled(group) or "amsgrad" not in group}  # RAdam has none
+RATE: dict[str, Callable[[Group], Any]] = {"learning_rate": lambda group: group.get("initial_lr", group.get("lr"))}
+BETAS = RATE | {
+    "beta1": lambda group: group["betas"][0] if "betas" in group else None,
+    "beta2": lambda group: group["betas"][1] if "betas" in group else None,
+}
+EPS = BETAS | {"eps": lambda group: group.get("eps")}
+RULES = (
+    Rule(
+        "adamw", _decoupled, ADAMW, EPS,
+        lambda groups, rate, o: torch.optim.AdamW(groups, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps), counts=True,
+    ),
+    Rule(
+        "adam", lambda group: not _decoupled(group), ADAM, EPS,
+        lambda groups, rate, o: torch.optim.Adam(groups, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps), counts=True,
+    ),
+    Rule(
+        "sgd", lambda group: "momentum" in group, MAXIMIZES | {"dampening": lambda group: group.get("dampening")},
+        RATE | {"momentum": lambda group: group["momentum"], "nesterov": lambda group: group.get("nesterov", False)},
+        lambda groups, rate, o: torch.optim.SGD(groups, lr=rate, momentum=o.momentum, nesterov=o.nesterov),
+    ),
+    Rule(
+        "lion", lambda group: "betas" in group, MAXIMIZES, BETAS,
+        lambda groups, rate, o: torch.optim.Optimizer(
+            groups, {"lr": rate, "betas": (o.beta1, o.beta2), "weight_decay": 0.0}
+        ),
+    ),
+)  # fmt: skip
+BY_NAME = {rule.name: rule for rule in RULES}
+DEFAULTS = Optimizer()
+
+
+def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
+    """By which rule a state was kept in which these kinds are found. Raises ConfigError for none of ours."""
+    kept = set(found) - {"step"}
+    alike = [(rule, kinds) for rule in RULES if kept.issuperset(kinds := rule.kinds(groups))]
+    if not alike:
+        raise ConfigError(
+            f"{source}: its optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, as none of jaxdist's does "
+            f"({', '.join(BY_NAME)}); leave it out"
+        )
+    most = max(len(kinds) for _, kinds in alike)
+    likely = [(rule, kinds) for rule, kinds in alike if len(kinds) == most]
+    rule, kinds = next((pair for pair in likely if groups and all(map(pair[0].made, groups))), likely[0])
+    if more := sorted(kept.difference(kinds)):
+        raise ConfigError(
+            f"{source}: its optimizer keeps {', '.join(more)} too, {rule.name} of jaxdist does not; leave it out"
+        )
+    return rule
+
+
+def order_of(
+    source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape], rename: Callable[[str], str]
+) -> tuple[Rule, Order]:
+    """The rule of a state dict, and which entry of it belongs to which of `shapes`, the model's in their order.
+
+    Raises ConfigError.
+
+    `rename` turns a name of the optimizer's into one of `shapes`. Numbers are taken for the order of the parameters
+    as a training script gives them: all, or those of two or more axes and the others in two groups.
+    """
+    entries, groups = state.get("state"), state.get("param_groups")
+    if not isinstance(entries, dict) or not isinstance(groups, list):
+        raise ConfigError(f"{source}: its optimizer has no state and param_groups; give that of torch.optim.AdamW")
+    held = (entry for entry in entries.values() if isinstance(entry, dict))
+    there = [str(kind) for entry in held for kind, value in entry.items() if value is not None]
+    rule = rule_of(source, [*there, *map(str, state.keys() - KEPT)], groups)
+    kinds = rule.kinds(groups)
+    named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
+    for order in (*named, *_orders(groups, shapes, rename)):
+        if set(order) == set(entries) and all(_fits(kinds, entries[i], shapes.get(name)) for i, name in order.items()):
+            return rule, order
+    raise ConfigError(
+        f"{source}: its optimizer has {len(entries)} entries in {len(groups)} groups, in no order that gives each "
+        "parameter moments of its shape; make one from model.named_parameters(), so that param_names are saved"
+    )
+
+
+def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[str], str]) -> Iterable[Order]:
+    """Number -> name, the likeliest first."""
+    numbers = [i for group in groups for i in group["params"]]
+    if all("param_names" in group for group in groups):
+        yield dict(zip(numbers, [rename(name) for group in groups for name in group["param_names"]], strict=False))
+    yield dict(zip(numbers, shapes, strict=False))
+    decayed, others = by_decay(shapes)
+    for first, second in ((decayed, others), (others, decayed)):
+        if [len(group["params"]) for group in groups] == [len(first), len(second)]:
+            yield dict(zip(numbers, (*first, *second), strict=True))
+
+
+def steps_of(optimizer: Mapping[str, Any]) -> list[Any]:
+    """How many each parameter has made, as its entry says, or its group, as Apex's FusedAdam has it."""
+    of_group = {key: group.get("step") for group in optimizer["param_groups"] for key in group["params"]}
+    return [entry.get("step", of_group.get(key)) for key, entry in optimizer["state"].items()]
+
+
+def by_decay(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
+    """Those of two or more axes, which decay, and all others."""
+    return [name for name, shape in shapes.items() if len(shape) >= 2], [n for n, s in shapes.items() if len(s) < 2]
+
+
+def _fits(kinds: Sequence[str], entry: Any, shape: Shape | None) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(kind), Tensor) and tuple(entry[kind].shape) == shape for kind in kinds
+    )
+
+
+def named(groups: Sequence[Group], order: Order) -> list[dict[str, Any]]:
+    """Groups with the names of their parameters in `params`, and in `keys` what the optimizer calls them."""
+    known = [[key for key in group["params"] if key in order] for group in groups]
+    return [
+        {**group, "params": [order[key] for key in keys], "keys": keys}
+        for group, keys in zip(groups, known, strict=True)
+    ]
+
+
+def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[str, Shape]) -> dict[str, Any]:
+    """The optimizer section of an experiment, as far as `named` groups say it. Raises ConfigError where no such
+    section can say it: for another optimizer than ours, and for groups that are trained in different ways."""
+    for name, unlike in rule.unlike.items():
+        if other := next(filter(unlike, groups), None):
+            raise ConfigError(
+                f"{source}: its optimizer has {name} = {other.get(name)}, {rule.name} of jaxdist has not; leave it out"
+            )
+    found: dict[str, Any] = {"name": rule.name}
+    for setting, of in rule.fields.items():
+        values = {of(group) for group in groups} - {None}
+        if len(values) > 1:
+            raise ConfigError(f"{source}: {setting} of its optimizer's groups are {values}; jaxdist has one for all")
+        if values:
+            found[setting] = type(getattr(DEFAULTS, setting))(values.pop())
+    decay = max(group.get("weight_decay", 0) for group in groups)
+    apart = [
+        name
+        for group in groups
+        for name in group["params"]
+        if group.get("weight_decay", 0) != (decay if len(shapes.get(name, ())) >= 2 else 0)
+    ]
+    if apart:
+        say(f"{source}: its optimizer's decay of {apart[0]} is its own; going on, jaxdist decays matrices alone, alike")
+    return found | {"weight_decay": float(decay)}
+
+
+def state_dict(
+    o: Optimizer, moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Group], updates: int, counted: bool
+) -> dict[str, Any]:
+    """What the `state_dict` of torch's class would give of `named` groups. `moments`: kind -> name -> tensor.
+
+    `counted`: also of a rule that keeps no count.
+    """
+    step = {"step": torch.tensor(float(updates))} if counted or BY_NAME[o.name].counts else {}
+    kinds = [kind for kind in o.kept if kind != EMA]
+    state = {
+        key: step | {kind: moments[kind][name] for kind in kinds}
+        for group in groups
+        for name, key in zip(group["params"], group["keys"], strict=True)
+    }
+    unnamed = [{**group, "params": group["keys"]} for group in groups]
+    return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
+
+
+def going_on(group: Group, o: Optimizer, rate: float, updates: int) -> dict[str, Any]:
+    """The group as it is after more steps by `o`; `rate`: the learning rate now."""
+    now = {"lr": rate, "initial_lr": o.learning_rate, "step": updates, "betas": (o.beta1, o.beta2), "eps": o.eps}
+    now |= {"momentum": o.momentum, "nesterov": o.nesterov}
+    now |= {"weight_decay": o.weight_decay} if group.get("weight_decay") else {}
+    return {**group, **{key: value for key, value in now.items() if key in group}}
+
+
+def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[dict[str, Any]]:
+    """`named` groups as this version of torch writes them: matrices decay and come first, then all others.
+
+    `rate`: the learning rate now.
+    """
+    decayed, others = by_decay(shapes)
+    groups = {o.weight_decay: decayed, 0.0: others} if o.weight_decay else {0.0: [*decayed, *others]}
+    given = [
+        {"params": [(name, torch.nn.Parameter(torch.empty(0))) for name in names], "weight_decay": decay}
+        for decay, names in groups.items()
+        if names
+    ]
+    optimizer = BY_NAME[o.name].build(given, rate, o)
+    return [
+        group | {"initial_lr": o.learning_rate, "params": group["param_names"], "keys": group["params"]}
+        for group in optimizer.state_dict()["param_groups"]
+    ]

@@ -1,0 +1,89 @@
+"""Every optimizer, and the average of weights: JAX against torch on the same mesh and on one device, in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.convert.__main__ import main as convert
+from parity_tests import compare
+from parity_tests.cases import MESHES
+from parity_tests.conftest import STEPS, Runs, run
+from parity_tests.parity_test import differences
+from parity_tests.run import Run
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer.name": "adam", "optimizer.ema": 0.9},
+    "sgd": {"optimizer.name": "sgd", "optimizer.nesterov": True, "optimizer.learning_rate": 0.1, "optimizer.ema": 0.8},
+    "lion": {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.beta2": 0.99},
+    "adamw": {"optimizer.ema": 0.9},
+    "plain sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.1},
+}
+QUICK = {"adam": "fsdp", "sgd": "zero1", "lion": "sequence"}
+SLOW = [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
+# A field of torch's side that is a little off, by optimizer.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer.name": "adamw"},
+    "sgd": {"optimizer.nesterov": False},
+    "lion": {"optimizer.beta1": 0.901},
+    "plain sgd": {"optimizer.momentum": 0.001},
+    "adamw": {"optimizer.ema": 0.9001},
+}
+
+
+def settings(name: str, mesh: str, **more: Any) -> dict[str, Any]:
+    return MESHES[mesh] | OPTIMIZERS[name] | more
+
+
+def check(runs: Runs, name: str, mesh: str) -> None:
+    ours = runs("jaxdist", "llama", settings(name, mesh))
+    assert len(ours.metrics) == STEPS
+    for other in (mesh, "1x1"):
+        found = differences(ours, runs("torch_ref", "llama", settings(name, other)), "llama")
+        assert max(found.values()) <= 1, (other, found)
+
+
+@pytest.mark.parametrize(("name", "mesh"), QUICK.items())
+def test_float64(runs: Runs, name: str, mesh: str) -> None:
+    check(runs, name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), SLOW)
+def test_float64_grid(runs: Runs, name: str, mesh: str) -> None:
+    check(runs, name, mesh)
+
+
+def caught(runs: Runs, name: str) -> None:
+    right = runs("jaxdist", "llama", settings(name, "1x1"))
+    found = differences(right, runs("torch_ref", "llama", settings(name, "1x1") | MISTAKES[name]), "llama")
+    assert max(found.values()) > 1
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
+    caught(runs, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lion", "plain sgd", "adamw"])
+def test_more_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
+    caught(runs, name)
+
+
+@pytest.mark.parametrize("name", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
+def test_a_run_that_changes_its_backend(
+    name: str, runs: Runs, experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    """Ten steps in JAX, through a torch file, the others in torch: the same weights, moments and averages."""
+    half = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS, "steps": STEPS // 2}
+    jax = run("jaxdist", tmp_path / "jax", experiments["llama"], half, "--init", str(start["jaxdist", "llama"]))
+    convert([str(jax.path), str(tmp_path / "file.pt")])
+    convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp"])
+    whole = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS}
+    torch = run("torch_ref", tmp_path / "torch", experiments["llama"], whole, "--resume")
+    right: Run = runs("torch_ref", "llama", settings(name, "fsdp"))
+    assert compare.curve(torch.metrics, right.metrics, "loss").max() <= compare.LOSS
+    states = compare.states(torch.states, right.states)
+    assert {state.partition("/")[0] for state in states} == {"weights", *torch.experiment.optimizer.kept}
+    assert max(states.values()) <= compare.STATE
