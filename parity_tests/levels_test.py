@@ -33,6 +33,7 @@ class Made:
     gradient_steps: tuple[int, ...] = (1,)
     overflown: frozenset[int] = frozenset()
     summary: dict[str, Any] = field(default_factory=dict)
+    state_kinds: tuple[str, ...] = ("weights", "exp_avg", "exp_avg_sq")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
