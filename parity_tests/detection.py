@@ -61,9 +61,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "2x2": {"parallel": {"mesh": "2x2"}},
     "sequence": {"model": MODELS["gpt2"], "parallel": {"mesh": "2x2", "sequence": True}},
     "context": {"parallel": {"mesh": "fsdp=2,context=2"}},
-    "adam": {"optimizer": {"name": "adam", "ema": 0.9}, "parallel": {"mesh": "2x1"}},
-    "sgd": {"optimizer": {"name": "sgd", "nesterov": True, "learning_rate": 0.1}, "parallel": {"mesh": "2x1"}},
-    "lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3, "beta2": 0.99}, "parallel": {"mesh": "2x1"}},
+    "adam": {"optimizer": {"name": "adam", "ema": 0.9}},
+    "sgd": {"optimizer": {"name": "sgd", "nesterov": True, "learning_rate": 0.1}},
+    "lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3, "beta2": 0.99}},
     "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
