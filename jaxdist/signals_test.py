@@ -15,6 +15,7 @@ from jaxdist import metrics
 from jaxdist.config import read_metrics
 from jaxdist.config.checkpoints import steps_in
 from jaxdist.config.errors import Interrupted
+from jaxdist.data import Batch, Dataset
 from jaxdist.train import main
 from jaxdist.train_test import TINY, assert_same, command, outside
 
@@ -61,3 +62,34 @@ def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.Monk
         main([*TINY, "--mesh", "2x2", "--output", str(tmp_path / "run")])
     assert steps_in(tmp_path / "run" / "checkpoints") == [1]
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_signal_while_validating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, before its only save: the rest of the validation is left out, and the step is kept."""
+    fetch, asked = Dataset.batch, list[str]()
+
+    def signalled(self: Dataset, *inputs: Any, **named: Any) -> Batch:
+        if named.get("split") == "validation":
+            asked.append(named["split"])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fetch(self, *inputs, **named)
+
+    monkeypatch.setattr(Dataset, "batch", signalled)
+    line = [
+        *TINY,
+        "--mesh",
+        "2x2",
+        "--steps",
+        "2",
+        "--train.validation_batches",
+        "8",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 2; step 2 is saved: go on by --resume"):
+        main(line)
+    assert asked == ["validation"] and steps_in(tmp_path / "run" / "checkpoints") == [2]
+    assert not (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.undo()
+    main([*line, "--resume"])
+    assert (tmp_path / "run" / "summary.json").exists()

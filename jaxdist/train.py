@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
-from jaxdist.config import RunFolder, check_finite, diverged, newest, overflown, parse
+from jaxdist.config import RunFolder, check_validation, diverged, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, in_steps, open_dataset
@@ -40,33 +40,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     program = Program(experiment, mesh)
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
-    with folder or nullcontext(), saving as checkpoints:
-        with Saving(experiment.checkpoint, agree=greatest) as schedule:
-            start, state = starting_state(program, arguments.init, folder, checkpoints)
-            if folder:
-                from_first(partial(folder.create, experiment, from_step=start))
-            say(where)
+    with folder or nullcontext(), saving as checkpoints, Saving(experiment.checkpoint, agree=greatest) as schedule:
+        start, state = starting_state(program, arguments.init, folder, checkpoints)
+        if folder:
+            from_first(partial(folder.create, experiment, from_step=start))
+        say(where)
 
-            began = time.perf_counter()
-            say("compiling the step ...")
-            traced = program.step.trace(program.abstract, program.abstract_batch)
-            compiled = traced.lower().compile()
-            compile_seconds = time.perf_counter() - began
-            rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
-            show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
+        began = time.perf_counter()
+        say("compiling the step ...")
+        traced = program.step.trace(program.abstract, program.abstract_batch)
+        compiled = traced.lower().compile()
+        compile_seconds = time.perf_counter() - began
+        rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
+        show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-            state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
-        validation = validation_loss(program, state, dataset)
-        check_finite(experiment.train.steps, validation_loss=validation)  # before the weights are kept
+        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
+        steps = experiment.train.steps
+        validation = validation_loss(program, state, dataset, schedule)
+        check_validation(steps, validation, folder.newest if folder else None)
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
-            if from_first(partial(newest, checkpoints.folder)) != experiment.train.steps:
-                keep(program, experiment.train.steps, state, checkpoints, folder)
+            if from_first(partial(newest, checkpoints.folder)) != steps:
+                keep(program, steps, state, checkpoints, folder)
+                checkpoints.wait()
+        if schedule.stopping():
+            raise schedule.interrupted(steps, folder.checkpoints if folder else None)
 
     summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
-    if folder and first() and (records or not start):  # a finished run, resumed, keeps what it measured
+    if folder and first() and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
 
@@ -168,16 +171,21 @@ def keep(
     if bad := next((name for name, finite in program.finite(state.parameters).items() if not finite), None):
         checkpoints.wait()
         raise overflown(step, bad, folder.newest if folder else None)
+    if folder and first():
+        folder.synchronize()
     checkpoints.save(step, program.experiment, state)
 
 
-def validation_loss(program: Program, state: TrainState, dataset: Dataset) -> float | None:
-    """Mean nats per token over `train.validation_batches` batches of the validation split; None where there is none."""
+def validation_loss(program: Program, state: TrainState, dataset: Dataset, schedule: Saving) -> float | None:
+    """Mean nats per token over `train.validation_batches` batches of the validation split; None where there is none, or
+    where the run is to end before it is known."""
     train = program.experiment.train
     if not train.validation_batches or not dataset.sequences("validation"):
         return None
     loss = count = 0.0
     for step in range(1, train.validation_batches + 1):
+        if schedule.stopping():
+            return None
         batch = dataset.batch(step, train.batch, train.seed, split="validation", rows=program.rows)
         total, tokens = program.evaluate(state.parameters, program.place(batch))
         loss, count = loss + float(total), count + float(tokens)

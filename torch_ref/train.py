@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Experiment, RunFolder, check_finite, diverged, exit_codes, newest, overflown, parse
+from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, in_steps, open_dataset
@@ -51,7 +51,7 @@ def train(
 ) -> None:
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
     with launch.process_group(plan) as mesh, folder or nullcontext():
-        with Saving(experiment.checkpoint) as schedule:
+        with Saving(experiment.checkpoint, agree=partial(launch.as_first, device=mesh.device_type)) as schedule:
             with torch.device("meta"):
                 plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
             model = parallelize(plain, experiment, mesh)
@@ -72,16 +72,18 @@ def train(
             with reporting(experiment, folder, start) as report:
                 records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
 
-        steps = experiment.train.steps
-        validation = validation_loss(model, dataset, experiment, mesh)
-        check_finite(steps, validation_loss=validation)  # before the weights are kept
-        if folder and newest(folder.checkpoints) != steps:
-            keep(folder, steps, model, optimizer, experiment)
+            steps = experiment.train.steps
+            validation = validation_loss(model, dataset, experiment, mesh, schedule)
+            check_validation(steps, validation, folder.newest if folder else None)
+            if folder and newest(folder.checkpoints) != steps:
+                keep(folder, steps, model, optimizer, experiment)
+            if schedule.stopping():
+                raise schedule.interrupted(steps, folder.checkpoints if folder else None)
         held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
         summary = metrics.summary(experiment, model, mesh, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if first:
-            if folder and (records or not start):  # a finished run, resumed, keeps what it measured
+            if folder and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
             show_end(summary, records, folder.path if folder else None)
 
@@ -145,7 +147,7 @@ def loop(
             record["skipped"] = not values.finite or step in config.skip
         records.append(record)
         report(record)
-        due = launch.as_first(schedule.due(step), mesh.device_type)
+        due = schedule.due(step)
         if folder and due:
             keep(folder, step, model, optimizer, experiment)
         if due == Due.STOP:
@@ -157,6 +159,8 @@ def keep(folder: RunFolder, step: int, model: nn.Module, optimizer: Optimizer, e
     """Save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
     if bad := nonfinite_weight(model):
         raise overflown(step, bad, folder.newest)
+    if dist.get_rank() == 0:
+        folder.synchronize()
     checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
 
 
@@ -181,13 +185,21 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     return Tokens(*(torch.from_numpy(x).to(mesh.device_type) for x in times))
 
 
-def validation_loss(model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh) -> float | None:
-    """Mean nats per token over train.validation_batches of the validation split; None where there is none."""
+def validation_loss(
+    model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, schedule: Saving
+) -> float | None:
+    """Mean nats per token over train.validation_batches of the validation split; None where there is none, or where the
+    run is to end before it is known."""
     batches = experiment.train.validation_batches
     if not batches or not dataset.sequences("validation"):
         return None
-    parts = [evaluate(model, fetch(dataset, experiment, mesh, i, "validation"), mesh) for i in range(1, batches + 1)]
-    return sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+    loss = count = 0.0
+    for step in range(1, batches + 1):
+        if schedule.stopping():
+            return None
+        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), mesh)
+        loss, count = loss + total, count + tokens
+    return loss / count
 
 
 def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:

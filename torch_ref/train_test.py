@@ -340,6 +340,27 @@ def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: sig
     assert distance(Run(folder), right) == (0, 0)
 
 
+SIGNALLED = """
+import os, signal
+from torch_ref import train
+evaluate = train.evaluate
+def signalled(*inputs):
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*inputs)
+train.evaluate = signalled
+"""
+
+
+def test_a_signal_while_validating(tmp_path: Path) -> None:
+    """After the last step, before its only save: all ranks leave out the rest of the validation, and keep the step."""
+    line = ["--mesh", "2x1", "--steps", "2", "--model.vocab", "256", "--train.validation_batches", "8"]
+    done = command(*line, "--output", str(tmp_path / "run"), before=SIGNALLED)
+    assert done.returncode == 75, done.stderr
+    assert "ended by SIGTERM after step 2; step 2 is saved: go on by --resume" in done.stderr
+    assert steps_in(tmp_path / "run" / "checkpoints") == [2]
+
+
 FAILING_RANK = """
 import os
 from torch_ref import train

@@ -3,7 +3,15 @@
 from jaxdist.config.arguments import Arguments, load, parse
 from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
-from jaxdist.config.errors import ConfigError, TrainingError, check_finite, diverged, exit_codes, overflown
+from jaxdist.config.errors import (
+    ConfigError,
+    TrainingError,
+    check_finite,
+    check_validation,
+    diverged,
+    exit_codes,
+    overflown,
+)
 from jaxdist.config.experiment import (
     AXES,
     STRATEGIES,
@@ -47,6 +55,7 @@ __all__ = [
     "check_finite",
     "check_new",
     "check_shapes",
+    "check_validation",
     "check_writable",
     "checkpoint_in",
     "differences",

@@ -48,8 +48,8 @@ def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True
         reason = textwrap.shorten(str(error), 200)
         message = f"the checkpoint of step {step} could not be written to {checkpoints}: {reason}"
         if config.failure == "stop":
-            last = newest(checkpoints)
-            rest = "there is no earlier one" if last is None else f"that of step {last} is there: go on by --resume"
+            last = last_whole(checkpoints)
+            rest = f"that of step {last.name} is there: go on by --resume" if last else "there is no earlier one"
             raise TrainingError(f"{message}; {rest}, when there is room and permission again") from None
         if first:
             say(f"{message}; training goes on without it")
@@ -167,6 +167,12 @@ def steps_in(checkpoints: Path) -> list[int]:
 def newest(checkpoints: Path) -> int | None:
     """The newest step, whole or not; None when there is none."""
     return max(steps_in(checkpoints), default=None)
+
+
+def last_whole(checkpoints: Path) -> Path | None:
+    """The newest checkpoint of which every file is there in its size: what a message may name."""
+    folders = (checkpoints / str(step) for step in reversed(steps_in(checkpoints)))
+    return next((folder for folder in folders if damage(folder, "sizes") is None), None)
 
 
 def newest_whole(checkpoints: Path, verify: Verify = "checksums") -> int | None:

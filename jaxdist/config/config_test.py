@@ -438,14 +438,14 @@ class TestRunFolder:
         RunFolder(tmp_path, experiment("--steps", "20", "--optimizer.decay_steps", "10"), resume=True)
 
     def test_metrics_are_cut_at_the_checkpoint(self, tmp_path: Path) -> None:
-        folder = RunFolder(tmp_path, Experiment())
-        folder.create(Experiment())
-        for step in range(1, 6):
-            folder.log({"step": step, "loss": 1.0})
-        with folder.metrics.open("a") as file:
-            file.write('{"step": 6, "lo')  # a kill
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+            for step in range(1, 6):
+                folder.log({"step": step, "loss": 1.0})
+            with folder.metrics.open("a") as file:
+                file.write('{"step": 6, "lo')  # a kill
         assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-        folder.create(Experiment(), from_step=3)
+        RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=3)
         assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
 
 

@@ -49,6 +49,15 @@ def check_finite(step: int, **values: float | None) -> None:
             )
 
 
+def check_validation(step: int, loss: float | None, last: Path | None) -> None:
+    """Raises TrainingError where the weights after the last `step`, not kept yet, give no finite loss."""
+    if loss is not None and not math.isfinite(loss):
+        raise TrainingError(
+            f"step {step}: validation_loss = {loss} after it. It is logged and not saved, {_saved(last)}. Lower "
+            "optimizer.learning_rate, or lengthen optimizer.warmup"
+        )
+
+
 def diverged(step: int, loss: float, grad_norm: float, tensor: str | None, last: Path | None) -> TrainingError:
     """What ends a run before the update of a step that is not finite. `tensor`: the first one that is not."""
     name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", grad_norm)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxdist.config.checkpoints import clean, newest, newest_whole, steps_in, synchronize
+from jaxdist.config.checkpoints import clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
@@ -29,6 +29,7 @@ FREE = (
 )  # fmt: skip
 
 LOCK = ".lock"  # held by the run that writes the folder
+BESIDE = ".tmp"  # ends the name of a file until it is whole
 
 
 class RunFolder:
@@ -37,10 +38,13 @@ class RunFolder:
     def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
         """Raises ConfigError when `path` cannot be written, or holds a run that this one is not to continue."""
         self.path, self.experiment, self.resume = path, experiment, resume
+        self.begun = experiment  # the one that the folder holds so far
         self.unwritten = ""  # lines of metrics.jsonl for which there was no room
         check_writable(path, f"--output {path}")
         self._held = ExitStack()
-        occupied = path.is_dir() and any(entry.name != LOCK for entry in path.iterdir())
+        self._found = self._there()
+        begun = (LOCK, f"config.toml{BESIDE}")  # left by a run that was killed before it wrote anything
+        occupied = path.is_dir() and any(entry.name not in begun for entry in path.iterdir())
         if occupied and not (path / "config.toml").exists():
             raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
         if occupied and not resume:
@@ -62,7 +66,7 @@ class RunFolder:
         file = self.path / "config.toml"
         if not (values := read_toml(file, "--output")):
             raise ConfigError(f"--output: {file} is empty; put a copy of it back, or begin a new run elsewhere")
-        begun = Experiment.parse(values, source=str(file))
+        begun = self.begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
         for field, before, now in differences(begun, self.experiment):
@@ -98,7 +102,7 @@ class RunFolder:
 
     def _never_saved(self) -> None:
         """Raises ConfigError where a run was saved: its first checkpoint is whole before the second begins."""
-        logged, config = len(read_metrics(self.path)), self.experiment.checkpoint
+        logged, config = len(read_metrics(self.path)), self.begun.checkpoint
         if config.every and config.failure == "stop" and logged > 2 * config.every:
             raise ConfigError(
                 f"--resume: {logged} steps are logged, and {self.checkpoints} holds no checkpoint; put a copy of one "
@@ -107,9 +111,8 @@ class RunFolder:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint."""
-        step = newest(self.checkpoints)
-        return None if step is None else self.checkpoints / str(step)
+        """The newest whole checkpoint, by the sizes of its files."""
+        return last_whole(self.checkpoints)
 
     @property
     def metrics(self) -> Path:
@@ -120,11 +123,13 @@ class RunFolder:
 
         From here on the folder is this run's alone, until the run ends. Raises ConfigError where it is another's.
         """
-        kept = [record for record in read_metrics(self.path) if record["step"] <= from_step] if from_step else []
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._held.close()
             self._held.enter_context(alone(self.path / LOCK))
+            if self._there() != self._found:
+                raise ConfigError(f"--output {self.path} was written by another run just now; look, and start again")
+            kept = self._kept(from_step)
             clean(self.checkpoints, from_step)
             replace(self.path / "config.toml", experiment.to_toml())
             replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
@@ -134,6 +139,23 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise ConfigError(f"--output {self.path}: {error.strerror}; make room, or give another folder") from None
+
+    def _there(self) -> tuple[bool, list[int], int]:
+        """What tells whether another run has written here: its config, its checkpoints, and how much it logged."""
+        logged = self.metrics.stat().st_size if self.metrics.exists() else 0
+        return (self.path / "config.toml").exists(), steps_in(self.checkpoints), logged
+
+    def _kept(self, step: int) -> list[dict[str, Any]]:
+        """What was logged up to `step`; says so where a loss of power took lines of it."""
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
+        if kept and (lost := step - len(kept)):
+            say(f"{self.metrics} lacks {lost} of the {step} steps that are done")
+        return kept
+
+    def synchronize(self) -> None:
+        """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will."""
+        if self.metrics.exists():
+            synchronize(self.metrics)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one step's record; JSON has no NaN and no infinity: they are null."""
@@ -175,6 +197,11 @@ class RunFolder:
             self._events.close()
         self._held.close()
 
+    @property
+    def summarized(self) -> bool:
+        """Whether a run has ended here, and what it measured is kept."""
+        return (self.path / "summary.json").exists()
+
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         with self.writing():
@@ -193,7 +220,7 @@ def append(file: Path, text: str) -> None:
 
 def replace(file: Path, text: str) -> None:
     """Write `file` whole or not at all: a kill, or a loss of power, leaves what was there before."""
-    beside = file.with_name(f"{file.name}.tmp")
+    beside = file.with_name(f"{file.name}{BESIDE}")
     beside.write_text(text, encoding="utf-8")
     synchronize(beside)
     beside.replace(file)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxdist.config.checkpoints import newest
+from jaxdist.config.checkpoints import last_whole
 from jaxdist.config.errors import Interrupted
 from jaxdist.config.experiment import Checkpoint
 
@@ -74,12 +74,16 @@ class Saving:
             self.saved = self.clock()
         return found
 
+    def stopping(self) -> bool:
+        """Whether a signal has asked the run to end; it stays asked."""
+        return self.agree(self.asked) == Due.STOP
+
     def interrupted(self, step: int, checkpoints: Path | None) -> Interrupted:
         """What ends the run after `step`, and from which of its `checkpoints`, if it keeps any, it can go on."""
         if checkpoints is None:
             what = "nothing is kept without --output DIR"
-        elif (saved := newest(checkpoints)) == step:
+        elif (saved := int(last.name) if (last := last_whole(checkpoints)) else 0) == step:
             what = f"step {step} is saved: go on by --resume"
         else:
-            what = f"it could not be saved: --resume goes on from step {saved or 0}"
+            what = f"it could not be saved: --resume goes on from step {saved}"
         return Interrupted(f"ended by {self.ended_by.name if self.ended_by else 'a signal'} after step {step}; {what}")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import Checkpoint
+from jaxdist.config.checkpoints import seal
 from jaxdist.config.errors import Interrupted, exit_codes
 from jaxdist.config.saving import Due, Saving
 
@@ -69,8 +70,11 @@ def test_signals(tmp_path: Path) -> None:
         assert "nothing is kept" in str(saving.interrupted(4, None))
         assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume goes on from step 0")
         (tmp_path / "2").mkdir()
+        assert str(saving.interrupted(4, tmp_path)).endswith("--resume goes on from step 0")  # it is not whole
+        (tmp_path / "2" / "weights").touch()
+        seal(tmp_path / "2")
         assert str(saving.interrupted(4, tmp_path)).endswith("--resume goes on from step 2")
-        (tmp_path / "4").mkdir()
+        (tmp_path / "2").rename(tmp_path / "4")
         assert str(saving.interrupted(4, tmp_path)).startswith("ended by SIGTERM after step 4; step 4 is saved")
 
 

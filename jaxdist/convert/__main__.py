@@ -13,6 +13,8 @@ import jax
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
+from jaxdist.config.folder import LOCK
+from jaxdist.config.lock import Taken, alone
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, kind_at, kind_of, target_kind
@@ -57,6 +59,14 @@ def check_replaceable(a: Any) -> None:
         read = given and given.resolve()
         if read and (read.is_relative_to(target) or target.is_relative_to(read)):
             raise ConfigError(f"TARGET {a.target} with --force would replace {name} {given}; give another TARGET")
+    if (target / LOCK).exists():
+        try:
+            with alone(target / LOCK):
+                pass
+        except Taken:
+            raise ConfigError(
+                f"TARGET {a.target} is being written by a run; wait until it ends, or give another"
+            ) from None
     if not (kind_at(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
         raise ConfigError(
             f"TARGET {a.target} is no checkpoint, and --force replaces nothing else; remove it, or give another"

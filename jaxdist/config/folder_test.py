@@ -1,0 +1,66 @@
+"""A run folder that others write too, or that a kill or a loss of power left."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import ConfigError, Experiment, RunFolder, read_metrics
+
+
+def every(steps: int) -> Experiment:
+    return Experiment.parse({"checkpoint": {"every": steps}}, source="test")
+
+
+def logged(path: Path, experiment: Experiment, *steps: int, resume: bool = False) -> None:
+    """A run that logged these steps and ended."""
+    with RunFolder(path, experiment, resume) as folder:
+        folder.create(experiment)
+        for step in steps:
+            folder.log({"step": step, "loss": 1.0})
+
+
+def test_lines_that_were_lost_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logged(tmp_path, Experiment(), 1, 4)
+    RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
+    assert "lacks 2 of the 4 steps that are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> None:
+    """Of a run that was writing its config: the folder is as good as empty."""
+    (tmp_path / ".lock").touch()
+    (tmp_path / "config.toml.tmp").touch()
+    assert RunFolder(tmp_path, Experiment(), resume).resume_from(marker="parameters") is None
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds files that are no run"):
+        RunFolder(tmp_path, Experiment(), resume)
+
+
+def test_another_interval_of_checkpoints(tmp_path: Path) -> None:
+    """What is there was logged under the interval that the run had, not under that of the one that goes on."""
+    logged(tmp_path, every(1000), *range(1, 101))
+    assert RunFolder(tmp_path, every(10), resume=True).resume_from(marker="parameters") is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_came_between(resume: bool, tmp_path: Path) -> None:
+    """From where the folder was looked at until it is written: nothing of the other's is taken for old."""
+    if resume:
+        logged(tmp_path, Experiment())
+    late = RunFolder(tmp_path, Experiment(), resume)
+    logged(tmp_path, Experiment(), 1, resume=resume)
+    with pytest.raises(ConfigError, match="was written by another run just now; look, and start again"):
+        late.create(Experiment())
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
+def test_a_conversion_does_not_replace_a_run_that_goes_on(tmp_path: Path) -> None:
+    from jaxdist.convert.__main__ import main
+
+    source, run = tmp_path / "a.pt", tmp_path / "run"
+    source.touch()
+    with RunFolder(run, Experiment()) as folder:
+        folder.create(Experiment())
+        with pytest.raises(ConfigError, match="is being written by a run; wait until it ends"):
+            main([str(source), str(run), "--to", "orbax", "--force"])
+    assert (run / "config.toml").exists()
