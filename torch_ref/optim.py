@@ -89,10 +89,9 @@ class AdamW:
         self.steps, p = experiment.train.steps, experiment.precision
         self.parameters = dict(named(model))
         self.locals = {name: local(w) for name, w in self.parameters.items()}
-        device = next(model.parameters()).device.type
         # torch's GradScaler, but all ranks know of an overflow on one of them.
         self.scaler = ShardedGradScaler(
-            device, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
+            mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
         )
         groups: list[dict[str, Any]] = [
             {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
@@ -114,16 +113,14 @@ class AdamW:
         else:
             self.optimizer = self.holder = torch.optim.AdamW(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
-        self.state = {name: self._start(t) for name, t in self.locals.items() if id(t) in held}
+        self.state = {name: self._start(name) for name, t in self.locals.items() if id(t) in held}
 
-    def _start(self, piece: Tensor) -> dict[str, Tensor]:
-        """AdamW's state before the first step, made here, not lazily, so that a restore can fill it."""
-        state = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(piece),
-            "exp_avg_sq": torch.zeros_like(piece),
-        }
-        self.holder.state[piece] = state
+    def _start(self, name: str) -> dict[str, Tensor]:
+        """AdamW's state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
+        parameter = self.parameters[name].detach()
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        state = {"step": torch.tensor(0.0), **moments}
+        self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state
 
     def unscale(self) -> float | None:
@@ -162,13 +159,4 @@ class AdamW:
 
         Under ZeRO-1 only what this rank holds. The tensors share their memory with the optimizer.
         """
-
-        def laid_out(name: str, piece: Tensor) -> Tensor:
-            p = self.parameters[name]
-            if not isinstance(p, DTensor) or piece.ndim != p.ndim:
-                return piece
-            return DTensor.from_local(
-                piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-
-        return {n: {key: laid_out(n, t) for key, t in state.items()} for n, state in self.state.items()}
+        return {name: dict(state) for name, state in self.state.items()}
