@@ -264,8 +264,8 @@ def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
 
 def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
     a, b = (runs(side, "llama", settings("fsdp-offload", None)) for side in SIDES)
-    found = [check.name for check in levels.memory(a, b, a.experiment.model_copy(update={"memory": Memory()}))
-             if not check.holds]  # fmt: skip
+    kept = a.experiment.model_copy(update={"memory": Memory()})
+    found = [check.name for check in levels.memory(a, b, kept) if not check.holds]
     assert found == [f"{side}, host, bytes from what memory.offload says" for side in SIDES]
 
 
