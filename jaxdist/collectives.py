@@ -33,6 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Precision
 from jaxdist.data import IGNORED
+from jaxdist.memory import on_device
 from jaxdist.sharding import SHARDS, TOKENS, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
@@ -72,6 +73,8 @@ def scatter(whole: jax.Array, dim: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _whole(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
+    # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
+    piece = on_device(piece)
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
     piece = piece.astype(parallel.precision.compute)

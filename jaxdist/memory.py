@@ -1,14 +1,37 @@
-"""Rematerialization: which results of a block's forward pass the backward pass keeps, and which it computes again."""
+"""What a device keeps: which results of a block's forward pass wait for the backward pass, which are computed again,
+and what of all that, and of the state between steps, lies in the memory of the host.
+
+Types know where an array lies: what mixes one on the host with one on the device is refused when it is traced. Only
+collectives forget it, so that nothing is gathered but what was fetched.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Memory
 
 Block = Callable[..., jax.Array]
+
+HOST = "pinned_host"  # memory of the host that a device can copy from by itself
+
+
+def offloaded(shardings: Any) -> Any:
+    """The same layouts, in the host's memory."""
+    return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
+
+
+def on_device(arrays: Any) -> Any:
+    """`arrays` in their devices' memory: a copy of what lies on the host, what does not as it is."""
+
+    def fetched(x: jax.Array) -> jax.Array:
+        return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x
+
+    return jax.tree.map(fetched, arrays)
+
 
 # Never kept between forward and backward, in any mode: a block's slice of the stacked weights; whole weights, which
 # come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts and reshapes, which are
@@ -32,21 +55,46 @@ POLICIES = {
     ),
 }
 
+INPUT = "block"  # the name of a block's input
+_to_host: dict[str, Any] = {"offload_src": "device", "offload_dst": HOST}
+_products = _saves.offload_dot_with_no_batch_dims(**_to_host)
+
+
+def _only(*names: str) -> Callable[..., Any]:
+    return _saves.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names, **_to_host
+    )
+
+
+def _products_and_sums(primitive: Any, *args: Any, **params: Any) -> Any:
+    return (_products if primitive.name == "dot_general" else _only(INPUT, "leave"))(primitive, *args, **params)
+
+
+# The same, kept on the host. So is a block's input, which has to be named for that.
+OFFLOADED = {"full": _only(INPUT), "selective": _products_and_sums}
+
 
 @dataclass(frozen=True)
 class Rematerialize:
-    """`memory.remat`, applied to every `every`-th block."""
+    """`memory.remat`, applied to every `every`-th block; what it keeps may be `offloaded` to the host."""
 
     mode: str
     every: int
+    offloaded: bool = False
 
     @classmethod
     def from_config(cls, memory: Memory) -> "Rematerialize":
-        return cls(memory.remat, memory.remat_every)
+        return cls(memory.remat, memory.remat_every, "activations" in memory.offload)
 
     def block(self, block: Block) -> Block:
         """`block` under the chosen policy."""
-        return jax.checkpoint(block, policy=POLICIES[self.mode], prevent_cse=False)
+        if not self.offloaded:
+            return jax.checkpoint(block, policy=POLICIES[self.mode], prevent_cse=False)
+
+        def named(x: jax.Array, *rest: Any) -> jax.Array:
+            return block(checkpoint_name(x, INPUT), *rest)
+
+        return jax.checkpoint(named, policy=OFFLOADED[self.mode], prevent_cse=False)
 
     def keep(self, block: Block) -> Block:
         """`block` with all its activations kept."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxdist import __version__, arithmetic, optim, traffic
 from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.hardware import peak_flops
+from jaxdist.memory import HOST
 from jaxdist.mesh import axes_of
 from jaxdist.program import Program
 from jaxdist.sharding import Layout
@@ -54,31 +55,25 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
     `peak` is arguments + temporaries + outputs - reused arguments.
 
-    Parameters and optimizer state are those that the fullest device holds of `state`; before there is one, as declared.
-    Gradients are those that the traced step adds up over the microbatches.
+    Parameters and optimizer state are a device's of `state`; before there is one, as declared. `host` is what of them
+    lies in the host's memory and so not in the peak. Gradients are those that the traced step adds up over the
+    microbatches.
     """
-
-    def size(tree: Any, specs: Any) -> int:
-        shards = jax.tree.map(
-            lambda a, s: math.prod(s.shard_shape(a.shape)) * a.dtype.itemsize, tree, program.shardings(specs)
-        )
-        return sum(jax.tree.leaves(shards))
-
     analysis = compiled.memory_analysis()
-    if state is None:
-        parameters = size(program.abstract.parameters, program.specs.parameters)
-        optimizer = size(program.abstract.optimizer, program.specs.optimizer)
-    else:
-        parameters, optimizer = held(state.parameters), held(state.optimizer)
+    state = state or program.abstract
+    host = held((state.parameters, state.optimizer), offloaded=True)
+    seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
-        "parameters": parameters,
+        "parameters": held(state.parameters),
         "gradients": accumulated(traced.jaxpr),
-        "optimizer_state": optimizer,
+        "optimizer_state": held(state.optimizer),
+        "host": host,
         "temporary": analysis.temp_size_in_bytes,
         "peak": analysis.argument_size_in_bytes
         + analysis.temp_size_in_bytes
         + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes,
+        - analysis.alias_size_in_bytes
+        - (0 if seen else host),
     }
 
 
@@ -91,13 +86,12 @@ def accumulated(closed: Any) -> int:
     return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.ndim)
 
 
-def held(tree: Any) -> int:
-    """Bytes of the arrays of `tree` that lie on the fullest device of this process."""
-    found: dict[Any, int] = {}
-    for array in jax.tree.leaves(tree):
-        for shard in array.addressable_shards:
-            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
-    return max(found.values())
+def held(tree: Any, offloaded: bool = False) -> int:
+    """Bytes of a device's shards of the arrays of `tree`; of those alone that are `offloaded` to its host."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(tree) if a.sharding.memory_kind == HOST or not offloaded
+    )  # fmt: skip
 
 
 def allocated(program: Program) -> dict[str, int]:

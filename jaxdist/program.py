@@ -16,7 +16,7 @@ from jaxdist import compiler, loss_scale, models, optim, sharding
 from jaxdist.collectives import Context, Parallel
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch
-from jaxdist.memory import Rematerialize
+from jaxdist.memory import Rematerialize, offloaded, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.parallel.context import context
 from jaxdist.processes import on_host
@@ -86,7 +86,7 @@ class Program:
         return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
 
     @cached_property
-    def abstract(self) -> TrainState:
+    def shapes(self) -> TrainState:
         """Shapes and dtypes of the state."""
         return jax.eval_shape(self.initial)
 
@@ -96,12 +96,28 @@ class Program:
         parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
         pieces = {n: layout.spec(self.strategy.optimizer) for n, layout in self.layouts.items()}
         optimizer = jax.tree_util.tree_map_with_path(  # counts have no name of a parameter
-            lambda path, _: pieces.get(getattr(path[-1], "key", ""), P()), self.abstract.optimizer
+            lambda path, _: pieces.get(getattr(path[-1], "key", ""), P()), self.shapes.optimizer
         )
-        return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.abstract.scaling))
+        return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
 
     def shardings(self, specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    @cached_property
+    def at_rest(self) -> TrainState:
+        """Where the state lies between steps, `memory.offload` on the host: its shardings."""
+        parameters, optimizer, scaling = self.shardings(self.specs)
+        offload = self.experiment.memory.offload
+        if "parameters" in offload:
+            parameters = offloaded(parameters)
+        if "optimizer" in offload:  # but for the counts of steps
+            optimizer = jax.tree.map(lambda a, s: offloaded(s) if a.ndim else s, self.shapes.optimizer, optimizer)
+        return TrainState(parameters, optimizer, scaling)
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state at rest: what is traced with it knows what lies on the host."""
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.at_rest)
 
     @cached_property
     def abstract_batch(self) -> Batch:
@@ -136,7 +152,7 @@ class Program:
 
     def initialize(self) -> TrainState:
         """The starting state, born sharded: no device holds more than its share."""
-        return jax.jit(self.initial, out_shardings=self.shardings(self.specs))()
+        return jax.jit(self.initial, out_shardings=self.at_rest)()
 
     @cached_property
     def step(self) -> Any:
@@ -146,7 +162,14 @@ class Program:
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
         told = compiler.options(self.experiment.parallel)
-        return jax.jit(function, in_shardings=self.shardings(inputs), donate_argnums=0, compiler_options=told)
+        batch, alike = self.shardings((self.batch_specs, P()))
+        return jax.jit(
+            function,
+            in_shardings=(self.at_rest, batch),
+            out_shardings=(self.at_rest, alike),
+            donate_argnums=0,
+            compiler_options=told,
+        )
 
     @cached_property
     def evaluate(self) -> Any:
@@ -163,7 +186,7 @@ class Program:
     @cached_property
     def finite(self) -> Any:
         """parameters -> by name whether all of it is finite, jitted."""
-        return jax.jit(lambda parameters: {name: jnp.isfinite(w).all() for name, w in parameters.items()})
+        return jax.jit(lambda parameters: {n: jnp.isfinite(w).all() for n, w in on_device(parameters).items()})
 
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], on the host."""

@@ -25,7 +25,7 @@ from jaxdist import loss_scale
 from jaxdist.collectives import TIME, Parallel, vary, wide
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batch
-from jaxdist.memory import Rematerialize
+from jaxdist.memory import Rematerialize, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
 from jaxdist.optim import clip_by_norm, kept_of
@@ -137,7 +137,7 @@ class Recorder:
         kinds |= {"gradient": dict(reversed(self.update(state, batch)["gradient"].items()))}
         for kind, arrays in kinds.items():
             for name, array in arrays.items():
-                if not bool(jnp.isfinite(array).all()):
+                if not bool(jnp.isfinite(on_device(array)).all()):
                     return f"{kind} {name}"
         return None
 

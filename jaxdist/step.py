@@ -15,7 +15,7 @@ from jaxdist import loss_scale
 from jaxdist.collectives import Parallel, gather, scatter, vary, wide
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
-from jaxdist.memory import Rematerialize
+from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
 from jaxdist.optim import steps_done
 from jaxdist.sharding import SHARDS, TOKENS, Layout
@@ -63,8 +63,8 @@ class Step:
         """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule."""
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         taken = finite & ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
-        pieces = self.pieces(state.parameters)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, pieces, norm=norm, taken=taken)
+        pieces, before = self.pieces(on_device(state.parameters)), on_device(state.optimizer)
+        updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
         after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
         return TrainState(self.whole(after), optimizer, scaling)
@@ -80,7 +80,8 @@ class Step:
         if strategy.reshards or not strategy.parameters:
             return parameters
         dims = {name: layout.fsdp_dim for name, layout in self.layouts.items()}
-        return {name: gather(w.astype(dtype), dims[name], to="invarying") for name, w in parameters.items()}
+        pieces = on_device(parameters)
+        return {name: gather(w.astype(dtype), dims[name], to="invarying") for name, w in pieces.items()}
 
     def accumulate(self, parameters: Arrays, batch: Batch, scale: jax.Array | int = 1) -> tuple[jax.Array, Arrays]:
         """Loss of the global batch, and the gradient of `scale` times it as the microbatches leave it.

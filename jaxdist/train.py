@@ -23,7 +23,7 @@ from jaxdist.processes import check_same, first, from_first, greatest, run
 from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.step import TrainState
-from jaxdist.weights import load_weights, located, placed
+from jaxdist.weights import load_weights, located
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,13 +84,13 @@ def starting_state(
     step = from_first(partial(folder.resume_from, marker="parameters")) if folder else None
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
-        return step, checkpoints.restore(step, placed(program, program.abstract, program.specs))
+        return step, checkpoints.restore(step, program.abstract)
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
-    make = jax.jit(program.state_from, out_shardings=program.shardings(program.specs), donate_argnums=0)
+    make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)
     return 0, make(weights)
 
 
@@ -196,6 +196,8 @@ def notes(memory: dict[str, int], compile_seconds: float) -> dict[str, str]:
     """The start-up table's rows about the compiled step."""
     held = {name: megabytes(size) for name, size in memory.items()}
     state = f"parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer_state']}"
+    if memory["host"]:
+        state += f", {held['host']} of them on the host"
     return {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
 
 

@@ -34,7 +34,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
 
     Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window.
     """
-    abstract = placed(program, program.abstract.parameters, program.specs.parameters)
+    abstract = program.abstract.parameters
     if checkpoint.is_checkpoint(path) and not ema:
         same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
         return checkpoint.restore(path, parameters=abstract).parameters
@@ -45,10 +45,3 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = content.averaged(path) if ema else content
     return {name: put(abstract[name], array) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
-
-
-def placed(program: Program, abstract: Any, specs: Any) -> Any:
-    """Shapes and dtypes with their shardings: what a restore aims at."""
-    return jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, program.shardings(specs)
-    )

@@ -24,6 +24,11 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero2": {"mesh": "4x1", "strategy": "zero2"},
     "fsdp": {"mesh": "4x1", "strategy": "fsdp"},
     "fsdp-kept": {"mesh": "4x1", "parallel.reshard_after_forward": False},
+    "fsdp-offload": {
+        "mesh": "4x1", "memory.offload": "optimizer,parameters,activations", "memory.remat": "full",
+    },
+    "zero2-offload": {"mesh": "4x1", "strategy": "zero2", "memory.offload": "optimizer,parameters"},
+    "2x2x2-offload": {"mesh": "data=2,fsdp=2,tensor=2", "memory.offload": "optimizer,parameters"},
     "hybrid": {"mesh": "data=2,fsdp=2"},
     "hybrid-zero1": {"mesh": "data=2,fsdp=2", "strategy": "zero1"},
     "tensor": {"mesh": "1x4"},
@@ -34,7 +39,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "ring-zero1": {"mesh": "data=2,context=2", "strategy": "zero1"},
     "ring-tensor": {"mesh": "context=2,tensor=2", "parallel.sequence": True},
     "ulysses": {"mesh": "context=4", "parallel.context": "ulysses"},
-}
+}  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation": {"train.accumulation": 2},

@@ -58,6 +58,7 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "zero1": {"parallel": {"mesh": "4x1", "strategy": "zero1"}},
     "hybrid": {"parallel": {"mesh": "data=2,fsdp=2"}},
     "kept": {"train": {"accumulation": 2}, "parallel": {"mesh": "4x1", "reshard_after_forward": False}},
+    "offload": {"memory": {"offload": ["optimizer", "parameters"]}, "parallel": {"mesh": "4x1"}},
     "2x2": {"parallel": {"mesh": "2x2"}},
     "sequence": {"model": MODELS["gpt2"], "parallel": {"mesh": "2x2", "sequence": True}},
     "context": {"parallel": {"mesh": "fsdp=2,context=2"}},

@@ -11,7 +11,7 @@ from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
 from parity_tests.run import Run
-from parity_tests.scratch import Scratch
+from parity_tests.scratch import Scratch, state
 from parity_tests.verdict import Check
 
 Pair = tuple[Run, Run]
@@ -37,6 +37,8 @@ DRIFT = 32.0
 # bfloat16, in which each number is rounded by itself, reached 1.8, where the planted mistakes begin at 19; float32, of
 # which much is what training made of the first roundings, reached 15, where they begin at 1,400.
 LIMIT = {"float32": DRIFT, "bfloat16": 4.0, "float16": 4.0}
+OFFLOADED = {"parameters": "parameters", "optimizer": "optimizer_state"}  # of memory.offload, in summary.json
+COUNTS_STAY = "parameters and Adam's moments as they are held; optax's counts of steps stay on the device"
 JUDGED = ("loss", "grad_norm")  # curves that have a cost; the learning rate is a formula's
 FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be next to nothing by chance
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
@@ -326,15 +328,19 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind] / parts, b.summary["memory"][kind]
         yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
+    offloaded = [kind for name, kind in OFFLOADED.items() if name in experiment.memory.offload]
+    for run in (run for run in (a, b) if "host" in run.summary["memory"]):  # a loop of one's own may not tell
+        held = run.summary["memory"]
+        elsewhere = abs(held["host"] - sum(held[kind] for kind in offloaded))
+        yield Check("memory", f"{run.side}, host, bytes from what memory.offload says", elsewhere, NUMBERS, COUNTS_STAY)
 
 
 def peak(run: Run, scratch: Scratch) -> Iterator[Check]:
     """The most bytes that a device holds within a step, against the closed form of what a step takes."""
     held = run.summary["memory"]
     if held.get("peak"):
-        state = held["parameters"] + held["optimizer_state"]
         why = "its parameters and moments and what a step takes by the closed form, what is at work twice, and 5 %"
-        yield Check("memory", f"{run.side}, peak, bytes", held["peak"], state + scratch.most(run.side), why)
+        yield Check("memory", f"{run.side}, peak, bytes", held["peak"], state(held) + scratch.most(run.side), why)
 
 
 def sent(run: Run) -> dict[str, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdist import models
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, Memory
 from jaxdist.config.experiment import read_toml
 from parity_tests import collectives, compare, levels
 from parity_tests.cases import MESHES, MISTAKES, MODELS, VARIANTS
@@ -23,7 +23,7 @@ from parity_tests.verdict import LEVELS, Check
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": "skip",
-        "fsdp-kept": "accumulation",
+        "fsdp-kept": "accumulation", "fsdp-offload": None,
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
         "sequence": "full", "ring": "accumulation", "ring-tensor": "full", "ulysses": "selective",
     },
@@ -32,6 +32,7 @@ QUICK: dict[str, dict[str, str | None]] = {
     },
 }  # fmt: skip
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
+ALL.remove(("fsdp-offload", "selective"))  # of which torch cannot offload activations
 
 
 def settings(mesh: str, variant: str | None, **more: Any) -> dict[str, Any]:
@@ -248,8 +249,8 @@ def test_the_verdict_on_equal_runs(runs: Runs, experiments: dict[str, Path], tmp
 @pytest.mark.parametrize(
     "mesh",
     [
-        "zero1", "zero2", "fsdp", "fsdp-kept", "hybrid", "hybrid-zero1", "2x2x2", "sequence", "ring", "ring-tensor",
-        "ulysses",
+        "zero1", "zero2", "fsdp", "fsdp-kept", "fsdp-offload", "hybrid", "hybrid-zero1", "2x2x2", "sequence", "ring",
+        "ring-tensor", "ulysses",
     ],
 )  # fmt: skip
 def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
@@ -259,6 +260,13 @@ def test_memory_and_traffic_hold_on(runs: Runs, mesh: str) -> None:
         layouts = models.layouts(models.build(a.experiment.model))
         checks += levels.traffic(run, collectives.least(run.side, a.experiment, layouts, a.summary["mesh"]))
     assert [check for check in checks if not check.holds] == []
+
+
+def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
+    a, b = (runs(side, "llama", settings("fsdp-offload", None)) for side in SIDES)
+    kept = a.experiment.model_copy(update={"memory": Memory()})
+    found = [check.name for check in levels.memory(a, b, kept) if not check.holds]
+    assert found == [f"{side}, host, bytes from what memory.offload says" for side in SIDES]
 
 
 Collectives = list[dict[str, Any]]

@@ -23,6 +23,7 @@ KINDS = {
 }
 FIELDS = {"loss": ("Loss", "nats per token"), "grad_norm": ("Gradient norm", "before the clip")}
 MEMORY = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
+HOST = "host"  # of runs that offload
 ALLOCATOR = "allocator_peak"  # on GPUs alone
 MODULES = ("embed", "positions", "layers", "norm", "lm_head")  # from the tokens to the logits
 GRADIENT = "gradient/"
@@ -270,7 +271,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
 def memory(runs: Pair) -> Plot:
     """Bytes on the fullest device by category, in one unit."""
     found = [run.summary.get("memory") or {} for run in runs]
-    categories = [*MEMORY, ALLOCATOR] if any(ALLOCATOR in side for side in found) else MEMORY
+    categories = [*MEMORY, *(more for more in (HOST, ALLOCATOR) if any(side.get(more) for side in found))]
     rows = {category.replace("_", " "): [side.get(category) for side in found] for category in categories}
     unit = unit_of(value for values in rows.values() for value in values)
     scaled = {name: [None if v is None else v / UNITS[unit] for v in values] for name, values in rows.items()}
@@ -282,6 +283,10 @@ def memory(runs: Pair) -> Plot:
     notes = [
         "On the fullest device. The peak is reached within a step; temporary is what a step takes beside its state."
     ]
+    if HOST in categories:
+        notes.append(
+            "Host is what of parameters and optimizer state lies in the host’s memory, and so not in the peak."
+        )
     if ALLOCATOR in categories:
         notes.append("On a GPU XLA’s peak is the compiler’s, beside that of its allocator; torch’s is its allocator’s.")
     notes += [f"{side}: memory not reported." for side, values in zip(sides, found, strict=True) if not values]

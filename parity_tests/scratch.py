@@ -59,8 +59,9 @@ NAMES = (
     LAST := "activations of the last norm",
     LOGITS := "logits, their softmax and gradient",
     UPDATE := "the update of one parameter",
+    FETCHED := "parameters and moments that are fetched from the host for the update",
 )
-AT_WORK = (WEIGHTS, TAKEN_ONE, INSIDE, LOGITS, UPDATE)
+AT_WORK = (WEIGHTS, TAKEN_ONE, INSIDE, LOGITS, UPDATE, FETCHED)
 SLACK = 0.05  # of constants, numbers a token and padding that the closed form leaves out
 
 
@@ -177,7 +178,15 @@ class Scratch:
             INSIDE: self.inside,
             WEIGHTS: self.weights(True) / e.model.layers * compute,
         }
-        yield always | {FRESH: gradients * crosses}
+        yield always | {FRESH: gradients * crosses, FETCHED: self.fetched}
+
+    @property
+    def fetched(self) -> float:
+        """Bytes that JAX copies to a device for an update, on GPUs; on CPUs XLA leaves such copies out."""
+        row, offload = strategy(self.experiment.parallel), self.experiment.memory.offload
+        copies = [("parameters" in offload, 1, row.parameters), ("optimizer" in offload, 2, row.optimizer)]
+        one = (self.weights(True) + self.weights(False)) * ITEMSIZE[str(self.experiment.precision.parameters)]
+        return sum(self.gpu * there * n * one / (self.shards if sharded else 1) for there, n, sharded in copies)
 
     @property
     def inside(self) -> float:
@@ -259,6 +268,11 @@ class Scratch:
         return [cause for cause in found if cause.jax or cause.torch] + [Cause(UNEXPLAINED, *rest)]
 
 
+def state(memory: Mapping[str, float]) -> float:
+    """Bytes of a run's parameters and moments that stand on the device, and so in its peak."""
+    return memory["parameters"] + memory["optimizer_state"] - memory.get("host", 0)
+
+
 def beside(memory: Mapping[str, float]) -> float:
     """Bytes that a run's peak takes beside its parameters and moments: its gradients and all that is temporary."""
-    return memory["peak"] - memory["parameters"] - memory["optimizer_state"]
+    return memory["peak"] - state(memory)

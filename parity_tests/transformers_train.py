@@ -51,6 +51,7 @@ from torch_ref import footprint, launch
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models.layers import wide
 from torch_ref.optim import RULES
+from torch_ref.parallelize import check_offload, offload_policy
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
 from torch_ref.train import fetch, metered
@@ -84,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError("--init HF_FOLDER and --output DIR are needed")
     same_model(a.experiment.model, read_model(a.init), f"--init {a.init}")
     experiment = on_batch_axes(in_steps(a.experiment))
+    check_offload(experiment)
     plan = launch.plan(experiment.parallel, a.device)
     experiment.check_mesh(plan.axes)
     dataset = open_dataset(experiment.data, experiment.model.vocab)
@@ -111,7 +113,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
     """One rank: model -> DDP or FSDP2 -> loop -> summary."""
     double = experiment.precision.compute == "float64"
     weights = {name: w for file in sorted(init.glob("*.safetensors")) for name, w in load_file(file).items()}
-    with launch.process_group(plan) as mesh, Double() if double else nullcontext():
+    with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, Double() if double else nullcontext():
         plain = build(init, weights, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
@@ -186,9 +188,10 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
     over = mesh["data", "fsdp"] if sizes[0] > 1 else mesh["fsdp"]
     dtypes = [getattr(torch, str(d)) for d in (experiment.precision.compute, experiment.precision.reduce)]
     policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": over, "mp_policy": policy, "offload_policy": offload_policy(experiment, mesh)}
     for block in model.get_submodule(BLOCKS[experiment.model.family]).children():
-        fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=experiment.parallel.reshards)
-    fully_shard(model, mesh=over, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=experiment.parallel.reshards, **options)
+    fully_shard(model, **options)
     return model
 
 

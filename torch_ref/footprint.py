@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from jaxdist.config import Experiment
 from torch_ref.optim import Optimizer
-from torch_ref.parallelize import accumulated
+from torch_ref.parallelize import accumulated, offloads
 from torch_ref.weights import local
 
 
@@ -58,7 +58,8 @@ def held(
 ) -> dict[str, int | None]:
     """Bytes on the fullest device after a step; called by all ranks.
 
-    `temporary` is what of the step's `peak` is none of the three; None without a peak.
+    `host` is what of parameters and optimizer state lies in the host's memory, and so not in the `peak` of a step.
+    `temporary` is what else of the peak is none of the three; None without a peak.
     """
 
     def size(tensors: Iterable[Tensor]) -> int:
@@ -70,8 +71,11 @@ def held(
         size(p.grad for p in parameters if p.grad is not None) * accumulated(experiment, mesh),
         size(t for state in optimizer.state.values() for t in state.values()),
     ]
-    fullest = torch.tensor([*kinds, (peak or 0) - sum(kinds), peak or 0], device=mesh.device_type)
+    host = kinds[0] + kinds[2] if offloads(model) else 0
+    if peak and mesh.device_type == "cpu":  # where all memory is the host's
+        peak -= host
+    fullest = torch.tensor([*kinds, host, (peak or 0) - sum(kinds) + host, peak or 0], device=mesh.device_type)
     dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    names = ("parameters", "gradients", "optimizer_state", "temporary", "peak")
+    names = ("parameters", "gradients", "optimizer_state", "host", "temporary", "peak")
     found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
     return found if peak else found | {"temporary": None, "peak": None}

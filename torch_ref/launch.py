@@ -77,15 +77,15 @@ def plan(parallel: Parallel, device: str) -> Plan:
 
 
 @contextmanager
-def process_group(plan: Plan) -> Iterator[DeviceMesh]:
-    """This rank's membership: a mesh with the axes data, fsdp and tensor."""
+def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
+    """This rank's membership: a mesh with the axes data, fsdp and tensor. What is `offloaded` is summed by gloo."""
     rank = whole_number("RANK")
     local_rank = whole_number("LOCAL_RANK", rank)
     store = os.environ.get("TORCH_REF_STORE")
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)
     dist.init_process_group(
-        "nccl" if plan.device == "cuda" else "gloo",
+        "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl" if offloaded else "nccl",
         init_method=f"file://{store}" if store else "env://",
         rank=rank,
         world_size=plan.ranks,

@@ -134,10 +134,9 @@ class Optimizer:
         self.steps, p = experiment.train.steps, experiment.precision
         self.parameters = dict(named(model))
         self.locals = {name: local(w) for name, w in self.parameters.items()}
-        device = next(model.parameters()).device.type
         # torch's GradScaler, but all ranks know of an overflow on one of them.
         self.scaler = ShardedGradScaler(
-            device, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
+            mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
         )
         groups: list[dict[str, Any]] = [
             {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
@@ -154,19 +153,20 @@ class Optimizer:
         else:
             self.optimizer = self.holder = rule.optimizer(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
-        self.state = {name: self._start(t) for name, t in self.locals.items() if id(t) in held}
+        self.state = {name: self._start(name) for name, t in self.locals.items() if id(t) in held}
 
-    def _start(self, piece: Tensor) -> dict[str, Tensor]:
-        """The state before the first step, made here, not lazily, so that a restore can fill it."""
-        state = {"step": torch.tensor(0.0)} | {kind: torch.zeros_like(piece) for kind in self.config.kept}
-        self.holder.state[piece] = state
+    def _start(self, name: str) -> dict[str, Tensor]:
+        """The state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
+        parameter = self.parameters[name].detach()
+        state = {"step": torch.tensor(0.0)} | {kind: torch.zeros_like(parameter) for kind in self.config.kept}
+        self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state
 
     def begin(self) -> None:
         """Let the average of weights be the weights, as they are to start from."""
         for name, state in self.state.items():
             if EMA in state:
-                state[EMA].copy_(self.locals[name])
+                local(state[EMA]).copy_(self.locals[name])
 
     def unscale(self) -> float | None:
         """Divide every `.grad` by the loss scale. Returns that, None where the loss is not scaled."""
@@ -202,7 +202,7 @@ class Optimizer:
             self.begin()
         elif held:
             average = get_ema_multi_avg_fn(self.config.ema)
-            average([state[EMA] for state, _ in held], [w for _, w in held], None)
+            average([local(state[EMA]) for state, _ in held], [w for _, w in held], None)
 
     @property
     def scaling(self) -> dict[str, Tensor]:
@@ -219,13 +219,4 @@ class Optimizer:
 
         Under ZeRO-1 only what this rank holds. The tensors share their memory with the optimizer.
         """
-
-        def laid_out(name: str, piece: Tensor) -> Tensor:
-            p = self.parameters[name]
-            if not isinstance(p, DTensor) or piece.ndim != p.ndim:
-                return piece
-            return DTensor.from_local(
-                piece, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-
-        return {n: {key: laid_out(n, t) for key, t in state.items()} for n, state in self.state.items()}
+        return {name: dict(state) for name, state in self.state.items()}

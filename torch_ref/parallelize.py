@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -30,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from jaxdist.config import Experiment, Memory, Parallel
+from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from torch_ref.context import Context, Gathered
 from torch_ref.mesh import SHARDS, TOKENS, axis_size, over
 from torch_ref.models import Llama
@@ -45,7 +46,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> n
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     if axis_size(mesh, "context") > 1:
         context_parallel(model, mesh["context"])
-    rematerialize(model, experiment.memory)
+    rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
     return data_parallel(model, experiment, mesh)
 
 
@@ -137,8 +138,12 @@ KEPT = {
 }
 
 
-def rematerialize(model: nn.Module, memory: Memory) -> None:
-    """`memory.remat` on every `memory.remat_every`-th block. Its forward method is replaced: names stay."""
+def rematerialize(model: nn.Module, memory: Memory, pinned: bool = False) -> None:
+    """`memory.remat` on every `memory.remat_every`-th block. Its forward method is replaced: names stay.
+
+    Under `memory.offload` activations what a checkpoint saves, a block's inputs, waits on the host, in pinned memory
+    where that is asked for.
+    """
     if memory.remat == "none":
         return
 
@@ -149,7 +154,54 @@ def rematerialize(model: nn.Module, memory: Memory) -> None:
     if memory.remat == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep)
     for block in blocks(model)[:: memory.remat_every]:
-        block.forward = partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
+        again: Any = partial(checkpoint, block.forward, **options)
+        block.forward = saved_on_host(again, pinned) if "activations" in memory.offload else again
+
+
+def saved_on_host(forward: Any, pinned: bool) -> Any:
+    """`forward`, whose tensors saved for the backward pass wait on the host."""
+
+    def saving(*inputs: Any) -> Any:
+        with save_on_cpu(pin_memory=pinned):
+            return forward(*inputs)
+
+    return saving
+
+
+def check_offload(experiment: Experiment) -> None:
+    """Raises ConfigError where torch has nothing that offloads as `memory.offload` says."""
+    memory, strategy = experiment.memory, experiment.parallel.strategy
+    given = f"memory.offload = {','.join(memory.offload)}"
+    state = {"optimizer", "parameters"}.intersection(memory.offload)
+    if state and strategy in ("ddp", "zero1"):
+        raise ConfigError(
+            f"{given} with parallel.strategy = {strategy}: in torch FSDP2 alone offloads what it shards; use "
+            "parallel.strategy = zero2 or fsdp"
+        )
+    if len(state) == 1:
+        raise ConfigError(
+            f"{given}: torch's CPUOffloadPolicy takes parameters, gradients and optimizer state together; use "
+            f"memory.offload = {','.join(['optimizer', 'parameters', *sorted({*memory.offload} - {*state})])}"
+        )
+    if "activations" in memory.offload and memory.remat != "full":
+        raise ConfigError(
+            f"{given} with memory.remat = {memory.remat}: torch's selective checkpoint keeps results where they arise; "
+            "use memory.remat = full"
+        )
+
+
+def offload_policy(experiment: Experiment, mesh: DeviceMesh) -> OffloadPolicy:
+    """FSDP2's: parameters, gradients and optimizer state on the host, a block's weights copied for its gather."""
+    if "parameters" not in experiment.memory.offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # without a GPU there is nothing to pin it for
+
+
+def offloads(model: nn.Module) -> bool:
+    """Whether FSDP2 keeps the state of `model` on the host."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    policies = [group.offload_policy for group in groups if group]
+    return bool(policies) and all(isinstance(policy, CPUOffloadPolicy) for policy in policies)
 
 
 def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
@@ -168,8 +220,12 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     # DDP knows neither per-module precision nor DTensors: `replicate` is FSDP2's machinery without sharding.
     apply: Any = replicate if whole else fully_shard
     again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.reshards}
+    policy = offload_policy(experiment, mesh)
+    if isinstance(policy, CPUOffloadPolicy):
+        device = torch.device("cpu")
     options: dict[str, Any] = {
         "mesh": batch_mesh(mesh, whole),
+        "offload_policy": policy,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, str(precision.compute)),
             reduce_dtype=getattr(torch, str(precision.reduce)),

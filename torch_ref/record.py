@@ -152,10 +152,8 @@ def nonfinite_weight(model: nn.Module) -> str | None:
 
 def _first(tensors: Mapping[str, list[Tensor]]) -> str | None:
     """The first of them that is not finite on some rank."""
-    good = torch.stack(
-        [torch.stack([torch.isfinite(local(t)).all() for t in parts]).all() for parts in tensors.values()]
-    )
-    good = good.to(torch.int32)
+    found = [torch.stack([torch.isfinite(local(t)).all() for t in parts]).all() for parts in tensors.values()]
+    good = torch.stack([fine.to(found[0].device) for fine in found]).to(torch.int32)  # weights may be on the host
     dist.all_reduce(good, dist.ReduceOp.MIN)
     return next((name for name, fine in zip(tensors, good.tolist(), strict=True) if not fine), None)
 

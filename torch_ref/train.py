@@ -22,7 +22,7 @@ from torch_ref import checkpoint, footprint, launch, metrics
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
-from torch_ref.parallelize import parallelize
+from torch_ref.parallelize import check_offload, parallelize
 from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.step import Tokens, evaluate, train_step
 from torch_ref.traffic import Traffic
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
+    check_offload(experiment)
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
@@ -50,7 +51,7 @@ def train(
     experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path | None, folder: RunFolder | None
 ) -> None:
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
-    with launch.process_group(plan) as mesh, folder or nullcontext():
+    with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, folder or nullcontext():
         with Saving(experiment.checkpoint, agree=partial(launch.as_first, device=mesh.device_type)) as schedule:
             with torch.device("meta"):
                 plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
@@ -206,6 +207,8 @@ def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:
     """The start-up table's rows about this backend. Gradients will be as large as the parameters they belong to."""
     parameters, optimizer = (megabytes(memory[name] or 0) for name in ("parameters", "optimizer_state"))
     state = f"parameters {parameters}, gradients {parameters}, optimizer {optimizer}"
+    if memory.get("host"):
+        state += f", {megabytes(memory['host'] or 0)} of them on the host"
     return {"memory per device": state, "wrapped by": type(model).__name__}
 
 

@@ -180,6 +180,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),
     (["--train.batch", "5", "--train.accumulation", "2"], r"train.batch = 5 .* train.accumulation = 2"),
     (["--memory.remat_every", "3"], r"memory.remat_every = 3 does not divide model.layers = 4"),
+    (["--memory.offload", "weights"], r"memory.offload.0 = 'weights': .* 'optimizer', 'parameters' or 'activations'"),
+    (["--memory.offload", "activations"], r"memory.remat = none: .* use memory.remat = selective or full, or leave"),
     (["--model.family", "gpt3"], r"'gpt3'.*'llama', 'gpt2'"),
     (["--model.family", "gpt2", "--model.window", "4"], r"model.window = '4': no such field"),
     (["--config", "defualt"], r"--config defualt: .*did you mean 'default'"),

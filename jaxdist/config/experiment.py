@@ -17,7 +17,7 @@ from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Section, Seed
 from jaxdist.config.optimizer import Optimizer
 from jaxdist.config.precision import Precision
-from jaxdist.config.record import Record, Steps
+from jaxdist.config.record import Record, Steps, listed
 
 
 class Data(Section):
@@ -177,13 +177,29 @@ class Parallel(Section):
         return sizes
 
 
+Offloaded = Literal["optimizer", "parameters", "activations"]
+
+
 class Memory(Section):
-    """Activation checkpointing: what the backward pass recomputes instead of keeping."""
+    """What the backward pass recomputes instead of keeping, and what waits in the memory of the host."""
 
     remat: Literal["none", "full", "selective"] = "none"
     """none; full: keep only the input of a block; selective: keep also the results of matrix products."""
     remat_every: Count = 1
     """Apply `remat` to every n-th block, from the first."""
+    offload: Annotated[tuple[Offloaded, ...], pydantic.BeforeValidator(listed)] = ()
+    """What lies in the host's memory but while it is worked on, as optimizer,parameters,activations: Adam's moments;
+    weights, of which a block's are fetched when it begins; what `remat` keeps of its blocks. torch, whose FSDP2 has one
+    policy for both, takes optimizer,parameters together, and activations with remat = full."""
+
+    @model_validator(mode="after")
+    def _keeps_what_is_offloaded(self) -> "Memory":
+        if "activations" in self.offload and self.remat == "none":
+            raise ValueError(
+                "memory.offload = activations with memory.remat = none: it is what remat keeps of a block that goes to "
+                "the host; use memory.remat = selective or full, or leave activations out"
+            )
+        return self
 
 
 Verify = Literal["checksums", "sizes"]

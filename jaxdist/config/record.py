@@ -38,11 +38,12 @@ FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
 LOGITS = "logits"
 
 
-def _numbers(value: Any) -> Any:
+def listed(value: Any) -> Any:
+    """The parts of a text with commas between; any other value itself."""
     return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
 
 
-Steps = Annotated[tuple[Count, ...], pydantic.BeforeValidator(_numbers)]
+Steps = Annotated[tuple[Count, ...], pydantic.BeforeValidator(listed)]
 
 
 class Record(Section):

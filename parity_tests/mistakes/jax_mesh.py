@@ -13,7 +13,7 @@ from jax import lax
 from jaxdist import collectives, optim, program, sharding, step
 from jaxdist.collectives import Parallel, vary
 from jaxdist.data import Batch, Dataset
-from jaxdist.memory import Rematerialize
+from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import layers
 from jaxdist.parallel import ring_attention
 from jaxdist.parallel.context import Ring
@@ -316,6 +316,25 @@ def gathered_in_bfloat16() -> None:
         return right(self, {name: w.astype(jnp.bfloat16).astype(w.dtype) for name, w in parameters.items()})
 
     plant(Step, "gathered", gathered)
+
+
+@planted("offload", "memory", "memory/jaxdist, host*")
+def left_on_the_device() -> None:
+    """Weights and moments stay on the device between steps, whatever memory.offload says."""
+    plant(program, "offloaded", lambda shardings: shardings)
+
+
+@planted("offload", "distribution", "exp_avg/*")
+def moments_not_written_back() -> None:
+    """The host keeps the moments that a step was given; their counts, which stay on the device, go on."""
+    right = Step.update
+
+    def update(self: Step, state: step.TrainState, *inputs: Any) -> step.TrainState:
+        after = right(self, state, *inputs)
+        kept = jax.tree.map(lambda new, old: old if new.ndim else new, after.optimizer, on_device(state.optimizer))
+        return after._replace(optimizer=kept)
+
+    plant(Step, "update", update)
 
 
 @planted("hybrid", "memory", "memory/gradients*")

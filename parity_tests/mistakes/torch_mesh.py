@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
@@ -223,6 +223,27 @@ def resharded_after_each_microbatch() -> None:
     """Weights that are to be kept for the step are given back after each backward pass, and gathered anew."""
     right = FSDPModule.set_reshard_after_backward
     plant(FSDPModule, "set_reshard_after_backward", lambda self, *_: right(self, True))
+
+
+@planted("offload", "memory", "memory/torch_ref, host*")
+def kept_on_the_device() -> None:
+    """Weights and moments stay on the device between steps, whatever memory.offload says."""
+    plant(parallelize, "offload_policy", lambda *_: OffloadPolicy())
+
+
+@planted("offload", "distribution", "weights/*")
+def a_copy_is_updated() -> None:
+    """The optimizer moves copies of the weights, as it would those that were on the host before they were pinned."""
+    right = optim.Optimizer.step
+
+    def step(self: optim.Optimizer, *inputs: Any) -> float:
+        before = {name: piece.clone() for name, piece in self.locals.items()}
+        rate = right(self, *inputs)
+        for name, piece in self.locals.items():
+            piece.copy_(before[name])
+        return rate
+
+    plant(optim.Optimizer, "step", step)
 
 
 @planted("hybrid", "memory", "memory/parameters*")
