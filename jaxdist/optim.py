@@ -46,31 +46,37 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
+"""(new, old) -> what is kept from now on: the new one in the dtype of the old, or that if the step is not taken."""
+
 # ---- update rules: of a gradient and what is kept of its parameter, what the rate is a factor of, and what is kept
 
 
-def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
     """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
     # 1 - βᵗ; of β = 0 it is 1
     left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
-    m = o.beta1 * kept["exp_avg"] + (1 - o.beta1) * g
-    v = o.beta2 * kept["exp_avg_sq"] + (1 - o.beta2) * g * g
+    m, v = kept["exp_avg"], kept["exp_avg_sq"]
+    m, v = now(o.beta1 * m + (1 - o.beta1) * g, m), now(o.beta2 * v + (1 - o.beta2) * g * g, v)
     return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
 
 
-def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
     """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
-    m = o.momentum * kept.get("momentum_buffer", 0.0) + g
+    if not o.momentum:
+        return g, {}
+    m = kept["momentum_buffer"]
+    m = now(o.momentum * m + g, m)
     return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
 
 
-def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array) -> tuple[jax.Array, Arrays]:
+def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
     """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
     m = kept["exp_avg"]
-    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": o.beta2 * m + (1 - o.beta2) * g}
+    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": now(o.beta2 * m + (1 - o.beta2) * g, m)}
 
 
-Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array], tuple[jax.Array, Arrays]]
+Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose], tuple[jax.Array, Arrays]]
 RULES: dict[str, Rule] = {"adamw": adam, "adam": adam, "sgd": sgd, "lion": lion}
 COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
 
@@ -84,13 +90,13 @@ class State(NamedTuple):
 
 def keeping(
     kinds: Iterable[str],
-    step: Callable[[jax.Array, Arrays, Arrays, Mapping[str, Arrays]], tuple[Arrays, Any]],
+    step: Callable[[jax.Array, Arrays, Arrays, Mapping[str, Arrays], Choose], tuple[Arrays, Any]],
     begin: Callable[[jax.Array], jax.Array] = jnp.zeros_like,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation `step(t, updates, parameters, kept)` -> updates and what is kept from now on.
+    """The transformation `step(t, updates, parameters, kept, now)` -> updates and what is kept from now on.
 
-    The state of a step that is not `taken`, an extra argument, stays what it was: chosen here, where each array is
-    made, so that no second copy of them is.
+    The state of a step that is not `taken`, an extra argument, stays what it was: `step` has `now` choose, where each
+    array is made and before it is used, so that no second copy of them is.
     """
     kinds = tuple(kinds)
 
@@ -98,12 +104,11 @@ def keeping(
         return State(jnp.zeros((), jnp.int32), {kind: jax.tree.map(begin, parameters) for kind in kinds})
 
     def update(updates: Any, state: State, params: Any = None, *, taken: Any = True, **_: Any) -> Any:
-        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+        def now(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(taken, new.astype(old.dtype), old)
 
-        after, kept = step(state.updates + 1, updates, params, state.kept)
-        new = {kind: kept[kind] for kind in kinds}
-        return after, jax.tree.map(chosen, State(state.updates + 1, new), state)
+        after, kept = step(state.updates + 1, updates, params, state.kept, now)
+        return after, State(now(state.updates + 1, state.updates), {kind: kept[kind] for kind in kinds})
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -111,9 +116,9 @@ def keeping(
 def rule(o: Optimizer) -> optax.GradientTransformationExtraArgs:
     """The update rule of an optimizer, parameter by parameter."""
 
-    def step(t: jax.Array, updates: Arrays, _: Any, kept: Mapping[str, Arrays]) -> tuple[Arrays, Any]:
+    def step(t: jax.Array, updates: Arrays, _: Any, kept: Mapping[str, Arrays], now: Choose) -> tuple[Arrays, Any]:
         t = t.astype(jnp.result_type(float))
-        made = {n: RULES[o.name](o, g, {k: tree[n] for k, tree in kept.items()}, t) for n, g in updates.items()}
+        made = {n: RULES[o.name](o, g, {k: tree[n] for k, tree in kept.items()}, t, now) for n, g in updates.items()}
         kinds = {kind: {n: new[kind] for n, (_, new) in made.items()} for kind in kept}
         return {n: update for n, (update, _) in made.items()}, kinds
 
@@ -124,10 +129,12 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
     """Keeps the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
     `get_ema_multi_avg_fn(decay)`: the first update is copied."""
 
-    def step(t: jax.Array, updates: Arrays, parameters: Arrays, kept: Mapping[str, Arrays]) -> tuple[Arrays, Any]:
+    def step(
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Mapping[str, Arrays], now: Choose
+    ) -> tuple[Arrays, Any]:
         share = jnp.where(t == 1, 1.0, 1 - decay)
         after = optax.apply_updates(parameters, updates)
-        moved = jax.tree.map(lambda average, w: average + share * (w - average), kept[EMA], after)
+        moved = jax.tree.map(lambda average, w: now(average + share * (w - average), average), kept[EMA], after)
         return updates, {EMA: moved}
 
     return keeping((EMA,), step, begin=lambda w: w)

@@ -211,7 +211,7 @@ def norm_without_the_embedding() -> None:
 
 
 def ruled(name: str, change: Any) -> None:
-    """Plant an update rule of `change(right, o, g, kept, t)`."""
+    """Plant an update rule of `change(right, o, g, kept, t, now)`."""
     right = optim.RULES[name]
     plant(optim, "RULES", optim.RULES | {name: lambda *inputs: change(right, *inputs)})
 
@@ -232,8 +232,8 @@ def eps_ten_times() -> None:
 def scaling(formula: Any) -> None:
     """Plant an Adam that updates by `formula(m, v, left1, left2, eps)`; `left` is 1 - βᵗ."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any) -> Any:
-        _, new = right(o, g, kept, t)
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, *rest: Any) -> Any:
+        _, new = right(o, g, kept, t, *rest)
         return formula(new["exp_avg"], new["exp_avg_sq"], 1 - o.beta1**t, 1 - o.beta2**t, o.eps), new
 
     ruled("adamw", change)
@@ -263,7 +263,7 @@ def moments_in_float32() -> None:
 
     def change(right: Any, *inputs: Any) -> Any:
         update, new = right(*inputs)
-        return update, {kind: a.astype(jnp.float32) for kind, a in new.items()}
+        return update, {kind: a.astype(jnp.float32).astype(a.dtype) for kind, a in new.items()}
 
     ruled("adamw", change)
 
@@ -303,8 +303,8 @@ def average_of_the_weights_before() -> None:
 def momentum_that_is_dampened() -> None:
     """The momentum takes 1 - mu of the gradient, as Adam's first moment does."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any) -> Any:
-        return right(o, (1 - o.momentum) * g, kept, t)
+    def change(right: Any, o: Optimizer, g: Any, *rest: Any) -> Any:
+        return right(o, (1 - o.momentum) * g, *rest)
 
     ruled("sgd", change)
 
