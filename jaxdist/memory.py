@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.config import Memory
 
-Block = Callable[..., jax.Array]
+Block = Callable[..., Any]
 
 # Never kept between forward and backward, in any mode: a block's slice of the stacked weights; whole weights, which
 # come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts and reshapes, which are

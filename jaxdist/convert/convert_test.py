@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxdist import checkpoint
-from jaxdist.config import GPT2, ConfigError, Llama, TrainingError
+from jaxdist.config import GPT2, ConfigError, Family, Llama, TrainingError
 from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
 from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
@@ -32,7 +32,7 @@ SMALL_GPT2: dict[str, Any] = {
     "family": "gpt2", "layers": 3, "dim": 6, "heads": 3, "hidden": 10, "vocab": 7, "positions": 12,
 }  # fmt: skip
 LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 2.0, "rope_original_positions": 5}
-MODELS: dict[str, Llama | GPT2] = {
+MODELS: dict[str, Family] = {
     "LlamaForCausalLM": Llama(**SMALL, **LLAMA3),
     "LlamaForCausalLM biases": Llama(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
     "MistralForCausalLM": Llama(**SMALL, window=5),
@@ -47,7 +47,7 @@ MODELS: dict[str, Llama | GPT2] = {
 }  # fmt: skip
 
 
-def draw(model: Llama | GPT2, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def draw(model: Family, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
 
@@ -59,14 +59,14 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     )
 
 
-def saved(path: Path, model: Llama | GPT2, parameters: dict[str, np.ndarray] | None = None) -> Path:
+def saved(path: Path, model: Family, parameters: dict[str, np.ndarray] | None = None) -> Path:
     """A Hugging Face folder."""
     path.mkdir()
     write_hf(path, model, parameters or draw(model))
     return path
 
 
-def run_of(path: Path, model: Llama | GPT2) -> Path:
+def run_of(path: Path, model: Family) -> Path:
     """A run folder that holds drawn weights."""
     content = in_memory(experiment_for(model.model_dump(), "test"), draw(model))
     orbax_files.write(path, Conversion(content, LAYERS))

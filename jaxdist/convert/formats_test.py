@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, ConfigError, Llama, TrainingError, checkpoint_in
+from jaxdist.config import ConfigError, Family, Llama, TrainingError, checkpoint_in
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, orbax_files, stream, verify
 from jaxdist.convert.__main__ import main
@@ -38,7 +38,7 @@ PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
 PAIRS += [(*way, name) for way, name in product(WAYS, FAMILIES[1:])]
 
 
-def content_of(model: Llama | GPT2, dtype: Any = np.float32, naming: str = OWN) -> Content:
+def content_of(model: Family, dtype: Any = np.float32, naming: str = OWN) -> Content:
     """Drawn weights and moments after step 7, of which one was passed over."""
     random, groups = np.random.default_rng(0), {}
     for group in (PARAMETERS, *MOMENTS):

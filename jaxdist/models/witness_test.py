@@ -16,7 +16,7 @@ from jaxdist.config import Experiment
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
-from jaxdist.models import layers, llama
+from jaxdist.models import layers, llama, mixtral
 from jaxdist.parallel import context
 from jaxdist.program import Program
 
@@ -40,6 +40,8 @@ GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions"
 # Shapes that do not give a mistaken mapping away.
 SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+MIXTRAL = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "llama biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
@@ -55,6 +57,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2 square": ("GPT2", {**GPT2, "n_inner": 36}),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {**MIXTRAL, "sliding_window": 7}),
+    "mixtral square": ("Mixtral", {**MIXTRAL, **SQUARE}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe biases": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
 }
 
 
@@ -123,6 +129,10 @@ def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
         ("mistral", {"window": 6}),
         ("mistral", {"window": 8}),
         ("qwen2 tied window", {"window": 0}),
+        ("mixtral", {"top_k": 1}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("mixtral", {"capacity": 1.0}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
     ],
     ids=str,
 )
@@ -165,6 +175,11 @@ def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
 _gelu = jax.nn.gelu
 
 
+def the_least_probable(probabilities: jax.Array, k: int) -> jax.Array:
+    """Planted: sorted the other way."""
+    return jnp.argsort(probabilities, axis=-1)[..., :k]
+
+
 @pytest.mark.parametrize(
     ("case", "owner", "name", "mistake"),
     [
@@ -174,6 +189,7 @@ _gelu = jax.nn.gelu
         ("qwen3", layers.RMSNorm, "__call__", unnormalized),
         ("llama", jax.nn, "silu", jax.nn.gelu),
         ("gpt2", jax.nn, "gelu", exact_gelu),
+        ("mixtral", mixtral, "choose", the_least_probable),
     ],
 )
 def test_a_planted_mistake_is_caught(
@@ -226,6 +242,8 @@ def flipped(part: str) -> Callable[[Table], Table]:
         ("qwen3 square", flipped("q_proj")),
         ("qwen3 square", flipped("o_proj")),
         ("qwen3 square", flipped("down_proj")),
+        ("mixtral square", swapped(("gate_proj", "up_proj"))),
+        ("mixtral square", flipped("w2")),
         ("gpt2 square", swapped(("q_proj", "k_proj"))),
         ("gpt2 square", swapped(("k_proj", "v_proj"))),
         ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),
