@@ -117,7 +117,7 @@ def test_another_policy_has_its_own_loss_scale(tmp_path: Path) -> None:
 )
 def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
     parallel = experiment("--mesh", mesh, "--strategy", strategy).parallel
-    assert parallel.axes(16) == {"context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert parallel.axes(16) == {"expert": 1, "context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
 
 
 BAD: list[tuple[list[str], str]] = [

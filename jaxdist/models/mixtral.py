@@ -125,11 +125,11 @@ class Mixtral(nnx.Module):
         x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation)
         x_BTD = par.enter(par.use(self.norm)(x_BTD))
         logits = dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)
-        return logits, self.balance(par, tally_2E, tokens_BT.size)
+        return logits, self.balance(par, tally_2E)
 
-    def balance(self, par: Parallel, tally_2E: jax.Array, tokens: int) -> jax.Array:
+    def balance(self, par: Parallel, tally_2E: jax.Array) -> jax.Array:
         """This device's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""
-        c = self.config
-        count_E, sum_E = par.of_all_times(tally_2E)
-        entries = c.layers * par.of_all_tokens(jnp.full_like(sum_E, tokens))
-        return c.balance * c.experts * jnp.sum(par.of_all_tokens(count_E) / entries * sum_E / entries)
+        c, (count_E, sum_E) = self.config, par.of_all_times(tally_2E)
+        count_E = par.of_all_tokens(count_E)
+        entries = count_E.sum() / c.top_k  # tokens of all blocks
+        return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
