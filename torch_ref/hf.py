@@ -13,7 +13,8 @@ from jaxdist.config import ConfigError, Model, same_model
 from jaxdist.config.foreign import SINGLE, check_header, indexed
 from jaxdist.config.hf import read_model
 
-# Our name -> theirs; "#" is the layer's number, a second one the expert's, which ours has not. GPT-2 keeps (in, out) matrices, and query, key and value in one.
+# Our name -> theirs; "#" is the layer's number, a second one that of an expert, of which our tensors hold all. GPT-2
+# keeps (in, out) matrices, and query, key and value in one.
 LLAMA = {
     "embed": "model.embed_tokens",
     "layers.#.attention_norm": "model.layers.#.input_layernorm",
