@@ -26,12 +26,20 @@ CONTAINERS = {
         "layers.#.mlp": "model.layers.#.mlp",
         "layers.#": "model.layers.#",
     },
+    "mixtral": {
+        "layers.#.attention": "model.layers.#.self_attn",
+        "layers.#.mlp": "model.layers.#.block_sparse_moe",
+        "layers.#": "model.layers.#",
+    },
     "gpt2": {
         "layers.#.attention": "transformer.h.#.attn",
         "layers.#.mlp": "transformer.h.#.mlp",
         "layers.#": "transformer.h.#",
     },
 }
+
+
+CONTAINERS["qwen3_moe"] = CONTAINERS["llama"]
 
 
 def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:

@@ -70,7 +70,11 @@ class Traffic(TorchDispatchMode):
         whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
         key = (op, self.axes[group.group_name], dtype)
         self.counts[key] += 1
-        self.sent[key] += (2 if op == "all_reduce" else 1) * whole * (n - 1) / n  # type: ignore[assignment]
+        sent = (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+        if op == "all_to_all":  # in unequal parts, all but its own
+            parts = args[2]
+            sent = sizes[0] * (1 - parts[group.rank()] / max(1, sum(parts)))
+        self.sent[key] += sent  # type: ignore[assignment]
 
     def collectives(self) -> list[dict[str, Any]]:
         """What summary.json lists: one entry per kind of collective."""

@@ -37,7 +37,7 @@ class Router(nnx.Module):
 
 def choose(probabilities_BTE: jax.Array, k: int) -> jax.Array:
     """The k most probable experts [B, T, k]; of equal ones the first, which torch.topk leaves open."""
-    return jnp.argsort(probabilities_BTE, axis=-1, descending=True, stable=True)[..., :k]
+    return jnp.argsort(probabilities_BTE, axis=-1, descending=True, stable=True)[..., :k].astype(jnp.int32)
 
 
 def tally(probabilities_BTE: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
