@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import Placement
 
 from jaxdist.config import ConfigError, Experiment
-from torch_ref.models.layers import wide
 
 Rows = Callable[[Tensor, list[int]], Tensor]  # rows [N, D] sorted by expert, and how many each has
 
@@ -27,17 +26,14 @@ class Dispatch:
     def __init__(self, *groups: dist.ProcessGroup):
         self.groups = groups
 
-    def __call__(
-        self, experts: Rows, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, taken_BTk: Tensor, count: int
-    ) -> Tensor:
-        """The weighted sum of what those of a token's k experts make of it that take it; there are `count` experts."""
-        (B, T, k), D = chosen_BTk.shape, x_BTD.shape[-1]
+    def __call__(self, experts: Rows, x_BTD: Tensor, chosen_BTk: Tensor, taken_BTk: Tensor, count: int) -> Tensor:
+        """What each of a token's k experts makes of it [B, T, k, D], 0 where it is not taken; there are `count`."""
+        shape, k = (*chosen_BTk.shape, x_BTD.shape[-1]), chosen_BTk.shape[-1]
         pair_N = taken_BTk.flatten().nonzero()[:, 0]
         expert_N = chosen_BTk.flatten()[pair_N]
         pair_N = pair_N[expert_N.argsort(stable=True)]
         y_ND = self.exchange(experts, x_BTD.flatten(0, 1)[pair_N // k], expert_N.bincount(minlength=count))
-        y_BTkD = y_ND.new_zeros(B * T * k, D).index_copy(0, pair_N, y_ND).view(B, T, k, D)
-        return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).to(y_ND.dtype)
+        return y_ND.new_zeros(taken_BTk.numel(), shape[-1]).index_copy(0, pair_N, y_ND).view(shape)
 
     def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:
         """What the experts make of this rank's rows, in their order."""

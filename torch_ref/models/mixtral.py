@@ -73,7 +73,8 @@ class Experts(nn.Module):
 
     def forward(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
         E, room = self.config.experts, self.config.room(chosen_BTk.shape[1])
-        return self.dispatch(self.rows, x_BTD, weights_BTk, chosen_BTk, taken(chosen_BTk, E, room), E)
+        y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, taken(chosen_BTk, E, room), E)
+        return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).to(x_BTD.dtype)
 
 
 class Mixture(nn.Module):
