@@ -293,6 +293,7 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
+        self._check_experts(axes)
         train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
         if train.batch % (ways * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
@@ -301,7 +302,6 @@ class Experiment(Section):
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
             )
         self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
-        self._check_experts(axes)
         for field, size, parameter, over in self._splits():
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)

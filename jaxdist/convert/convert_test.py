@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxdist import checkpoint
-from jaxdist.config import GPT2, ConfigError, Family, Llama, TrainingError
+from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
 from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
 from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
@@ -42,6 +42,8 @@ MODELS: dict[str, Family] = {
     "Qwen2ForCausalLM window": Llama(**SMALL, qkv_bias=True, window=3, **LLAMA3),
     "Qwen3ForCausalLM": Llama(**SMALL, qk_norm=True, tied=True),
     "Qwen3ForCausalLM biases window": Llama(**SMALL, qk_norm=True, qkv_bias=True, output_bias=True, window=3),
+    "MixtralForCausalLM": Mixture(**SMALL, family="mixtral", experts=5, window=5),
+    "Qwen3MoeForCausalLM": Mixture(**SMALL, family="qwen3_moe", experts=4, top_k=3, norm_topk_prob=False, qk_norm=True),
     "GPT2LMHeadModel": GPT2(**SMALL_GPT2),
     "GPT2LMHeadModel untied": GPT2(**SMALL_GPT2, tied=False),
 }  # fmt: skip
@@ -227,6 +229,7 @@ class TestFilesInTheWild:
 HF: dict[str, Any] = to_settings(MODELS["LlamaForCausalLM"], "float32")
 QWEN: dict[str, Any] = to_settings(MODELS["Qwen3ForCausalLM biases window"], "float32")
 HF_GPT2 = to_settings(MODELS["GPT2LMHeadModel"], "float32")
+MIXED = to_settings(MODELS["Qwen3MoeForCausalLM"], "float32")
 
 
 class TestConfig:
@@ -269,7 +272,11 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("settings", "says"),
         [
-            (HF | {"model_type": "mixtral"}, r"model_type = 'mixtral'; choose"),
+            (HF | {"model_type": "deepseek_v3"}, r"model_type = 'deepseek_v3'; choose"),
+            (MIXED | {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2; jaxdist computes None or 1 only"),
+            (MIXED | {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
+            (MIXED | {"num_local_experts": 5}, r"num_experts and num_local_experts are \[4, 5\]; give one"),
+            (MIXED | {"num_experts_per_tok": 5}, r"model.top_k = 5 is more than model.experts = 4; use at most 4"),
             (
                 HF | {"architectures": ["LlamaForSequenceClassification"]},
                 r"LlamaForSequenceClassification.*reads LlamaForCausalLM",
