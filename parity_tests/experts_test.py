@@ -10,7 +10,8 @@ import tomli_w
 from jaxdist.config import ConfigError, Experiment
 from parity_tests import collectives, compare
 from parity_tests.cases import EXPERT_MESHES, experiment, write_documents
-from parity_tests.conftest import STEPS, run
+from parity_tests.conftest import FIGURES, STEPS, run
+from parity_tests.parity_test import Record, measured
 from parity_tests.run import JAX, Run
 from torch_ref import experts
 
@@ -57,10 +58,12 @@ def worst(a: Run, b: Run) -> float:
     return max(*found, compare.worst(compare.states(a.states, b.states))[1] / compare.STATE)
 
 
-def check(mixed: Mixed, model: str, mesh: str, more: dict[str, Any]) -> None:
+def check(mixed: Mixed, record: Record, model: str, mesh: str, more: dict[str, Any]) -> None:
     jax, torch = (mixed(side, model, EXPERT_MESHES[mesh] | more) for side in SIDES)
     alone = mixed("torch_ref", model, {"mesh": "1x1"} | more)
     assert len(jax.metrics) == STEPS
+    variant = "capacity" if "model.capacity" in more else ""
+    record(FIGURES, {"model": model, "mesh": mesh, "variant": variant, **measured(jax, torch, model)})
     assert worst(jax, torch) <= 1 and worst(jax, alone) <= 1 and worst(torch, alone) <= 1
     for made in (jax, torch):
         assert misplaced(made) == []
@@ -92,14 +95,14 @@ def misplaced(made: Run) -> list[str]:
 
 
 @pytest.mark.parametrize(("mesh", "more"), QUICK)
-def test_float64(mixed: Mixed, mesh: str, more: dict[str, Any]) -> None:
-    check(mixed, "mixtral", mesh, more)
+def test_float64(mixed: Mixed, record_property: Record, mesh: str, more: dict[str, Any]) -> None:
+    check(mixed, record_property, "mixtral", mesh, more)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), SLOW)
-def test_float64_grid(mixed: Mixed, model: str, mesh: str) -> None:
-    check(mixed, model, mesh, {})
+def test_float64_grid(mixed: Mixed, record_property: Record, model: str, mesh: str) -> None:
+    check(mixed, record_property, model, mesh, {})
 
 
 @pytest.mark.parametrize("mistake", [pytest.param({"model.balance": 0.0499}, marks=pytest.mark.slow), DROPS], ids=str)
