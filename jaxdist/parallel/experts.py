@@ -29,11 +29,11 @@ def weighted(y_BTkD: jax.Array, weights_BTk: jax.Array) -> jax.Array:
     return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).astype(y_BTkD.dtype)
 
 
+@dataclass(frozen=True)
 class Dropless:
-    """Every device sees all tokens of its group and computes those of its own experts."""
+    """Every device sees all tokens of its group and computes those of its own of `count` experts."""
 
-    def __init__(self, count: int):
-        self.count = count  # E
+    count: int
 
     def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
         x_BTD, weights_BTk, chosen_BTk = (
@@ -69,8 +69,8 @@ class Capped:
         own, group = rows.shape[:2]
         y = experts(rows.reshape(-1, D), jnp.full(own, group * C, jnp.int32)).reshape(rows.shape)
         boxes = lax.all_to_all(y, AXIS, split_axis=1, concat_axis=0, tiled=True)
-        y_BNkD = boxes.at[at].get(mode="fill", fill_value=0)
-        return weighted(y_BNkD.reshape(B, T, k, D), weights_BTk)
+        y_BND = boxes.at[at].get(mode="fill", fill_value=0)
+        return weighted(y_BND.reshape(B, T, k, D), weights_BTk)
 
 
 def dispatch(model: Model) -> Dispatch:
