@@ -151,8 +151,6 @@ def _mixture(block: str, gate: str, up: str, down: str) -> Table:
 
 
 HUGGINGFACE = {
-    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     "llama": Table(
         [
             *_embedding("embed", "model.embed_tokens"),
@@ -189,6 +187,8 @@ HUGGINGFACE = {
         prefix="transformer.",
         ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
     ),
+    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 # The code that Meta published with Llama 1 to 3: complex rotations, so interleaved queries and keys.

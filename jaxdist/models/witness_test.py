@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxdist import sharding
+from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.convert.tables import HUGGINGFACE, Table
@@ -115,6 +118,33 @@ def error(witness: Witness, **changes: Any) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
     assert error(witness(case)) < BOUND
+
+
+def balance(witness: Witness) -> float:
+    """What ours adds to the loss, over its weight, on two devices that have a row of TOKENS each."""
+    _, experiment, parameters, _ = witness
+    parallel = experiment.parallel.model_copy(update={"mesh": "data=2", "strategy": "ddp"})
+    experiment = experiment.model_copy(update={"parallel": parallel})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+
+    def function(parameters: Any, tokens: jax.Array) -> jax.Array:
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens)[1], sharding.TOKENS)
+
+    specs = (program.specs.parameters, program.batch_specs.tokens)
+    added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
+    weight = experiment.model.balance  # type: ignore[union-attr]
+    return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
+
+
+def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' load_balancing_loss_func, of all blocks and tokens at once."""
+    made = witness("qwen3_moe")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
+    with torch.no_grad():
+        told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
+    assert balance(made) == pytest.approx(float(told), rel=BOUND)
+    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row by itself
+    assert balance(made) != pytest.approx(float(told), rel=1e-3)
 
 
 @pytest.mark.parametrize(
