@@ -3,7 +3,7 @@
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
 mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
 device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
-a strategy shards over fsdp it shards over context too.
+a strategy shards over fsdp it shards over expert and context too, but for experts, which expert has given out already.
 
 | verb | forward | backward |
 |---|---|---|
@@ -13,6 +13,9 @@ a strategy shards over fsdp it shards over context too.
 | `enter`, sequence | all-gather over tensor, x(n-1)/n | reduce-scatter over tensor, x(n-1)/n |
 | `leave`, sequence | reduce-scatter over tensor, x(n-1)/n | all-gather over tensor, x(n-1)/n |
 | `attend` | over context: `parallel/context.py` | the same |
+| `experts` | over expert: `parallel/experts.py` | the same |
+| `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
+| `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
 | `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
 | `cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
@@ -20,6 +23,7 @@ a strategy shards over fsdp it shards over context too.
 No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -34,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxdist.config import Precision
 from jaxdist.data import IGNORED
 from jaxdist.memory import on_device
-from jaxdist.sharding import SHARDS, TOKENS, Strategy
+from jaxdist.sharding import TOKENS, Cut, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
 TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
@@ -61,33 +65,33 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
 
 
-def gather(piece: jax.Array, dim: int, to: str = "varying") -> jax.Array:
-    """All-gather over fsdp and context along `dim`; `to="invarying"` where all devices are to agree on the result."""
-    return lax.all_gather(piece, SHARDS, axis=piece.ndim + dim, tiled=True, to=to)
+def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
+    """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
+    return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
 
 
-def scatter(whole: jax.Array, dim: int) -> jax.Array:
-    """Reduce-scatter over fsdp and context along `dim`."""
-    return lax.psum_scatter(whole, SHARDS, scatter_dimension=whole.ndim + dim, tiled=True)
+def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
+    """Reduce-scatter of what is to be cut."""
+    return lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
+def _whole(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
     # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
     piece = on_device(piece)
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
     piece = piece.astype(parallel.precision.compute)
-    return gather(vary(piece, ("data",)), dim) if parallel.strategy.reshards else vary(piece, TOKENS)
+    return gather(vary(piece, ("data",)), cut) if parallel.strategy.reshards else vary(piece, ("data", *cut.axes))
 
 
-def _whole_forward(parallel: "Parallel", dim: int, piece: jax.Array, sink: jax.Array | None) -> Any:
-    return _whole(parallel, dim, piece, sink), None
+def _whole_forward(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> Any:
+    return _whole(parallel, cut, piece, sink), None
 
 
-def _whole_backward(parallel: "Parallel", dim: int, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+def _whole_backward(parallel: "Parallel", cut: Cut, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     if parallel.strategy.gradients:
-        gradient = scatter(gradient.astype(parallel.precision.reduce), dim)
+        gradient = scatter(gradient.astype(parallel.precision.reduce), cut)
     return None, gradient.astype(parallel.precision.parameters)
 
 
@@ -107,6 +111,17 @@ class Context(Protocol):
         """`layers.attend` over all times, of which each device has its own queries, keys and values."""
 
 
+Rows = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Dispatch(Protocol):
+    """How tokens come to the experts on the mesh axis `expert`, and back (`parallel/experts.py`)."""
+
+    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+        """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
+        by expert and how many each has."""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """What a model may know of how it is distributed: the verbs."""
@@ -114,13 +129,14 @@ class Parallel:
     strategy: Strategy
     precision: Precision
     context: Context
+    dispatch: Dispatch
     sequence: bool = False
 
     def use(self, module: M) -> M:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
         graph, state = nnx.split(module)
         whole = jax.tree.map(
-            lambda p: p.replace(_whole(self, p.fsdp_dim, *p.get_value())),
+            lambda p: p.replace(_whole(self, p.cut, *p.get_value())),
             state,
             is_leaf=lambda x: isinstance(x, nnx.Param),
         )
@@ -149,6 +165,19 @@ class Parallel:
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
         """`layers.attend` over all times, of which this device has its own."""
         return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
+
+    def experts(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+        """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
+        return self.dispatch(experts, x_BTD, weights_BTk, chosen_BTk)
+
+    def of_all_times(self, sums: jax.Array) -> jax.Array:
+        """Sums over all times that this device enters, of those over the times that it has between `leave` and
+        `enter`."""
+        return lax.psum(sums, "tensor") if self.sequence else sums
+
+    def of_all_tokens(self, sums: jax.Array) -> jax.Array:
+        """Sums over the microbatch of all devices. No gradient goes through it."""
+        return lax.psum(lax.stop_gradient(sums), TOKENS)
 
     def own_times(self, table_TD: jax.Array) -> jax.Array:
         """The rows of the times that this device has between `leave` and `enter`."""

@@ -29,6 +29,10 @@ from jaxdist.config import Experiment
 GPT2 = {
     "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 64, "positions": 32, "init_std": 0.2,
 }  # fmt: skip
+MIXTRAL = {
+    "family": "mixtral", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24, "vocab": 64,
+    "init_std": 0.2, "experts": 8, "top_k": 3, "balance": 0.05,
+}  # fmt: skip
 
 
 def tiny(**sections: Any) -> Experiment:

@@ -19,6 +19,7 @@ from jaxdist.data import IGNORED, Split, open_dataset
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
+from jaxdist.sharding import BATCH
 from jaxdist.weights import load_weights, located, source_experiment
 
 
@@ -147,10 +148,11 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
             f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}"
         )
     experiment.check_times(f"--tokens {path}: {tokens.shape[1]} tokens a row", tokens.shape[1], axes_of(program.mesh))
-    ways = axes_of(program.mesh)["data"] * axes_of(program.mesh)["fsdp"]
+    ways = math.prod(axes_of(program.mesh)[axis] for axis in BATCH)
     if tokens.shape[0] % ways:
         raise ConfigError(
-            f"--tokens {path}: {tokens.shape[0]} rows cannot be divided over data × fsdp = {ways}; change --mesh"
+            f"--tokens {path}: {tokens.shape[0]} rows cannot be divided over {' × '.join(BATCH)} = {ways}; "
+            "change --mesh"
         )
     return tokens.astype(np.int32)
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Memory
 
-Block = Callable[..., jax.Array]
+Block = Callable[..., Any]
 
 HOST = "pinned_host"  # memory of the host that a device can copy from by itself
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import __version__, arithmetic, optim, traffic
-from jaxdist.config import Experiment, Optimizer
+from jaxdist.config import Experiment, Mixture, Optimizer
 from jaxdist.config.hardware import peak_flops
 from jaxdist.memory import HOST
 from jaxdist.mesh import axes_of
@@ -30,11 +30,17 @@ def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> fl
     """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 6·L·H·C·T for causal attention.
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are halved for
-    the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square).
+    the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E experts those k
+    multiply that a token goes to, whatever a capacity leaves out.
     """
     model = experiment.model
     looked_up = {"positions.embedding"} | (set() if model.tied else {"embed.embedding"})
-    multiplying = sum(math.prod(layout.shape) for name, layout in layouts.items() if name not in looked_up)
+    chosen = model.top_k / model.experts if isinstance(model, Mixture) else 1.0
+    multiplying = sum(
+        math.prod(layout.shape) * (chosen if "experts" in layout.axes else 1.0)
+        for name, layout in layouts.items()
+        if name not in looked_up
+    )
     return 6.0 * multiplying + 6.0 * model.layers * model.heads * model.head_dim * experiment.data.sequence
 
 

@@ -19,6 +19,7 @@ from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize, offloaded, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.parallel.context import context
+from jaxdist.parallel.experts import dispatch
 from jaxdist.processes import on_host
 from jaxdist.sharding import BATCH, TOKENS
 from jaxdist.step import Arrays, Step, TrainState
@@ -54,7 +55,7 @@ class Program:
     def step_function(self) -> Step:
         e = self.experiment
         optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts)
-        parallel = Parallel(self.strategy, e.precision, self.context, e.parallel.sequence)
+        parallel = Parallel(self.strategy, e.precision, self.context, dispatch(e.model), e.parallel.sequence)
         return Step(
             self.model,
             self.layouts,
@@ -177,7 +178,7 @@ class Program:
 
         def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
             step = self.step_function
-            loss = step.loss(None, step.gathered(parameters), batch)
+            loss, _ = step.loss(None, step.gathered(parameters), batch)
             return lax.psum(loss, TOKENS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         specs = (self.specs.parameters, self.batch_specs)
@@ -199,7 +200,7 @@ class Program:
 
         def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
             step = self.step_function
-            return models.bind(self.model, step.gathered(parameters))(step.parallel, tokens, step.rematerialize)
+            return step.forward(None, step.gathered(parameters), tokens)[0]
 
         specs = (self.specs.parameters, self.batch_specs.tokens)
         logits = P(BATCH, "context", "tensor")

@@ -52,7 +52,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @dataclass
 class Taps:
-    """Within `installed`, what the modules of a model return passes through `note`, with the module's path."""
+    """Within `installed`, what the modules of a model return passes through `note`, with the module's path.
+
+    Of a module that returns several, the first.
+    """
 
     note: Note
     path: list[str] = field(default_factory=list)
@@ -79,14 +82,16 @@ class Taps:
                     stack.enter_context(replaced(owner, "scan_layers", self.unrolled))
             yield named
 
-    def module(self, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def tapped(module: Any, *inputs: Any, **named: Any) -> jax.Array:
+        def tapped(module: Any, *inputs: Any, **named: Any) -> Any:
             own = module.path if self.layer is None else module.path.replace(*self.layer, 1)
             self.path.append(own)
             y = call(module, *inputs, **named)
             self.path.pop()
-            return self.note(own or LOGITS, y)
+            several = isinstance(y, tuple)
+            noted = self.note(own or LOGITS, y[0] if several else y)
+            return (noted, *y[1:]) if several else noted
 
         return tapped
 
@@ -101,7 +106,7 @@ class Taps:
 
         return tapped
 
-    def unrolled(self, par: Parallel, layers: nnx.Module, x_BTD: jax.Array, _: Rematerialize, *rest: Any) -> jax.Array:
+    def unrolled(self, par: Parallel, layers: nnx.Module, x_BTD: Any, _: Rematerialize, *rest: Any) -> Any:
         """`scan_layers`, block by block."""
         graph, weights = nnx.split(layers)
         for i in range(jax.tree.leaves(weights)[0].shape[0]):
@@ -216,9 +221,12 @@ class Recorder:
         return ordered
 
     def loss(self, note: Note, state: TrainState, batch: Batch) -> jax.Array:
-        """This device's part of the scaled loss of the global batch, its activations passed through `note`."""
+        """This device's part of the scaled loss of the global batch, its activations passed through `note`.
+
+        What a model adds is here that of one microbatch, whatever `train.accumulation` is.
+        """
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
-            loss = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
-        return loss / count * loss_scale.factor(state.scaling)
+            loss, added = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
+        return (loss / count + added) * loss_scale.factor(state.scaling)

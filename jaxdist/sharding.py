@@ -1,22 +1,24 @@
 """Where every array lies: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
 
 A model declares each parameter once, with a logical axis per dimension (`models/layers.py`). The rules below send
-tensor-parallel axes to the mesh axis `tensor` and the residual width to `fsdp`; a strategy says which of parameters,
-gradients and optimizer state are sharded over `fsdp`, and which are whole on each of its devices.
+tensor-parallel axes to the mesh axis `tensor`, experts to `expert` and the residual width to `fsdp`; a strategy says
+which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are whole on each of its devices.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, Parallel
 from jaxdist.config.errors import nearest
 
-BATCH = ("data", "fsdp")  # the mesh axes that split the global batch
-SHARDS = ("fsdp", "context")  # those that split what a strategy shards: both hold other tokens, the same weights
-TOKENS = (*BATCH, "context")  # those over which tokens differ, and so gradients are summed
+BATCH = ("data", "fsdp", "expert")  # the mesh axes that split the global batch
+SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards: all hold other tokens
+GIVEN = ("tensor", "expert")  # those that split parameters under any strategy
+TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients are summed
 
 # Logical axis -> mesh axis. A parameter without an `embed` dimension is split over fsdp along its last one.
 RULES: dict[str, str | None] = {
@@ -28,7 +30,16 @@ RULES: dict[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "hidden": "tensor",
+    "experts": "expert",
+    "choices": None,
 }
+
+
+class Cut(NamedTuple):
+    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`."""
+
+    dim: int
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,21 @@ class Layout:
     std: float
 
     @property
-    def fsdp_dim(self) -> int:
-        """The dimension split over fsdp, counted from the end, so that it holds with and without the layer axis."""
-        return (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
+    def cut(self) -> Cut:
+        """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
+        gives to devices already, are cut over the other axes."""
+        dim = (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
+        return Cut(dim, tuple(axis for axis in SHARDS if axis not in self.given))
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The mesh axes that split it under any strategy."""
+        return tuple(axis for name in self.axes if (axis := RULES.get(name)) in GIVEN)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The mesh axes over which its gradients are summed: devices with other tokens and the same weights."""
+        return ("data", *self.cut.axes)
 
     @property
     def decays(self) -> bool:
@@ -90,7 +113,8 @@ class Layout:
             if axis not in RULES:
                 raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
         return tuple(
-            (("tensor",) if RULES[axis] == "tensor" else ()) + (SHARDS if sharded and dim == self.fsdp_dim else ())
+            ((own,) if (own := RULES[axis]) in GIVEN else ())
+            + (self.cut.axes if sharded and dim == self.cut.dim else ())
             for dim, axis in enumerate(self.axes, start=-len(self.axes))
         )
 

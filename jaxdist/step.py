@@ -18,7 +18,7 @@ from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
 from jaxdist.optim import steps_done
-from jaxdist.sharding import SHARDS, TOKENS, Layout
+from jaxdist.sharding import TOKENS, Cut, Layout
 
 Arrays = dict[str, jax.Array]
 
@@ -69,31 +69,38 @@ class Step:
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
         return TrainState(self.whole(after), optimizer, scaling)
 
-    def loss(self, sinks: Arrays | None, weights: Arrays, batch: Batch) -> jax.Array:
-        """Sum of this device's cross-entropy, nats. `weights`: parameters as `gathered`."""
-        model = bind(self.model, weights, sinks)
-        return self.parallel.cross_entropy(model(self.parallel, batch.tokens, self.rematerialize), batch.targets)
+    def loss(self, sinks: Arrays | None, weights: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array | int]:
+        """Sum of this device's cross-entropy, nats, and its part of what the model adds to the mean of a microbatch.
+        `weights`: parameters as `gathered`."""
+        logits, added = self.forward(sinks, weights, batch.tokens)
+        return self.parallel.cross_entropy(logits, batch.targets), added
+
+    def forward(self, sinks: Arrays | None, weights: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+        """This device's logits, and its part of what the model adds to the loss: a mixture its balance, others 0."""
+        made = bind(self.model, weights, sinks)(self.parallel, tokens, self.rematerialize)
+        return made if isinstance(made, tuple) else (made, 0)
 
     def gathered(self, parameters: Arrays) -> Arrays:
         """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
         strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
         if strategy.reshards or not strategy.parameters:
             return parameters
-        dims = {name: layout.fsdp_dim for name, layout in self.layouts.items()}
+        cuts = {name: layout.cut for name, layout in self.layouts.items()}
         pieces = on_device(parameters)
-        return {name: gather(w.astype(dtype), dims[name], to="invarying") for name, w in pieces.items()}
+        return {name: gather(w.astype(dtype), cuts[name], to="invarying") for name, w in pieces.items()}
 
     def accumulate(self, parameters: Arrays, batch: Batch, scale: jax.Array | int = 1) -> tuple[jax.Array, Arrays]:
         """Loss of the global batch, and the gradient of `scale` times it as the microbatches leave it.
 
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
-        microbatch: uneven microbatches and devices weigh as their tokens do.
+        microbatch: uneven microbatches and devices weigh as their tokens do. What a model adds is trained on as the
+        mean over microbatches, and is no part of the loss that is told.
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         def scaled(sinks: Arrays, part: Batch) -> tuple[jax.Array, jax.Array]:
-            loss = self.loss(sinks, weights, part) / count
-            return loss * scale, loss
+            total, added = self.loss(sinks, weights, part)
+            return (total / count + added / self.accumulation) * scale, total / count
 
         def microbatch(total: tuple[Arrays, jax.Array], part: Batch) -> tuple[tuple[Arrays, jax.Array], None]:
             return jax.tree.map(jnp.add, total, jax.grad(scaled, has_aux=True)(sinks, part)), None
@@ -110,8 +117,7 @@ class Step:
         sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
         def zeros(layout: Layout) -> jax.Array:
-            tensor = tuple(axis for axis in layout.mesh_axes(sharded) if axis not in TOKENS)
-            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), TOKENS + tensor)
+            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.tokens + layout.given)
 
         return {name: zeros(layout) for name, layout in self.layouts.items()}
 
@@ -122,9 +128,9 @@ class Step:
         def one(layout: Layout, g: jax.Array) -> jax.Array:
             g = g.astype(precision.reduce)
             if not strategy.optimizer:
-                g = lax.psum(g, TOKENS)
+                g = lax.psum(g, layout.tokens)
             else:
-                g = lax.psum(g if strategy.gradients else scatter(g, layout.fsdp_dim), "data")
+                g = lax.psum(g if strategy.gradients else scatter(g, layout.cut), "data")
             return g.astype(precision.parameters)
 
         return {name: one(self.layouts[name], g) for name, g in gradients.items()}
@@ -142,14 +148,14 @@ class Step:
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return parameters
 
-        def piece(layout: Layout, w: jax.Array) -> jax.Array:
-            size = w.shape[layout.fsdp_dim] // lax.axis_size(SHARDS)
-            return lax.dynamic_slice_in_dim(w, lax.axis_index(SHARDS) * size, size, w.ndim + layout.fsdp_dim)
+        def piece(cut: Cut, w: jax.Array) -> jax.Array:
+            size = w.shape[cut.dim] // lax.axis_size(cut.axes)
+            return lax.dynamic_slice_in_dim(w, lax.axis_index(cut.axes) * size, size, w.ndim + cut.dim)
 
-        return {name: piece(self.layouts[name], w) for name, w in parameters.items()}
+        return {name: piece(self.layouts[name].cut, w) for name, w in parameters.items()}
 
     def whole(self, pieces: Arrays) -> Arrays:
         """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return pieces
-        return {name: gather(w, self.layouts[name].fsdp_dim, to="invarying") for name, w in pieces.items()}
+        return {name: gather(w, self.layouts[name].cut, to="invarying") for name, w in pieces.items()}

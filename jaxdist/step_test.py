@@ -12,9 +12,10 @@ from jax import lax
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
-from jaxdist.conftest import GPT2, tiny
+from jaxdist.conftest import GPT2, MIXTRAL, tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
+from jaxdist.models import mixtral
 from jaxdist.program import Program
 from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
@@ -73,6 +74,21 @@ CASES: dict[str, dict[str, Any]] = {
     "ulysses 4": {"parallel": {"mesh": "data=2,context=4", "strategy": "zero1", "context": "ulysses"}},
     "every second": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full", "remat_every": 2}},
 }
+
+
+EXPERT_CASES: dict[str, dict[str, Any]] = {
+    "fsdp": {"parallel": {"mesh": "fsdp=2,expert=2"}},
+    "ddp": {"parallel": {"mesh": "data=2,expert=4", "strategy": "ddp"}},
+    "zero1": {"parallel": {"mesh": "data=2,expert=2", "strategy": "zero1"}},
+    "tensor zero2": {"parallel": {"mesh": "expert=4,tensor=2", "strategy": "zero2"}, "memory": {"remat": "selective"}},
+    "sequence": {"parallel": {"mesh": "expert=2,tensor=4", "sequence": True}, "memory": {"remat": "full"}},
+    "hybrid kept": {"parallel": {"mesh": "data=2,fsdp=2,expert=2", "reshard_after_forward": False}},
+    "no expert axis": {"parallel": {"mesh": "fsdp=2,tensor=2"}},
+    "context": {"parallel": {"mesh": "fsdp=2,expert=2,context=2"}, "memory": {"remat": "full"}},
+}
+# A capacity counts the tokens of whole sequences, which `context` splits.
+EXPERTS = [(case, capacity) for case in EXPERT_CASES for capacity in (0.0, 1.0) if not (case == "context" and capacity)]
+CHEAP = [("sequence", 1.0)]
 
 
 def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -137,6 +153,39 @@ def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": dict(tiny().model.model_dump(), tied=True)}
     loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
     assert loss <= LOSS and state <= STATE
+
+
+def experts_differ(case: str, capacity: float, batches: Any, alone: Any) -> float:
+    """A mixture on a mesh against one device, over the bounds of the contract."""
+    sections = {"model": MIXTRAL | {"capacity": capacity}}
+    loss, state = error(train(tiny(**EXPERT_CASES[case], **sections), batches), alone(batches, **sections))
+    return max(loss / LOSS, state / STATE)
+
+
+@pytest.mark.parametrize(("case", "capacity"), CHEAP)
+def test_a_mixture_trains_as_on_one_device(case: str, capacity: float, batches: Any, alone: Any) -> None:
+    assert experts_differ(case, capacity, batches, alone) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "capacity"), [pair for pair in EXPERTS if pair not in CHEAP])
+def test_mixtures_train_as_on_one_device(case: str, capacity: float, batches: Any, alone: Any) -> None:
+    assert experts_differ(case, capacity, batches, alone) <= 1
+
+
+def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its balance alone: each device divides by its own tokens, and counts those that go to an expert of its own."""
+    sections = {"model": MIXTRAL | {"capacity": 1.0}}
+    right = alone(batches, **sections)
+    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: lax.stop_gradient(sums))
+    loss, state = error(train(tiny(**EXPERT_CASES["sequence"], **sections), batches, STEPS), right)
+    assert loss > LOSS and state > STATE
+
+
+def test_equal_probabilities_choose_the_first_experts() -> None:
+    """Which of equal ones torch.topk takes is open; both sides take the first."""
+    probabilities = jnp.array([0.1, 0.3, 0.2, 0.3, 0.2, 0.3])[None, None]
+    assert mixtral.choose(probabilities, 4).tolist() == [[[1, 3, 5, 2]]]
 
 
 def divided(reduce: Any) -> Any:

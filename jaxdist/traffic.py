@@ -14,8 +14,8 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
-from jaxdist.config import Experiment
-from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
+from jaxdist.config import Experiment, Mixture
+from jaxdist.sharding import BATCH, TOKENS, Layout, strategy
 
 KINDS = {
     "psum": "all_reduce",
@@ -97,6 +97,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
+    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`.
+
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
     a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
@@ -121,7 +123,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
     found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
-    return dict(found + Counter({"context": least_of_attention(e, mesh)}))
+    return dict(found + Counter({"context": least_of_attention(e, mesh)}) + Counter(least_of_experts(e, mesh)))
 
 
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
@@ -138,12 +140,47 @@ def least_of_attention(experiment: Experiment, mesh: Mapping[str, int]) -> float
     if n == 1:
         return 0.0
     compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
-    tokens = e.train.batch * e.data.sequence / (mesh["data"] * mesh["fsdp"])
+    tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
     queries, keys = (tokens * heads * m.head_dim / mesh["tensor"] for heads in (m.heads, 2 * m.kv_heads))
     if e.parallel.context == "ulysses":
         return (2 * m.layers + again) * ring_bytes("all_to_all", (2 * queries + keys) / n * compute, n)
     around = ring_bytes("all_gather", keys * compute, n)
     return (2 * m.layers + again) * around + m.layers * keys * max(compute, 4)
+
+
+def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[str, float]:
+    """Least bytes a device must send per step for tokens and experts to meet, by mesh axis.
+
+    Over expert, n devices, what `parallel/experts.py` says of each block: x of the group's tokens and their k weights
+    and choices are gathered, results scattered; backward x, weights and results again. Where it is computed again, x,
+    weights and choices are gathered once more. With a capacity, boxes there and back, forward, backward and again.
+
+    Over tensor the gradients of the k weights are summed, or under sequence parallelism weights and choices gathered
+    and gradients scattered. A microbatch's tallies cross all axes: E counts, and over tensor 2E sums under sequence.
+    """
+    e, m, n, tensor = experiment, experiment.model, mesh["expert"], mesh["tensor"]
+    if not isinstance(m, Mixture):
+        return {}
+    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
+    wide, rows = max(compute, 4), e.train.batch / math.prod(mesh[axis] for axis in BATCH)
+    tokens = rows * e.data.sequence / mesh["context"]
+    x, weights, chosen = tokens * m.dim * compute, tokens * m.top_k * wide, tokens * m.top_k * 4
+    if m.capacity:
+        boxes = rows * m.experts * m.room(e.data.sequence) * m.dim * compute
+        dispatched = ring_bytes("all_to_all", (4 * m.layers + 2 * again) * boxes, n)
+    else:
+        gathered = (m.layers + again) * (x + weights + chosen) + m.layers * x
+        dispatched = ring_bytes("all_gather", (gathered + m.layers * (2 * x + weights)) * n, n)
+    tallies = 2 * m.experts * wide * e.train.accumulation
+    everywhere = ring_bytes("all_reduce", tallies / 2, math.prod(mesh[axis] for axis in TOKENS))
+    if e.parallel.sequence:
+        entered = ring_bytes("all_gather", (m.layers + again) * (weights + chosen) + m.layers * weights, tensor)
+        entered += ring_bytes("all_reduce", tallies, tensor)
+    else:
+        entered = ring_bytes("all_reduce", m.layers * weights, tensor)
+    return dict(
+        Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
+    )
 
 
 def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:
@@ -163,19 +200,20 @@ def least_of_parameters(
 ) -> dict[str, float]:
     """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
 
-    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits; what goes over several axes at
-    once counts under the first of them. fsdp gathers each block forward and backward (its biases and scales only where
-    it is recomputed) and the rest (embedding, last norm, head) once; or, where it does not reshard, all once a step. A
-    replica axis adds one all-reduce of the fsdp pieces.
+    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits, and 1/expert of experts, which go
+    over the other axes alone; what goes over several axes at once counts under the first of them. fsdp gathers each
+    block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
+    head) once; or, where it does not reshard, all once a step. A replica axis adds one all-reduce of the fsdp pieces.
     """
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
-    n, replicas, tensor = mesh["fsdp"] * mesh["context"], mesh["data"], mesh["tensor"]
-    everywhere, shards = first(mesh, TOKENS), first(mesh, SHARDS)
+    replicas = mesh["data"]
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
-        size = math.prod(layout.shape) / (tensor if "tensor" in layout.mesh_axes(False) else 1)
+        everywhere, shards = first(mesh, layout.tokens), first(mesh, layout.cut.axes)
+        n = math.prod(mesh[axis] for axis in layout.cut.axes)
+        size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.given)
         if not row.optimizer:
             total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
             continue

@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import traffic
 from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
-from jaxdist.conftest import GPT2, tiny
+from jaxdist.conftest import GPT2, MIXTRAL, tiny
 from jaxdist.mesh import axes_of, make_mesh
+from jaxdist.parallel import experts
 from jaxdist.program import Program
-from jaxdist.step_test import CASES
+from jaxdist.step_test import CASES, EXPERT_CASES, EXPERTS
 
 BOUND = 1.05  # of the contract; the measured ratios are below 1.001
 SIZES = {"f64": 8, "f32": 4, "s32": 4, "s64": 8, "u32": 4}
@@ -59,6 +61,33 @@ def test_sends_the_least_in_bf16(case: str) -> None:
 def test_gpt2_sends_the_least(case: str) -> None:
     found = ratios(program(model=GPT2, data={"sequence": 24}, **CASES[case]))
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
+
+
+@pytest.mark.parametrize(("case", "capacity"), EXPERTS[::2])
+def test_a_mixture_sends_the_least(case: str, capacity: float) -> None:
+    least_is_sent(case, capacity)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "capacity"), EXPERTS[1::2])
+def test_mixtures_send_the_least(case: str, capacity: float) -> None:
+    least_is_sent(case, capacity)
+
+
+def least_is_sent(case: str, capacity: float) -> None:
+    found = ratios(program(model=MIXTRAL | {"capacity": capacity}, precision={"policy": "bf16"}, **EXPERT_CASES[case]))
+    assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
+
+
+def test_rows_gathered_beyond_need_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: results are summed on every device of the group, each of which keeps its own tokens'."""
+
+    def summed(x: Any, axis: str, **_: Any) -> Any:
+        size = x.shape[0] // jax.lax.axis_size(axis)
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), jax.lax.axis_index(axis) * size, size)
+
+    monkeypatch.setattr(experts, "lax", SimpleNamespace(**vars(jax.lax) | {"psum_scatter": summed}))
+    assert ratios(program(model=MIXTRAL, **EXPERT_CASES["fsdp"]))["expert"] > BOUND
 
 
 def test_a_collective_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, check_new, exit_codes, parse
+from jaxdist.config import Arguments, ConfigError, Mixture, check_new, exit_codes, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.data import in_steps
@@ -108,6 +108,13 @@ def check(a: Arguments) -> Path:
         raise ConfigError(f"--first {a.more['first']}: a proof needs {FEWEST} steps; give {FEWEST} or more")
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
+    model, train = a.experiment.model, a.experiment.train
+    if isinstance(model, Mixture) and model.balance and train.accumulation > 1:
+        raise ConfigError(
+            f"train.accumulation = {train.accumulation} with model.balance = {model.balance}: which rows are balanced "
+            "together hangs on the mesh, so that equal runs differ; prove it with train.accumulation = 1 or "
+            "model.balance = 0"
+        )
     if a.more["against"] == "transformers":
         from parity_tests.transformers_train import on_batch_axes
 

@@ -1,4 +1,4 @@
-"""What is compared: two models, the meshes and strategies, accumulation and rematerialization."""
+"""What is compared: models, the meshes and strategies, accumulation and rematerialization."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "family": "gpt2", "layers": 2, "dim": 40, "heads": 4, "hidden": 56, "vocab": 256, "positions": 44,
         "init_std": 0.1,
+    },
+}  # fmt: skip
+
+# Of eight experts three, so that none is even; where all are as good as chosen, balance and order matter.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "family": "mixtral", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24,
+        "vocab": 256, "positions": 64, "init_std": 0.1, "window": 20, "experts": 8, "top_k": 3, "balance": 0.05,
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24,
+        "vocab": 256, "positions": 64, "init_std": 0.1, "qk_norm": True, "norm_topk_prob": False, "experts": 8,
+        "top_k": 3, "balance": 0.05, "capacity": 1.0,
     },
 }  # fmt: skip
 
@@ -41,6 +54,16 @@ MESHES: dict[str, dict[str, Any]] = {
     "ulysses": {"mesh": "context=4", "parallel.context": "ulysses"},
 }  # fmt: skip
 
+EXPERT_MESHES: dict[str, dict[str, Any]] = {
+    "fsdp, full": {"mesh": "fsdp=2,expert=2", "memory.remat": "full"},
+    "ddp": {"mesh": "data=2,expert=2", "strategy": "ddp"},
+    "tensor zero2": {"mesh": "expert=2,tensor=2", "strategy": "zero2"},
+    "sequence, full": {"mesh": "expert=2,tensor=2", "parallel.sequence": True, "memory.remat": "full"},
+    "context": {"mesh": "fsdp=2,expert=2,context=2"},
+    "hybrid, selective": {"mesh": "data=2,fsdp=2,expert=2", "memory.remat": "selective"},
+    "kept": {"mesh": "fsdp=2,expert=4", "parallel.reshard_after_forward": False},
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation": {"train.accumulation": 2},
     "full": {"memory.remat": "full"},
@@ -66,9 +89,9 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 
 def experiment(model: str, documents: Path, steps: int) -> dict[str, Any]:
-    """The fields of a short run of one of MODELS in float64, on `documents`."""
+    """The fields of a short run of one of MODELS or MIXTURES in float64, on `documents`."""
     return {
-        "model": MODELS[model],
+        "model": (MODELS | MIXTURES)[model],
         "data": {"path": str(documents), "documents": "padded", "sequence": 32},
         "train": {"steps": steps, "batch": 16, "validation_batches": 0},
         "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},

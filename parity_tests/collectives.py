@@ -1,7 +1,8 @@
 """How many collectives a step takes, by mesh axis and kind: the closed form of either side, where bytes say how large.
 
-JAX sends each parameter by itself, within the scan once a layer; FSDP2 a block at once, and with one more what lies
-outside of the blocks; DDP whole parameters up to a bucket's size; ZeroRedundancyOptimizer each updated parameter.
+JAX sends each parameter by itself, within the scan once a layer; FSDP2 a block at once, its experts by themselves where
+the mesh splits them, and with one more what lies outside of the blocks; DDP whole parameters up to a bucket's size;
+ZeroRedundancyOptimizer each updated parameter.
 """
 
 import math
@@ -11,8 +12,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from jaxdist import traffic
-from jaxdist.config import Experiment
-from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
+from jaxdist.config import Experiment, Mixture
+from jaxdist.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
 from jaxdist.traffic import ITEMSIZE, first, partial_over_tensor, ring_bytes
 from parity_tests.run import JAX
 
@@ -30,7 +31,7 @@ def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     parameters = by_parameter(e, layouts, mesh) if side == JAX else by_block(e, layouts, mesh)
     found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
     activations = ("tensor", of_activations(side, e, layouts)), ("context", of_attention(side, e, mesh))
-    for axis, ops in (*activations, *parameters):
+    for axis, ops in (*activations, *of_experts(side, e, mesh), *parameters):
         for op, (least, most) in ops.items() if axis in found else ():
             fewest, more = found[axis].get(op, (0, 0))
             found[axis][op] = fewest + least, more + most
@@ -41,12 +42,15 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     """The least bytes that a side could send, by axis.
 
     torch: keys and values are gathered, their gradients reduce-scattered. For zero1 DDP all-reduces whole gradients
-    over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
+    over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts
+    hangs on what the router chooses: see `unknown`.
     """
     found = defaultdict(float, traffic.least(e, layouts, mesh))
+    for axis in unknown(side, mesh):
+        found.pop(axis, None)
     if side != JAX and mesh["context"] > 1:
         again, m = traffic.recomputed(e) * e.model.layers, e.model
-        tokens = e.train.batch * e.data.sequence / (mesh["data"] * mesh["fsdp"])
+        tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
         keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
         found["context"] -= traffic.least_of_attention(e, mesh)
         found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
@@ -60,6 +64,11 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
             found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
     return {axis: size for axis, size in found.items() if size > 1}
+
+
+def unknown(side: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of which no closed form tells the bytes that a side sends."""
+    return ("expert",) if side != JAX and mesh["expert"] > 1 else ()
 
 
 def exactly(count: int) -> Range:
@@ -104,20 +113,55 @@ def of_attention(side: str, e: Experiment, mesh: Mapping[str, int]) -> dict[str,
     return {"permute": exactly(m * (2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks))}
 
 
+def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends rows,
+    beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
+    gathered. Tallies cross all axes that tokens differ over, in torch one by one.
+    """
+    m, blocks, memory, model = e.train.accumulation, e.model.layers, e.memory, e.model
+    if not isinstance(model, Mixture):
+        return
+    again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
+    forward, sequence = blocks + again, e.parallel.sequence
+    if side != JAX:
+        yield "expert", {"all_to_all": exactly(m * (3 * forward + 2 * blocks))}
+        yield from ((axis, {"all_reduce": (0, m)}) for axis in (*TOKENS, *["tensor"] * sequence))
+    elif model.capacity:
+        yield "expert", {"all_to_all": exactly(2 * m * (forward + blocks))}
+    else:
+        yield "expert", {"all_gather": exactly(m * (3 * forward + blocks)), "reduce_scatter": exactly(3 * m * blocks)}
+    if side == JAX:
+        yield first(mesh, TOKENS), {"all_reduce": exactly(m)}
+        yield "tensor", {"all_reduce": exactly(m * sequence)}
+    if sequence:
+        yield "tensor", {"all_gather": exactly(2 * m * forward), "reduce_scatter": exactly(m * blocks)}
+    else:
+        yield "tensor", {"all_reduce": exactly(m * blocks)}
+
+
+def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
+    """The parameters by the mesh axes that a strategy cuts them over: experts go over one less."""
+    found: dict[tuple[str, ...], list[Layout]] = {}
+    for layout in layouts.values():
+        found.setdefault(layout.cut.axes, []).append(layout)
+    return found
+
+
 def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
     row, m, blocks = strategy(e.parallel), e.train.accumulation, e.model.layers
-    stacked = [layout for layout in layouts.values() if "layers" in layout.axes]
-    outside, every = len(layouts), len(layouts) + (blocks - 1) * len(stacked)
-    yield first(mesh, TOKENS) if not row.optimizer else "data", {"all_reduce": exactly(outside)}
-    if not row.optimizer:
-        return
-    # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
     recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
-    again = sum(blocks if x.decays else recomputed for x in stacked if x.name != LAST)
-    gathers = m * (every + again) if row.reshards else outside
-    scatters = m * every if row.gradients else outside
-    yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
+    for axes, alike in cut_alike(layouts).items():
+        stacked = [layout for layout in alike if "layers" in layout.axes]
+        outside, every = len(alike), len(alike) + (blocks - 1) * len(stacked)
+        yield "data" if row.optimizer else first(mesh, ("data", *axes)), {"all_reduce": exactly(outside)}
+        if not row.optimizer:
+            continue
+        # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
+        again = sum(blocks if x.decays else recomputed for x in stacked if x.name != LAST)
+        gathers = m * (every + again) if row.reshards else outside
+        scatters = m * every if row.gradients else outside
+        yield first(mesh, axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
 
 
 def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
@@ -130,11 +174,16 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
         buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if name == "zero1" else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
-        yield first(mesh, TOKENS), {"all_reduce": (1, buckets), "broadcast": (0, SCALARS)}
+        for axes in cut_alike(layouts):
+            whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
+            yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SCALARS)}
         if updated:
             yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
         return
-    gathers = m * (2 * blocks + 1) if e.parallel.reshards else blocks + 1
-    scatters = (blocks + 1) * (1 if e.parallel.reduce == "step" else m)
-    yield "data", {"all_reduce": exactly(blocks + 1)}
-    yield first(mesh, SHARDS), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
+    alike = list(cut_alike(layouts)) if mesh["expert"] > 1 else [SHARDS]
+    for axes in alike:
+        root = int(axes == SHARDS)  # experts are of blocks alone
+        gathers = m * (2 * blocks + root) if e.parallel.reshards else blocks + root
+        scatters = (blocks + root) * (1 if e.parallel.reduce == "step" else m)
+        yield "data", {"all_reduce": exactly(blocks + root)}
+        yield first(mesh, axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}

@@ -27,7 +27,7 @@ from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from parity_tests import levels
-from parity_tests.cases import MODELS, write_documents
+from parity_tests.cases import MIXTURES, MODELS, write_documents
 from parity_tests.mistakes import FOLDER, Mistake, table
 from parity_tests.proof import Proof
 from parity_tests.run import Run
@@ -65,6 +65,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "adam": {"optimizer": {"name": "adam", "ema": 0.9}},
     "sgd": {"optimizer": {"name": "sgd", "nesterov": True, "learning_rate": 0.1}},
     "lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3, "beta2": 0.99}},
+    "mixture": {"model": MIXTURES["mixtral"]},
+    "experts": {"model": MIXTURES["mixtral"], "parallel": {"mesh": "fsdp=2,expert=2"}},
+    "capped": {"model": MIXTURES["qwen3_moe"], "parallel": {"mesh": "fsdp=2,expert=2"}},
     "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.

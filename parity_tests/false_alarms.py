@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from jaxdist import models
-from jaxdist.config import GPT2, ConfigError, Experiment, Llama, check_writable, exit_codes
+from jaxdist.config import ConfigError, Experiment, Family, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
@@ -131,7 +131,7 @@ class SharedProof(Proof):
         return super().verdict()
 
 
-def draw(model: Llama | GPT2, seed: int, folder: Path) -> Path:
+def draw(model: Family, seed: int, folder: Path) -> Path:
     """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
     random = np.random.default_rng(seed)
     weights = {

@@ -306,11 +306,13 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     """Bytes that the fullest device holds of each kind, torch's against JAX's, less the causes known by name."""
     parallel = experiment.parallel
     mesh = a.summary["mesh"]
-    n, t = mesh["fsdp"] * mesh["context"], mesh["tensor"]
+    over_experts, t = mesh["fsdp"] * mesh["context"], mesh["tensor"]
+    n = over_experts * mesh["expert"]
     item = np.dtype(experiment.precision.parameters).itemsize
     tensors = list(b.kept_states("weights").values())
-    padding = sum(w[0].size for w in tensors if len(w) % (n * t)) * item
+    padding = sum(w[0].size for w in tensors if w.ndim < 3 and len(w) % (n * t)) * item  # experts are cut evenly
     largest = max(w.size for w in tensors) * item
+    experts = sum(w.size for w in tensors if w.ndim == 3) * item / (mesh["expert"] * t)
 
     share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
     bound = {"parameters": padding, "gradients": padding, "optimizer_state": 2 * padding + 8 * len(tensors)}
@@ -326,7 +328,9 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
         bound["optimizer_state"] += 2 * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
     for kind, parts in share.items():
-        jax, torch = a.summary["memory"][kind] / parts, b.summary["memory"][kind]
+        jax, torch = a.summary["memory"][kind], b.summary["memory"][kind]
+        if parts > 1:
+            jax = (jax - experts) / parts + experts / over_experts
         yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
     offloaded = [kind for name, kind in OFFLOADED.items() if name in experiment.memory.offload]
     for run in (run for run in (a, b) if "host" in run.summary["memory"]):  # a loop of one's own may not tell

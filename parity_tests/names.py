@@ -27,12 +27,20 @@ CONTAINERS = {
         "layers.#.mlp": "model.layers.#.mlp",
         "layers.#": "model.layers.#",
     },
+    "mixtral": {
+        "layers.#.attention": "model.layers.#.self_attn",
+        "layers.#.mlp": "model.layers.#.block_sparse_moe",
+        "layers.#": "model.layers.#",
+    },
     "gpt2": {
         "layers.#.attention": "transformer.h.#.attn",
         "layers.#.mlp": "transformer.h.#.mlp",
         "layers.#": "transformer.h.#",
     },
 }
+
+
+CONTAINERS["qwen3_moe"] = CONTAINERS["llama"]
 
 
 def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
@@ -45,7 +53,7 @@ def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
             parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
         else:
             parts = {f"{module}.{new}": array}
-        named |= {key: w.T if transposed else w for key, w in parts.items()}
+        named |= {key: w.swapaxes(-1, -2) if transposed else w for key, w in parts.items()}
     return named
 
 
@@ -101,10 +109,14 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
 
     table, ours, left = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays)
     for row in table.rows:
-        theirs = row.names(layers)
-        if all(name in arrays for name in theirs):
+        experts = (
+            sum(row.theirs.format(layer=0, expert=e) in arrays for e in range(len(arrays))) if row.by_expert else 1
+        )
+        theirs = row.names(layers, experts)
+        if experts and all(name in arrays for name in theirs):
             parts = zip(*(row.split(arrays[name]) for name in theirs), strict=True)
-            ours |= {n: np.stack(p) if row.stacked else p[0] for n, p in zip(row.ours, parts, strict=True)}
+            stacks = ((n, np.stack(p) if row.stacked else p[0]) for n, p in zip(row.ours, parts, strict=True))
+            ours |= {n: a.reshape(layers, experts, *a.shape[1:]) if row.by_expert else a for n, a in stacks}
             left -= {*theirs}
     if unknown := sorted(name for name in left if name != table.head and not table.ignored.search(name)):
         raise ValueError(f"{', '.join(unknown[:3])} has no counterpart in it")

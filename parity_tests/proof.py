@@ -306,7 +306,7 @@ class Proof:
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
         for run in policy if self.measured("memory") else policy[:1]:
-            if run.side in scratch.SIDES:
+            if run.side in scratch.SIDES and self.scratch.known:
                 yield from levels.peak(run, self.scratch)
         ours = policy[0].summary
         for run in policy if self.measured("collectives") else policy[:1]:
@@ -314,7 +314,7 @@ class Proof:
             counts = collectives.expected(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
             backend = JAX if run.summary.get("backend") == "jax" else "torch_ref"
             least = collectives.least(backend, self.experiment, self.layouts, ours["mesh"])
-            yield from levels.traffic(run, least, counts)
+            yield from levels.traffic(run, least, counts, collectives.unknown(backend, ours["mesh"]))
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
@@ -342,8 +342,8 @@ class Proof:
     def causes(self) -> list[Cause]:
         """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
         memory = {run.side: run.summary.get("memory") or {} for run in self.pair("policy")}
-        known = self.sides == scratch.SIDES and self.measured("memory") and all(m.get("peak") for m in memory.values())
-        return self.scratch.causes(memory) if known else []
+        peaks = self.measured("memory") and all(m.get("peak") for m in memory.values())
+        return self.scratch.causes(memory) if self.sides == scratch.SIDES and peaks and self.scratch.known else []
 
     # ---- where they part
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from parity_tests import levels
+from parity_tests import collectives, levels
 from parity_tests.run import JAX, REFERENCES, Run
 from parity_tests.verdict import Check
 
@@ -82,6 +82,10 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
     """What a reader must know of a verdict's reach."""
     if proof.exact and not any(check.level == "distribution" for check in checks):
         yield "distribution: nothing to compare, the mesh is one device"
+    if not proof.scratch.known:
+        yield f"memory: peaks of {proof.experiment.model.family} have no closed form, as rows hang on the router"
+    for axis in collectives.unknown(proof.sides[1], proof.pair("policy")[0].summary["mesh"]):
+        yield f"traffic: bytes of {proof.sides[1]} over {axis} have no closed form, as they hang on the router"
     for what in ("memory", "collectives"):
         if not proof.measured(what):
             yield f"{what}: not compared, {proof.sides[1]} has no figures for this mesh"

@@ -80,6 +80,11 @@ class Scratch:
     gpu: bool = False
 
     @property
+    def known(self) -> bool:
+        """Whether there is one: a mixture's rows are many or few as its router chooses."""
+        return (JAX, self.experiment.model.family) in KEPT
+
+    @property
     def tokens(self) -> int:
         """Of a microbatch on one device."""
         e = self.experiment

@@ -23,7 +23,7 @@ from jaxdist.data import Batch as Tokens
 from jaxdist.mesh import axes_of, lay_out
 from jaxdist.program import Program
 from jaxdist.record import Recorder
-from jaxdist.sharding import Layout
+from jaxdist.sharding import BATCH, Layout
 from parity_tests.names import base
 from parity_tests.sides import Arrays, Batch, JaxSide, Values, narrower
 
@@ -114,11 +114,11 @@ class Sharded:
             sections["parallel"] = {**self.sections.get("parallel", {}), "mesh": "1x1"}
         experiment = self.experiment(len(example.targets), **sections)
         mesh = self.mesh(experiment.parallel)
-        parts = mesh.shape["data"] * mesh.shape["fsdp"] * experiment.train.accumulation
+        parts = math.prod(mesh.shape[axis] for axis in BATCH) * experiment.train.accumulation
         if experiment.train.batch % parts:
             raise ConfigError(
-                f"batches: {len(example.targets)} rows are not divided by data × fsdp × train.accumulation = {parts}; "
-                "give others"
+                f"batches: {len(example.targets)} rows are not divided by {' × '.join(BATCH)} × train.accumulation = "
+                f"{parts}; give others"
             )
         return OwnProgram(experiment, mesh, self.model, example)
 

@@ -34,6 +34,7 @@ from jaxdist.config import (
     EMA,
     ConfigError,
     Experiment,
+    Mixture,
     Optimizer,
     Parallel,
     RunFolder,
@@ -103,6 +104,11 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
     if parallel.strategy == "ddp" and len({precision.parameters, precision.compute, precision.reduce}) > 1:
         raise ConfigError(
             f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use fsdp"
+        )
+    if isinstance(experiment.model, Mixture):
+        raise ConfigError(
+            f"model.family = {experiment.model.family}: transformers 5 stacks experts in tensors that the proof has no "
+            "names for; use --against torch, or a run folder under the names of Hugging Face's files"
         )
     axes = parallel.axes()
     mesh = f"data={axes['data']},fsdp={axes['fsdp']}"

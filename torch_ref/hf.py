@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder for Llama, Mistral, Qwen2, Qwen3 and GPT-2, by their safetensors files."""
+"""Weights of a Hugging Face folder for all families, by their safetensors files."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from jaxdist.config import ConfigError, Model, same_model
 from jaxdist.config.foreign import SINGLE, check_header, indexed
 from jaxdist.config.hf import read_model
 
-# Our name -> theirs; "#" is the layer's number. GPT-2 keeps (in, out) matrices, and query, key and value in one.
+# Our name -> theirs; "#" is the layer's number, a second one that of an expert, of which our tensors hold all. GPT-2
+# keeps (in, out) matrices, and query, key and value in one.
 LLAMA = {
     "embed": "model.embed_tokens",
     "layers.#.attention_norm": "model.layers.#.input_layernorm",
@@ -44,9 +45,30 @@ GPT2 = {
     "norm": "transformer.ln_f",
     "lm_head": "lm_head",
 }
-TABLES = {"llama": LLAMA, "gpt2": GPT2}
+EXPERTS = ".mlp.experts."
+
+
+def mixture(block: str, **projections: str) -> dict[str, str]:
+    """A mixture's names, whose MLPs are called `block`; `projections` of an expert: ours -> theirs."""
+    kept = {ours: theirs for ours, theirs in LLAMA.items() if ".mlp." not in ours}
+    experts = {ours: f"model.layers.#.{block}.experts.#.{theirs}" for ours, theirs in projections.items()}
+    router = {"layers.#.mlp.router": f"model.layers.#.{block}.gate"}
+    return kept | router | {f"layers.#{EXPERTS}{ours}": theirs for ours, theirs in experts.items()}
+
+
+TABLES = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "mixtral": mixture("block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2"),
+    "qwen3_moe": mixture("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj"),
+}
 THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 DTYPES = ("F64", "F32", "F16", "BF16")  # others hold quantized weights, whose scales lie elsewhere
+
+
+def stacked(name: str) -> str:
+    """The name of the tensor of all experts, of which `name` may be that of one."""
+    return re.sub(rf"{re.escape(EXPERTS)}\d+\.", EXPERTS, name)
 
 
 class Weights:
@@ -56,7 +78,7 @@ class Weights:
         """Raises ConfigError when the files cannot be read or their config.json describes another model."""
         self.path, found = path, read_model(path)
         same_model(model, found, f"--init {path}")
-        self.gpt2 = found.family == "gpt2"
+        self.gpt2, self.experts = found.family == "gpt2", getattr(found, "experts", 0)
         with self._reading():
             self.files = self._index()
         self.names = self._names(TABLES[found.family], found.tied)
@@ -92,11 +114,13 @@ class Weights:
             # GPT-2 files of old have no prefix, and attention masks beside the weights.
             full = name if not self.gpt2 or name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
             module, _, kind = full.rpartition(".")
-            layer = next(iter(re.findall(r"\.(\d+)\.", module)), "")
+            layer, expert, *_ = *re.findall(r"\.(\d+)\.", module), "", ""
             if tied and module == "lm_head":
                 continue
             for ours in theirs.get(re.sub(r"\.\d+\.", ".#.", module), ()):
-                known = found.setdefault(f"{ours.replace('#', layer)}.{kind}", name)
+                # Of experts, which ours has in one tensor, each by its number.
+                single = ours.replace(EXPERTS, f"{EXPERTS}{expert}.")
+                known = found.setdefault(f"{single.replace('#', layer)}.{kind}", name)
                 if known != name:
                     raise ConfigError(
                         f"--init {self.path}: tensors {known} and {name} are the same parameter; give each once"
@@ -105,17 +129,29 @@ class Weights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Our name -> shape, from the files' headers. Raises ConfigError, also where one is of no weights' dtype."""
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, theirs in self.names.items():
             with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
                 view = file.get_slice(theirs)
                 if (dtype := view.get_dtype()) not in DTYPES:
                     raise ConfigError(f"--init {self.path}: tensor {theirs} is {dtype}; give {', '.join(DTYPES)}")
-                shapes[name] = tuple(self._ours(name, torch.empty(view.get_shape(), device="meta")).shape)
+                shape = tuple(self._ours(name, torch.empty(view.get_shape(), device="meta")).shape)
+            shapes |= {stacked(name): (len(self._parts(name)), *shape) if EXPERTS in name else shape}
         return shapes
+
+    def _parts(self, name: str) -> list[str]:
+        """The tensors of all experts, in their order, of which `name` is one or stands for all."""
+        before, _, after = stacked(name).partition(EXPERTS)
+        numbered = (f"{before}{EXPERTS}{e}.{after}" for e in range(self.experts))
+        return [part for part in numbered if part in self.names]
 
     def read(self, name: str) -> Tensor:
         """The tensor that we call `name`, in our layout and the file's dtype. Raises ConfigError."""
+        if EXPERTS in name:
+            return torch.stack([self._read(part) for part in self._parts(name)])
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         theirs = self.names[name]
         with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
             return self._ours(name, file.get_tensor(theirs))

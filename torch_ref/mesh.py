@@ -2,13 +2,23 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
-SHARDS = ("fsdp", "context")  # the mesh axes that split what a strategy shards
+BATCH = ("data", "fsdp", "expert")  # the mesh axes that split rows of the batch
+SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards
+OF_EXPERTS = ("fsdp", "context")  # and of experts, which `expert` splits already
 TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients are summed
 
 
 def axis_size(mesh: DeviceMesh, axis: str) -> int:
     """Devices along a named axis."""
     return mesh[axis].size()
+
+
+def rank_over(mesh: DeviceMesh, *axes: str) -> tuple[int, int]:
+    """This rank's place along several axes taken as one, the last the fastest, and how many there are."""
+    place, size = 0, 1
+    for axis in axes:
+        place, size = place * axis_size(mesh, axis) + mesh.get_local_rank(axis), size * axis_size(mesh, axis)
+    return place, size
 
 
 def over(mesh: DeviceMesh, *axes: str) -> DeviceMesh:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
-from jaxdist.config import Experiment, Optimizer
+from jaxdist.config import Experiment, Mixture, Optimizer
 from jaxdist.config.hardware import peak_flops
 from torch_ref import optim
 from torch_ref.weights import named
@@ -35,11 +35,15 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
     """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, 6·L·H·C·T for causal attention.
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are
-    halved for the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square).
+    halved for the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E
+    experts those k multiply that a token goes to, whatever a capacity leaves out.
     """
     c = experiment.model
     looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
-    multiplying = sum(p.numel() for name, p in named(model) if name not in looked_up)
+    chosen = c.top_k / c.experts if isinstance(c, Mixture) else 1.0
+    multiplying = sum(
+        p.numel() * (chosen if ".experts." in name else 1.0) for name, p in named(model) if name not in looked_up
+    )
     return 6.0 * multiplying + 6.0 * c.layers * c.heads * c.head_dim * experiment.data.sequence
 
 

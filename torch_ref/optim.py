@@ -53,8 +53,11 @@ def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
     """
     parameters = list(parameters)
     norm = global_norm(p.grad for p in parameters if p.grad is not None)
-    if largest:
-        nn.utils.clip_grads_with_norm_(parameters, largest, norm)
+    meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch scales the gradients of one at once
+    for p in parameters if largest else ():
+        meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+    for group in meshes.values():
+        nn.utils.clip_grads_with_norm_(group, largest, norm)
     return norm
 
 

@@ -1,4 +1,4 @@
-"""A plain module laid out over a mesh: tensor and context parallel, activation checkpointing, then data parallel.
+"""A plain module laid out over a mesh: tensor, expert and context parallel, activation checkpointing, data parallel.
 
 What each strategy sends per step, with P parameter bytes over n devices, is told at
 `jaxdist.sharding.STRATEGIES`. Gradients are summed over ranks everywhere, never averaged: the loss is already
@@ -33,17 +33,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from torch_ref.context import Context, Gathered
-from torch_ref.mesh import SHARDS, TOKENS, axis_size, over
-from torch_ref.models import Llama
+from torch_ref.experts import AllToAll, Dispatch, spread
+from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
+from torch_ref.models import GPT2, Mixtral
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, context, tensor); allocate its pieces.
+    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, expert, context, tensor); allocate its
+    pieces.
 
     Returns the module to call, whose parameters hold no values yet: see `weights.fill`.
     """
     if axis_size(mesh, "tensor") > 1:
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
+    if isinstance(model, Mixtral):
+        expert_parallel(model, mesh, experiment.parallel.sequence)
     if axis_size(mesh, "context") > 1:
         context_parallel(model, mesh["context"])
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
@@ -93,7 +97,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     # One DTensor for all projections that read it, so that their input gradients are summed in one
     # all-reduce.
     between: Placement = Shard(1) if sequence else Replicate()
-    rotation = (None,) if isinstance(model, Llama) else ()
+    rotation = () if isinstance(model, GPT2) else (None,)
     enter: dict[str, Any] = {"input_layouts": (between, *rotation), "desired_input_layouts": (Replicate(), *rotation)}
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -108,6 +112,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         "layers.*.attention.o_proj": RowwiseParallel(output_layouts=between),
         "layers.*.mlp_norm": Replicated(between),
         "layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+        "layers.*.mlp.router": Replicated(between),
         "layers.*.mlp.gate_proj": ColwiseParallel(),
         "layers.*.mlp.up_proj": ColwiseParallel(),
         "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
@@ -115,7 +120,23 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         "lm_head": ColwiseParallel(use_local_output=False),
     }
     present = {name for name, _ in model.named_modules()}
+    if isinstance(model, Mixtral):
+        del plan["layers.*.mlp"]  # its experts are entered by themselves
     parallelize_module(model, mesh, {name: plan[name] for name in plan if name.replace("*", "0") in present})
+
+
+def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
+    """Experts over the axis `expert`, and their width over `tensor`; `torch_ref/experts.py` says what that sends."""
+    counted = [axis for axis in (*TOKENS, *(("tensor",) if sequence else ())) if axis_size(mesh, axis) > 1]
+    groups = [mesh.get_group(axis) for axis in counted]
+    dispatch = AllToAll(mesh["expert"], *groups) if axis_size(mesh, "expert") > 1 else Dispatch(*groups)
+    split = tuple(axis for axis in ("expert", "tensor") if axis_size(mesh, axis) > 1)
+    model.dispatch = dispatch
+    for block in blocks(model):
+        experts = block.get_submodule("mlp.experts")
+        experts.dispatch = dispatch  # type: ignore[assignment]
+        if split:
+            spread(experts, mesh[split], Shard(1) if sequence else Replicate())
 
 
 def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -210,7 +231,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     device = torch.device(mesh.device_type)
     whole = parallel.strategy in ("ddp", "zero1")
     mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
-    if whole and not mixed and axis_size(mesh, "tensor") == 1:
+    if whole and not mixed and axis_size(mesh, "tensor") * axis_size(mesh, "expert") == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
         ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
@@ -224,7 +245,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     if isinstance(policy, CPUOffloadPolicy):
         device = torch.device("cpu")
     options: dict[str, Any] = {
-        "mesh": batch_mesh(mesh, whole),
+        "mesh": batch_mesh(mesh, whole, SHARDS),
         "offload_policy": policy,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=getattr(torch, str(precision.compute)),
@@ -233,6 +254,9 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
         ),
     }
     for block in blocks(model):
+        if axis_size(mesh, "expert") > 1:
+            experts = block.get_submodule("mlp.experts")
+            apply(experts, **(options | again | of_experts(experts, mesh, whole)))
         apply(block, **options, **again)
     apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
     if parallel.overlap and not whole:
@@ -244,6 +268,13 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
             module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
     return model
+
+
+def of_experts(experts: nn.Module, mesh: DeviceMesh, whole: bool) -> dict[str, Any]:
+    """What FSDP2 is told of a block's experts, which one axis less shards: along D, as they are split along E and F."""
+    along = {id(p): Shard(1 if name.startswith("down_proj") else 2) for name, p in experts.named_parameters()}
+    placement = {} if whole else {"shard_placement_fn": lambda p: along[id(p)]}
+    return {"mesh": batch_mesh(mesh, whole, OF_EXPERTS), **placement}
 
 
 def reshard(model: nn.Module) -> None:
@@ -263,11 +294,11 @@ def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     return over(mesh, *SHARDS).size() if waits else 1
 
 
-def batch_mesh(mesh: DeviceMesh, whole: bool) -> DeviceMesh:
-    """The mesh over which gradients are summed. Two axes mean HSDP: replicas of shards."""
-    shards = over(mesh, *SHARDS)
+def batch_mesh(mesh: DeviceMesh, whole: bool, axes: tuple[str, ...]) -> DeviceMesh:
+    """The mesh over which gradients are summed, `axes` those that shard. Two axes mean HSDP: replicas of shards."""
+    shards = over(mesh, *axes)
     if whole or axis_size(mesh, "data") == 1:
-        return over(mesh, *TOKENS) if whole else shards
+        return over(mesh, "data", *axes) if whole else shards
     return mesh["data", *(shards.mesh_dim_names or ())]
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Experiment, RunFolder
 from jaxdist.config.record import FUNCTIONS, LOGITS
+from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import FAMILIES
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer
@@ -101,9 +102,9 @@ class Taps:
                 self.open, self.calls = True, Counter()
             self.path.append(path)
 
-        def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
             self.path.pop()
-            self.note(path or LOGITS, output)
+            self.note(path or LOGITS, output[0] if isinstance(output, tuple) else output)
             if not path:
                 self.open = False
 
@@ -204,7 +205,7 @@ class Recorder:
     def joined(self, parts: dict[str, list[Tensor]]) -> Arrays:
         """Microbatches and ranks put together, on the first rank; empty on the others. Called by all."""
         local = {n: [array(t.full_tensor() if isinstance(t, DTensor) else t) for t in ts] for n, ts in parts.items()}
-        rows = self.mesh.get_local_rank("data") * self.mesh["fsdp"].size() + self.mesh.get_local_rank("fsdp")
+        rows, ways = rank_over(self.mesh, *BATCH)
         place = (rows, self.mesh.get_local_rank("context"), self.mesh.get_local_rank("tensor"))
         first, size = dist.get_rank() == 0, dist.get_world_size()
         found: list[Any] = [None] * size
@@ -212,7 +213,6 @@ class Recorder:
         if not first:
             return {}
         ranks = dict(found)
-        ways = range(self.mesh["data"].size() * self.mesh["fsdp"].size())
         context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
 
         def join(name: str) -> np.ndarray:
@@ -225,7 +225,7 @@ class Recorder:
 
             return np.concatenate([
                 np.concatenate([part(row, c, i) for c in context], axis=TIME)
-                for row in ways for i in range(len(ranks[row, 0, 0][name]))
+                for row in range(ways) for i in range(len(ranks[row, 0, 0][name]))
             ])  # fmt: skip
 
         return {name: join(name) for name in parts}

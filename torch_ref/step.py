@@ -60,7 +60,8 @@ def train_step(
 
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
     before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
-    averaged over ranks, would be another loss (pytorch/torchtitan#1842).
+    averaged over ranks, would be another loss (pytorch/torchtitan#1842). What a model adds is trained on as the mean
+    over microbatches, and is no part of the loss that is told.
     """
     model.zero_grad(set_to_none=True)
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
@@ -68,8 +69,9 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64, device=count.device)
     for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
         with microbatch(model, experiment.parallel, last=i == parts - 1):
-            loss = cross_entropy(model(tokens), targets) / count
-            optimizer.scaler.scale(loss).backward()
+            logits, added = forward(model, tokens)
+            loss = cross_entropy(logits, targets) / count
+            optimizer.scaler.scale(loss + added / parts).backward()
         total += loss.detach()
     scale = optimizer.unscale()
     watch("gradient")
@@ -78,6 +80,12 @@ def train_step(
     values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
     taken = values.finite and step not in experiment.train.skip
     return values._replace(learning_rate=optimizer.step(step, taken))
+
+
+def forward(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Tensor | int]:
+    """Logits, and this rank's part of what the model adds to the loss: a mixture its balance, others 0."""
+    made = model(tokens_BT)
+    return made if isinstance(made, tuple) else (made, 0)
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -101,7 +109,7 @@ def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
 def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, float]:
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
     with loss_parallel():
-        loss = cross_entropy(model(batch.tokens), batch.targets)
+        loss = cross_entropy(forward(model, batch.tokens)[0], batch.targets)
     reshard(model)
     count = (batch.targets != IGNORED).sum()
     return sum_over_batch(loss.double(), mesh).item(), sum_over_batch(count, mesh).item()

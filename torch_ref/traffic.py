@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_ref.mesh import SHARDS, TOKENS, over
+from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, over
 
 KINDS = {
     "allreduce_": "all_reduce",
@@ -22,6 +22,7 @@ KINDS = {
     "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
 }
@@ -42,7 +43,7 @@ class Traffic(TorchDispatchMode):
         wide = [axis for axis, size in sizes.items() if size > 1]
         # Where one axis spans all ranks its group may be the default one: the narrower name is set last.
         self.axes = {dist.group.WORLD.group_name: "+".join(wide)} if dist.group.WORLD else {}
-        for axes in (TOKENS, SHARDS, *((axis,) for axis in wide)):
+        for axes in (TOKENS, SHARDS, ("data", *OF_EXPERTS), OF_EXPERTS, *((axis,) for axis in wide)):
             part = over(mesh, *axes)
             self.axes[part.get_group().group_name] = "+".join(part.mesh_dim_names or ())
         self.counts: Counter[tuple[str, str, str]] = Counter()
@@ -69,7 +70,11 @@ class Traffic(TorchDispatchMode):
         whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
         key = (op, self.axes[group.group_name], dtype)
         self.counts[key] += 1
-        self.sent[key] += (2 if op == "all_reduce" else 1) * whole * (n - 1) / n  # type: ignore[assignment]
+        sent = (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+        if op == "all_to_all":  # in unequal parts, all but its own
+            parts = args[2]
+            sent = sizes[0] * (1 - parts[group.rank()] / max(1, sum(parts)))
+        self.sent[key] += sent  # type: ignore[assignment]
 
     def collectives(self) -> list[dict[str, Any]]:
         """What summary.json lists: one entry per kind of collective."""

@@ -18,8 +18,9 @@ from jaxdist.config import Experiment, RunFolder, check_validation, diverged, ex
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, in_steps, open_dataset
-from torch_ref import checkpoint, footprint, launch, metrics
+from torch_ref import checkpoint, experts, footprint, launch, metrics
 from torch_ref.arithmetic import Arithmetic
+from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
 from torch_ref.parallelize import check_offload, parallelize
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_offload(experiment)
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
+    experts.check(experiment, plan.axes)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = open_dataset(experiment.data, experiment.model.vocab)
     experiment = experiment.on_data(dataset.fingerprint)
@@ -174,11 +176,10 @@ def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:
-    """This rank's part of the global batch: rank r of n over data and fsdp reads rows r·B/n to (r+1)·B/n, and of them
+    """This rank's part of the global batch: rank r of n over the axes BATCH reads rows r·B/n to (r+1)·B/n, and of them
     keeps its times, as many on each rank of `context`."""
     size = experiment.train.batch
-    ranks = mesh["data"].size() * mesh["fsdp"].size()
-    rank = mesh.get_local_rank("data") * mesh["fsdp"].size() + mesh.get_local_rank("fsdp")
+    rank, ranks = rank_over(mesh, *BATCH)
     rows = slice(rank * size // ranks, (rank + 1) * size // ranks)
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
     part, parts = mesh.get_local_rank("context"), mesh["context"].size()

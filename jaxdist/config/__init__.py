@@ -24,7 +24,7 @@ from jaxdist.config.experiment import (
     Train,
 )
 from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
-from jaxdist.config.model import GPT2, Llama, Model, check_shapes, same_model
+from jaxdist.config.model import GPT2, Family, Llama, Mixture, Model, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
@@ -41,14 +41,17 @@ __all__ = [
     "ConfigError",
     "Data",
     "Experiment",
+    "Family",
     "Llama",
     "Memory",
     "Metrics",
+    "Mixture",
     "Model",
     "Optimizer",
     "Parallel",
     "Precision",
     "Record",
+    "Rotary",
     "RunFolder",
     "Train",
     "TrainingError",

@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.experiment import Experiment, read_toml
-from jaxdist.config.model import GPT2, Llama, Section
+from jaxdist.config.experiment import MODELS, Experiment, read_toml
+from jaxdist.config.model import Section
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -73,7 +73,7 @@ def fields() -> dict[str, tuple[str, Any, str]]:
     """Every config field: dotted name -> (help, default, what its value looks like)."""
     found: dict[str, tuple[str, Any, str]] = {}
     for section, info in Experiment.model_fields.items():
-        tables: tuple[type[Section], ...] = (Llama, GPT2) if section == "model" else (info.annotation,)  # type: ignore[assignment]
+        tables: tuple[type[Section], ...] = MODELS if section == "model" else (info.annotation,)  # type: ignore[assignment]
         for table in tables:
             for name, field in table.model_fields.items():
                 shape = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"

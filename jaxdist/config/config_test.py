@@ -117,9 +117,10 @@ def test_another_policy_has_its_own_loss_scale(tmp_path: Path) -> None:
 )
 def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
     parallel = experiment("--mesh", mesh, "--strategy", strategy).parallel
-    assert parallel.axes(16) == {"context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert parallel.axes(16) == {"expert": 1, "context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
 
 
+MIXED = ["--model.family", "mixtral"]
 BAD: list[tuple[list[str], str]] = [
     (["--model.layrs", "3"], r"'--model.layrs'; did you mean '--model.layers'"),
     (["--model.layers", "three"], r"model.layers = 'three': .*integer"),
@@ -176,6 +177,12 @@ BAD: list[tuple[list[str], str]] = [
     ),
     (["--mesh", "4x2", "--model.mlp_bias", "true", "--model.hidden", "20"], r"model.hidden = 20 .* tensor × fsdp = 8"),
     (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
+    (["--mesh", "expert=2"], r"axis expert = 2 splits experts, and model.family = llama has none; use the axis fsdp"),
+    ([*MIXED, "--mesh", "expert=3"], r"model.experts = 8 .* mesh axis expert = 3; the nearest size .* is 2"),
+    ([*MIXED, "--mesh", "fsdp=4,expert=8"], r"train.batch = 16 .* over data × fsdp × expert = 32 devices"),
+    ([*MIXED, "--model.top_k", "9"], r"model.top_k = 9 is more than model.experts = 8; use at most 8"),
+    ([*MIXED, "--mesh", "context=2", "--model.capacity", "1"], r"model.capacity = 1.0 counts .* use capacity = 0"),
+    ([*MIXED, "--mesh", "expert=2,tensor=5"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 5"),
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),
     (["--train.batch", "5", "--train.accumulation", "2"], r"train.batch = 5 .* train.accumulation = 2"),

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from jaxdist.config.experiment import Experiment
+from jaxdist.config.model import Mixture
 
 console = Console(highlight=False)
 
@@ -45,6 +46,8 @@ def show_start(
     """The start-up table: what is trained, how it is laid out, and a backend's own `notes`."""
     e, model, p = experiment, experiment.model, experiment.precision
     sizes = f"{model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}"
+    if isinstance(model, Mixture):
+        sizes += f", E {model.experts}, {model.top_k} a token"
     rows = {
         "model": f"{model.family}, {sizes}",
         "parameters": f"{parameters:,}",

@@ -7,14 +7,14 @@ import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.model import GPT2, Count, CountOrZero, Fraction, Llama, NotNegative, Section, Seed
+from jaxdist.config.model import Count, CountOrZero, Family, Fraction, Llama, Mixture, Model, NotNegative, Section, Seed
 from jaxdist.config.optimizer import Optimizer
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps, listed
@@ -82,14 +82,16 @@ class Train(Section):
 
 CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+MODELS: tuple[type[Model], ...] = get_args(Family)
 
 
 class Parallel(Section):
     """How the work is laid out over devices."""
 
     mesh: str = "1x1"
-    """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left)."""
+    """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left). `expert` splits
+    the experts of a mixture, and the batch as fsdp does."""
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
     """What data-parallel devices split: ddp nothing, zero1 optimizer state, zero2 also gradients, fsdp all."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
@@ -169,7 +171,7 @@ class Parallel(Section):
             sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
         if self.strategy == "ddp" and sizes["fsdp"] > 1:
             raise ConfigError(f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp")
-        if self.strategy != "ddp" and sizes["fsdp"] * sizes["context"] == 1 and sizes["data"] > 1:
+        if self.strategy != "ddp" and sizes["fsdp"] * sizes["expert"] * sizes["context"] == 1 and sizes["data"] > 1:
             raise ConfigError(
                 f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "
                 "name the axis fsdp, or use --strategy ddp"
@@ -232,7 +234,7 @@ class Metrics(Section):
 class Experiment(Section):
     """One experiment, as both backends read it."""
 
-    model: Annotated[Llama | GPT2, Field(discriminator="family")] = Llama()
+    model: Annotated[Family, Field(discriminator="family")] = Llama()
     data: Data = Data()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
@@ -264,10 +266,12 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
-        train, ways = self.train, axes["data"] * axes["fsdp"]
+        self._check_experts(axes)
+        train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
         if train.batch % (ways * train.accumulation):
+            named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
             raise ConfigError(
-                f"train.batch = {train.batch} sequences cannot be divided over data × fsdp = {ways} devices and "
+                f"train.batch = {train.batch} sequences cannot be divided over {named} = {ways} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
             )
         self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
@@ -278,6 +282,28 @@ class Experiment(Section):
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; change the mesh, or the size to a multiple of {parts}"
                 )
+
+    def _check_experts(self, axes: Mapping[str, int]) -> None:
+        """Raises ConfigError where the mesh axis `expert` has nothing to split, or a limit needs times it has not."""
+        model, n = self.model, axes["expert"]
+        if not isinstance(model, Mixture):
+            if n > 1:
+                raise ConfigError(
+                    f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
+                    "the axis fsdp or data, or family = mixtral or qwen3_moe"
+                )
+            return
+        if model.experts % n:
+            fitting = min((d for d in range(1, model.experts + 1) if model.experts % d == 0), key=lambda d: abs(d - n))
+            raise ConfigError(
+                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; the nearest size "
+                f"that divides them is {fitting}"
+            )
+        if model.capacity and axes["context"] > 1:
+            raise ConfigError(
+                f"model.capacity = {model.capacity} counts the tokens of whole sequences, which the mesh axis context "
+                f"= {axes['context']} splits; use capacity = 0, or the axis expert or fsdp"
+            )
 
     def check_times(self, field: str, times: int, axes: Mapping[str, int]) -> None:
         """Raises ConfigError, naming `field`, where the mesh does not divide sequences of so many times."""
@@ -303,23 +329,19 @@ class Experiment(Section):
         heads = ("tensor", "context") if self.parallel.context == "ulysses" else ("tensor",)
         yield "heads", m.heads, f"{attention}.q_proj", heads
         yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
-        yield "hidden", m.hidden, f"{mlp}.up_proj", ("tensor",)
+        yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
         yield "vocab", m.vocab, "embed", ("tensor",)
         if self.parallel.strategy == "ddp":
             return
-        yield "dim", m.dim, "embed", ("fsdp", "context")
+        shards = ("fsdp", "expert", "context")
+        yield "dim", m.dim, "embed", shards
         if m.qkv_bias:  # a vector is split along the one dimension that it has
-            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", "fsdp", "context")
-            yield (
-                "kv_heads × head_dim",
-                m.kv_heads * m.head_dim,
-                f"{attention}.k_proj.bias",
-                ("tensor", "fsdp", "context"),
-            )
+            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", *shards)
+            yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", *shards)
         if m.mlp_bias:
-            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", "fsdp", "context")
+            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *shards)
         if m.qk_norm:
-            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", ("fsdp", "context")
+            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", shards
 
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""
@@ -356,7 +378,8 @@ def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:
 def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
     """The class of a section; the model's depends on its family."""
     if name == "model":
-        return GPT2 if values.get("model", {}).get("family") == "gpt2" else Llama
+        family = values.get("model", {}).get("family")
+        return next((m for m in MODELS if family in get_args(m.model_fields["family"].annotation)), Llama)
     return Experiment.model_fields[name].annotation  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face <-> the model section, for Llama, Mistral, Qwen2, Qwen3 and GPT-2.
+"""config.json of Hugging Face <-> the model section: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2.
 
 A key that a file leaves out has the default of transformers' own config class.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxdist.config import GPT2, ConfigError, Data, Experiment, Llama
+from jaxdist.config import GPT2, ConfigError, Data, Experiment, Family, Llama, Mixture
 from jaxdist.config.foreign import read_json
 
 Settings = dict[str, Any]
@@ -49,6 +49,7 @@ class Architecture(NamedTuple):
     model_type: str
     expresses: Callable[[Any], bool]
     defaults: Mapping[str, Any] = MappingProxyType({})
+    family: str = "llama"
 
 
 # The first that fits is written.
@@ -71,6 +72,18 @@ ARCHITECTURES = {
         lambda m: m.qk_norm and m.qkv_bias == m.output_bias and not m.mlp_bias,
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
     ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        lambda m: m.norm_topk_prob and not (m.qk_norm or m.qkv_bias or m.output_bias),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        "mixtral",
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        lambda m: m.qk_norm and m.qkv_bias == m.output_bias,
+        {"num_key_value_heads": 4, "max_position_embeddings": 32768},
+        "qwen3_moe",
+    ),
 }
 GPT2_ARCHITECTURE = "GPT2LMHeadModel"
 
@@ -86,6 +99,22 @@ LLAMA_KEYS = {
     "tied": Key("tie_word_embeddings", FLAG, False),
     "init_std": Key("initializer_range", NUMBER, 0.02),
 }
+# Of mixtures besides, by model_type; `hidden` is the width of an expert.
+MIXTURE_KEYS = {
+    "mixtral": {
+        "experts": Key("num_local_experts", COUNT, 8),
+        "top_k": Key("num_experts_per_tok", COUNT, 2),
+        "balance": Key("router_aux_loss_coef", NUMBER, 0.001),
+    },
+    "qwen3_moe": {
+        "hidden": Key("moe_intermediate_size", COUNT, 768),
+        "experts": Key("num_experts", COUNT, 128),
+        "top_k": Key("num_experts_per_tok", COUNT, 8),
+        "norm_topk_prob": Key("norm_topk_prob", FLAG, False),
+        "balance": Key("router_aux_loss_coef", NUMBER, 0.001),
+    },
+}
+BIASED = ("llama", "qwen3", "qwen3_moe")  # have attention_bias
 GPT2_KEYS = {
     "layers": Key("n_layer", LAYERS, 12),
     "dim": Key("n_embd", COUNT, 768),
@@ -112,7 +141,7 @@ WITHOUT = ("quantization_config", "attn_logit_softcapping", "final_logit_softcap
 WINDOWS = ("full_attention", "sliding_attention")
 
 
-def read_model(path: Path) -> Llama | GPT2:
+def read_model(path: Path) -> Family:
     """The model that `path`/config.json describes. Raises ConfigError for what jaxdist cannot compute."""
     file = path / "config.json"
     try:
@@ -147,12 +176,12 @@ def from_settings(settings: Settings) -> Settings:
         if settings.get(key):
             raise ConfigError(f"{key} = {SHOWN.repr(settings[key])}; jaxdist computes models without it only")
     _demand(settings, "is_causal", True)
-    return _from_gpt2(settings) if model_type == "gpt2" else _from_llama(settings, ARCHITECTURES[name])
+    return _from_gpt2(settings) if model_type == "gpt2" else _from_rotary(settings, ARCHITECTURES[name])
 
 
-def to_settings(model: Llama | GPT2, dtype: str) -> Settings:
+def to_settings(model: Family, dtype: str) -> Settings:
     """Settings of a config.json that transformers 4 and 5 read alike. Raises ConfigError if none fits."""
-    settings = _to_gpt2(model) if isinstance(model, GPT2) else _to_llama(model)
+    settings = _to_gpt2(model) if isinstance(model, GPT2) else _to_rotary(model)
     # Token ids belong to a tokenizer; left out, transformers would assume those of its own.
     return settings | {"bos_token_id": None, "eos_token_id": None, "torch_dtype": dtype}
 
@@ -194,46 +223,66 @@ def _to_gpt2(model: GPT2) -> Settings:
     return named | settings | {"n_inner": model.hidden, "activation_function": "gelu_new"}
 
 
-def _from_llama(settings: Settings, architecture: Architecture) -> Settings:
+def _from_rotary(settings: Settings, architecture: Architecture) -> Settings:
+    model_type, mixture = architecture.model_type, MIXTURE_KEYS.get(architecture.model_type, {})
     _demand(settings, "hidden_act", "silu", "swish")
+    if mixture:
+        settings = _same_blocks(settings, mixture["experts"].name)
     defaulted = {**architecture.defaults, **settings}
-    values = {field: _value(defaulted, *key) for field, key in LLAMA_KEYS.items()}
+    values = {field: _value(defaulted, *key) for field, key in (LLAMA_KEYS | mixture).items()}
     heads = values["heads"]
-    qwen2, llama = architecture.model_type == "qwen2", architecture.model_type == "llama"
-    biased = _value(settings, "attention_bias", FLAG, False) and architecture.model_type in ("llama", "qwen3")
+    biased = _value(settings, "attention_bias", FLAG, False) and model_type in BIASED
+    mlp_bias = {} if mixture else {"mlp_bias": model_type == "llama" and _value(settings, "mlp_bias", FLAG, False)}
     return {
-        "family": "llama",
+        "family": architecture.family,
         **values,
+        **mlp_bias,
         "kv_heads": _value(defaulted, "num_key_value_heads", COUNT, heads),
         "head_dim": _value(defaulted, "head_dim", COUNT, values["dim"] // heads),
-        "qkv_bias": qwen2 or biased,
+        "qkv_bias": model_type == "qwen2" or biased,
         "output_bias": biased,
-        "mlp_bias": llama and _value(settings, "mlp_bias", FLAG, False),
-        "qk_norm": architecture.model_type == "qwen3",
-        "window": _window(settings, architecture.model_type, values["layers"]),
-        **_rotation(settings, values["positions"]),
+        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
+        "window": _window(settings, model_type, values["layers"]),
+        **_rotation(defaulted, values["positions"]),
     }
 
 
-def _to_llama(model: Llama) -> Settings:
-    name = next((name for name, a in ARCHITECTURES.items() if a.expresses(model)), None)
+def _same_blocks(settings: Settings, experts: str) -> Settings:
+    """The settings of a mixture, its number of experts by that key. Raises ConfigError where not all blocks are alike
+    or routing is random."""
+    _demand(settings, "router_jitter_noise", None, 0, 0.0)
+    _demand(settings, "decoder_sparse_step", None, 1)
+    _demand(settings, "mlp_only_layers", None, [])
+    given = [settings[name] for name in ("num_experts", "num_local_experts") if name in settings]  # transformers 4, 5
+    if given != given[:1] * len(given):
+        raise ConfigError(f"num_experts and num_local_experts are {SHOWN.repr(given)}; give one of them")
+    return settings | {experts: given[0]} if given else settings
+
+
+def _to_rotary(model: Llama | Mixture) -> Settings:
+    fitting = {name: a for name, a in ARCHITECTURES.items() if a.family == model.family}
+    name = next((name for name, a in fitting.items() if a.expresses(model)), None)
     if name is None:
-        fields = ("dim", "heads", "window", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+        fields = ["dim", "heads", "window", "qkv_bias", "output_bias", "mlp_bias", "qk_norm"]
+        fields += ["norm_topk_prob"] * isinstance(model, Mixture)
         raise ConfigError(
             ", ".join(f"model.{field} = {getattr(model, field)}" for field in fields)
-            + f": none of {', '.join(ARCHITECTURES)} combines these; keep the weights as an Orbax checkpoint"
+            + f": none of {', '.join(fitting)} combines these; keep the weights as an Orbax checkpoint"
         )
     model_type = ARCHITECTURES[name].model_type
     settings: Settings = {"architectures": [name], "model_type": model_type, "hidden_act": "silu"}
-    settings |= {key.name: getattr(model, field) for field, key in LLAMA_KEYS.items()}
+    keys = LLAMA_KEYS | MIXTURE_KEYS.get(model_type, {})
+    settings |= {key.name: getattr(model, field) for field, key in keys.items()}
     # transformers 4 reads these two keys; transformers 5 makes its rope_parameters of them.
     settings |= {"rope_theta": model.rope_theta, "rope_scaling": None}
     if model.rope_scaling == "llama3":
         scaling = {key.name: getattr(model, field) for field, key in LLAMA3_KEYS.items()}
         settings["rope_scaling"] = {"rope_type": "llama3", **scaling}
     settings |= {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
-    if model_type in ("llama", "qwen3"):
+    if model_type in BIASED:
         settings["attention_bias"] = model.qkv_bias
+    if model_type == "qwen3_moe":
+        settings |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": bool(model.window)}
     if model_type == "llama":
         settings["mlp_bias"] = model.mlp_bias
     else:
@@ -251,11 +300,14 @@ def _window(settings: Settings, model_type: str, layers: int) -> int:
     if model_type == "llama":
         return 0
     # A null means no window; only an absent key means the default.
-    window = _value({"sliding_window": 4096} | settings, "sliding_window", COUNT_OR_ZERO, 0)
-    if model_type == "mistral" or not window:
+    absent = None if model_type == "mixtral" else 4096
+    window = _value({"sliding_window": absent} | settings, "sliding_window", COUNT_OR_ZERO, 0)
+    if model_type in ("mistral", "mixtral") or not window:
         return window
     if not _value(settings, "use_sliding_window", FLAG, False):
         return 0
+    if model_type == "qwen3_moe":
+        return window
     if (kinds := settings.get("layer_types")) is None:
         full = min(_value(settings, "max_window_layers", COUNT_OR_ZERO, 28), layers)
         kinds = ["full_attention"] * full + ["sliding_attention"] * (layers - full)

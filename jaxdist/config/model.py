@@ -1,7 +1,8 @@
 """The model section of an experiment, one class per family, and the kinds of numbers that all sections are made of."""
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field, model_validator
@@ -58,11 +59,9 @@ class Model(Section):
     """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L)."""
 
 
-class Llama(Model):
-    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
+class Rotary(Model):
+    """Decoders with rotary positions, grouped queries, RMSNorm and gated MLPs."""
 
-    family: Literal["llama"] = "llama"
-    """llama (covers Llama, Mistral, Qwen2 and Qwen3) or gpt2."""
     kv_heads: Count = 4
     """Key and value heads, K; each serves H/K query heads."""
     head_dim: Annotated[int, NUMBER, Field(ge=2, multiple_of=2)] = 16
@@ -85,13 +84,11 @@ class Llama(Model):
     """Biases on the query, key and value projections (Qwen2)."""
     output_bias: bool = False
     """Bias on the attention's output projection."""
-    mlp_bias: bool = False
-    """Biases in the MLP."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotation (Qwen3)."""
 
     @model_validator(mode="after")
-    def _groups(self) -> "Llama":
+    def _groups(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
@@ -103,6 +100,47 @@ class Llama(Model):
                 f"model.rope_high_freq_factor = {self.rope_high_freq_factor}"
             )
         return self
+
+
+class Llama(Rotary):
+    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
+
+    family: Literal["llama"] = "llama"
+    """llama (covers Llama, Mistral, Qwen2 and Qwen3), mixtral, qwen3_moe or gpt2."""
+    mlp_bias: bool = False
+    """Biases in the MLP."""
+
+
+class Mixture(Rotary):
+    """Mixtral and Qwen3-MoE: Llama's blocks with E gated MLPs, of which a router chooses a few for each token."""
+
+    family: Literal["mixtral", "qwen3_moe"]
+    """mixtral or qwen3_moe: the same model, with Hugging Face's names of either."""
+    experts: Count = 8
+    """Experts, E, in each block; each is an MLP of width `hidden`."""
+    top_k: Count = 2
+    """Experts that each token goes to: those of the highest probabilities of the router."""
+    norm_topk_prob: bool = True
+    """Divide the probabilities of a token's experts by their sum (Mixtral always)."""
+    balance: NotNegative = 0.001
+    """What of the load-balance loss is added to that of the tokens (arXiv:2101.03961, eq. 4): E · the sum over experts
+    of the share of tokens that go there times their mean probability, of all blocks, within a microbatch."""
+    capacity: NotNegative = 0.0
+    """Tokens of a sequence that an expert takes at most, in multiples of its even share of them, top_k · T / E; those
+    that come later in time go without it. 0: all are taken."""
+    mlp_bias: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _chosen(self) -> "Mixture":
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"model.top_k = {self.top_k} is more than model.experts = {self.experts}; use at most {self.experts}"
+            )
+        return self
+
+    def room(self, times: int) -> int:
+        """Tokens of a sequence of so many times that an expert takes at most; no more than all."""
+        return min(times, math.ceil(self.capacity * self.top_k * times / self.experts)) if self.capacity else times
 
 
 class GPT2(Model):
@@ -134,14 +172,16 @@ class GPT2(Model):
         return self.dim // self.heads
 
 
+Family = Llama | GPT2 | Mixture
 Shape = tuple[int, ...]
 
 
 def same_model(wanted: Model, found: Model, source: str) -> None:
     """Raises ConfigError naming the first field in which `wanted` is not the model of `source`."""
     here, there = wanted.model_dump(), found.model_dump()
-    # How weights were drawn, and how far rotary positions may reach, is no property of the weights.
-    free = {"init_std"} | ({"positions"} if here["family"] == there["family"] == "llama" else set())
+    # How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights.
+    rotary = isinstance(wanted, Rotary) and here["family"] == there["family"]
+    free = {"init_std", "balance", "capacity"} | ({"positions"} if rotary else set())
     for field in sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name)):
         if here.get(field) != there.get(field):
             raise ConfigError(

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxdist import checkpoint
-from jaxdist.config import GPT2, ConfigError, Llama, TrainingError
+from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
 from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
 from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
@@ -32,7 +32,7 @@ SMALL_GPT2: dict[str, Any] = {
     "family": "gpt2", "layers": 3, "dim": 6, "heads": 3, "hidden": 10, "vocab": 7, "positions": 12,
 }  # fmt: skip
 LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 2.0, "rope_original_positions": 5}
-MODELS: dict[str, Llama | GPT2] = {
+MODELS: dict[str, Family] = {
     "LlamaForCausalLM": Llama(**SMALL, **LLAMA3),
     "LlamaForCausalLM biases": Llama(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
     "MistralForCausalLM": Llama(**SMALL, window=5),
@@ -42,12 +42,14 @@ MODELS: dict[str, Llama | GPT2] = {
     "Qwen2ForCausalLM window": Llama(**SMALL, qkv_bias=True, window=3, **LLAMA3),
     "Qwen3ForCausalLM": Llama(**SMALL, qk_norm=True, tied=True),
     "Qwen3ForCausalLM biases window": Llama(**SMALL, qk_norm=True, qkv_bias=True, output_bias=True, window=3),
+    "MixtralForCausalLM": Mixture(**SMALL, family="mixtral", experts=5, window=5),
+    "Qwen3MoeForCausalLM": Mixture(**SMALL, family="qwen3_moe", experts=4, top_k=3, norm_topk_prob=False, qk_norm=True),
     "GPT2LMHeadModel": GPT2(**SMALL_GPT2),
     "GPT2LMHeadModel untied": GPT2(**SMALL_GPT2, tied=False),
 }  # fmt: skip
 
 
-def draw(model: Llama | GPT2, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def draw(model: Family, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
 
@@ -59,14 +61,14 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     )
 
 
-def saved(path: Path, model: Llama | GPT2, parameters: dict[str, np.ndarray] | None = None) -> Path:
+def saved(path: Path, model: Family, parameters: dict[str, np.ndarray] | None = None) -> Path:
     """A Hugging Face folder."""
     path.mkdir()
     write_hf(path, model, parameters or draw(model))
     return path
 
 
-def run_of(path: Path, model: Llama | GPT2) -> Path:
+def run_of(path: Path, model: Family) -> Path:
     """A run folder that holds drawn weights."""
     content = in_memory(experiment_for(model.model_dump(), "test"), draw(model))
     orbax_files.write(path, Conversion(content, LAYERS))
@@ -227,6 +229,7 @@ class TestFilesInTheWild:
 HF: dict[str, Any] = to_settings(MODELS["LlamaForCausalLM"], "float32")
 QWEN: dict[str, Any] = to_settings(MODELS["Qwen3ForCausalLM biases window"], "float32")
 HF_GPT2 = to_settings(MODELS["GPT2LMHeadModel"], "float32")
+MIXED = to_settings(MODELS["Qwen3MoeForCausalLM"], "float32")
 
 
 class TestConfig:
@@ -269,7 +272,11 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("settings", "says"),
         [
-            (HF | {"model_type": "mixtral"}, r"model_type = 'mixtral'; choose"),
+            (HF | {"model_type": "deepseek_v3"}, r"model_type = 'deepseek_v3'; choose"),
+            (MIXED | {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2; jaxdist computes None or 1 only"),
+            (MIXED | {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
+            (MIXED | {"num_local_experts": 5}, r"num_experts and num_local_experts are \[4, 5\]; give one"),
+            (MIXED | {"num_experts_per_tok": 5}, r"model.top_k = 5 is more than model.experts = 4; use at most 4"),
             (
                 HF | {"architectures": ["LlamaForSequenceClassification"]},
                 r"LlamaForSequenceClassification.*reads LlamaForCausalLM",

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, ConfigError, Llama, Optimizer, TrainingError, checkpoint_in
+from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoint_in
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, orbax_files, stream, verify
 from jaxdist.convert.__main__ import main
@@ -35,10 +35,10 @@ FAMILIES = ["Qwen3ForCausalLM", "LlamaForCausalLM biases", "MistralForCausalLM",
 WAYS = [("hf", "orbax"), ("orbax", "dcp"), ("dcp", "torch"), ("torch", "hf")]
 # Every kind with every other for one family, each kind once on either end for the others.
 PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
-PAIRS += [(*way, name) for way, name in product(WAYS, FAMILIES[1:])]
+PAIRS += [(*way, name) for way, name in product(WAYS, [*FAMILIES[1:], "MixtralForCausalLM"])]
 
 
-def content_of(model: Llama | GPT2, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
+def content_of(model: Family, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
     """Drawn weights and moments after step 7, of which one was passed over."""
     random, groups = np.random.default_rng(0), {}
     experiment = experiment_for(model.model_dump(), "test")
@@ -105,10 +105,18 @@ def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+OF_FAMILY = {
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
 @pytest.mark.parametrize("naming", [*NAMINGS, OWN])
 def test_units_are_the_least_and_hold_all(naming: str, family: str) -> None:
-    model = MODELS["LlamaForCausalLM"] if family == "llama" else MODELS["GPT2LMHeadModel"]
+    model = MODELS[OF_FAMILY[family]]
     if family not in NAMINGS.get(naming, {family: None}):
         pytest.skip("no such table")
     for other in ("huggingface", OWN):

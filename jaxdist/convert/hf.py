@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import GPT2, ConfigError, Experiment, Llama
+from jaxdist.config import ConfigError, Experiment, Family
 from jaxdist.config.foreign import parse, within
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
@@ -104,7 +104,7 @@ def write(path: Path, conversion: Conversion) -> None:
         (path / name).write_bytes(file)
 
 
-def _config(model: Llama | GPT2, dtype: str, before: bytes | None) -> bytes:
+def _config(model: Family, dtype: str, before: bytes | None) -> bytes:
     """The config.json that came with the weights, where it is that of the model still; else ours."""
     with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
         settings = parse(before or b"null")
@@ -118,13 +118,13 @@ def _json(settings: dict[str, Any]) -> bytes:
     return (json.dumps(settings, indent=2) + "\n").encode()
 
 
-def read_hf(path: Path) -> tuple[Llama | GPT2, dict[str, np.ndarray]]:
+def read_hf(path: Path) -> tuple[Family, dict[str, np.ndarray]]:
     """The model of a Hugging Face folder and our parameters, in the files' dtype. Raises ConfigError."""
     content = opened(path)
     return content.experiment.model, {name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 
-def write_hf(path: Path, model: Llama | GPT2, parameters: Mapping[str, np.ndarray]) -> None:
+def write_hf(path: Path, model: Family, parameters: Mapping[str, np.ndarray]) -> None:
     """Write parameters of ours, in their own dtype, as a Hugging Face folder `path`. Raises ConfigError."""
     content = in_memory(experiment_for(model.model_dump(), "write_hf"), parameters)
     write(path, Conversion(content, "huggingface"))

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from jaxdist.config import GPT2, ConfigError, Llama
+from jaxdist.config import ConfigError, Family
 from jaxdist.convert.tables import HUGGINGFACE, NAMINGS, entries
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
@@ -15,7 +15,7 @@ def plain(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def recognized(source: str, names: Iterable[str], model: Llama | GPT2) -> tuple[str, dict[str, str]]:
+def recognized(source: str, names: Iterable[str], model: Family) -> tuple[str, dict[str, str]]:
     """The naming that has most of `names`, and its names -> those given. Raises ConfigError where two are one."""
     given = [(name, plain(name)) for name in names]
     tables = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
@@ -34,7 +34,7 @@ def inverted(source: str, full: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def carried(names: Mapping[str, str], naming: str, model: Llama | GPT2) -> dict[str, str]:
+def carried(names: Mapping[str, str], naming: str, model: Family) -> dict[str, str]:
     """Of full name -> name in the file, what a naming does not say itself: prefixes, and a tied head that is stored."""
     head = NAMINGS[naming][model.family].head
     return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}
@@ -42,7 +42,8 @@ def carried(names: Mapping[str, str], naming: str, model: Llama | GPT2) -> dict[
 
 def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
-    given = [re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names]
+    layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
+    given = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
     scores = dict.fromkeys(HUGGINGFACE, 0)
     for families in NAMINGS.values():
         for family, table in families.items():

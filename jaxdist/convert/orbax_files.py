@@ -29,7 +29,7 @@ from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut
-from jaxdist.convert.tables import LAYERS, parts, shapes_of
+from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
 
@@ -113,10 +113,15 @@ def leaf(path: Path, store: ts.TensorStore) -> Leaf:
 
 def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
     """The layers of an array by their names, or itself where it has none."""
-    names = [part for part, _, _ in parts(name, tuple(store.shape))]
-    if names == [name]:
-        return {name: leaf(path, store)}
-    return {part: leaf(path, store[layer]) for layer, part in enumerate(names)}
+    return {
+        part: leaf(path, store[place] if place else store) for part, place in places(name, tuple(store.shape)).items()
+    }
+
+
+def places(name: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Where along its first axes, of layers and experts, an array has each of its parts."""
+    stack, _ = cut(name, shape)
+    return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in parts(name, shape)}
 
 
 def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:
@@ -234,10 +239,8 @@ def write(path: Path, conversion: Conversion) -> None:
 
 
 def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
-    named = parts(name, shape)
-    outer = len(shape) - len(named[0][-1])  # 1 where it has layers
-    places = {part: (layer,)[:outer] for part, (_, layer), _ in named}
-    return Coming(group, shape, leaves[named[0][0]].dtype, places)
+    where = places(name, shape)
+    return Coming(group, shape, leaves[next(iter(where))].dtype, where)
 
 
 def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:

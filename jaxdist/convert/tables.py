@@ -1,25 +1,27 @@
 """Which tensor of a file is which parameter of ours: a table per naming and family, read in both directions.
 
-Our parameters of all layers are stacked along the first axis, L. What every naming shares are the *atoms*: one layer of
-one parameter of ours. A tensor of a naming holds one atom or several, and two namings meet in their atoms.
+Our parameters of all layers are stacked along the first axis, L, experts along the second, E. What every naming shares
+are the *atoms*: one layer of one parameter of ours, and of experts one of them. A tensor of a naming holds one atom or
+several, and two namings meet in their atoms.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxdist import models
-from jaxdist.config import GPT2, Llama
+from jaxdist.config import Family
 from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
 
 STACKED = "layers."  # how the names of our stacked parameters begin
+EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 
 
 class Row(NamedTuple):
-    """One kind of tensor. `{layer}` in `theirs` is the layer's number, our leading axis L.
+    """One kind of tensor. `{layer}` in `theirs` is the layer's number, our leading axis L; `{expert}` the expert's, E.
 
     Several parameters of ours are one tensor of theirs: equal parts of its last axis, the outputs. `interleaved` are
     queries and keys in whose heads the two numbers that a rotation turns are neighbours; in ours they are half a head
@@ -35,9 +37,15 @@ class Row(NamedTuple):
     def stacked(self) -> bool:
         return "{layer}" in self.theirs
 
-    def names(self, layers: int) -> list[str]:
-        """Their names, in the order of the layers."""
-        return [self.theirs.format(layer=i) for i in range(layers)] if self.stacked else [self.theirs]
+    @property
+    def by_expert(self) -> bool:
+        """Whether theirs are a tensor for each expert, where ours stacks them."""
+        return "{expert}" in self.theirs
+
+    def names(self, layers: int, experts: int = 1) -> list[str]:
+        """Their names, in the order of the layers, and within one of its experts."""
+        each = range(experts if self.by_expert else 1)
+        return [self.theirs.format(layer=i, expert=e) for i in range(layers if self.stacked else 1) for e in each]
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of one of their tensors, given the shapes of our parameters."""
@@ -107,16 +115,46 @@ class Table(NamedTuple):
 
 EMBEDDING = "embed.embedding"
 
+
+def _attention(theirs: str) -> list[Row]:
+    """Llama's and all that have it."""
+    return [
+        *_linear("layers.attention.q_proj", f"{theirs}.q_proj"),
+        *_linear("layers.attention.k_proj", f"{theirs}.k_proj"),
+        *_linear("layers.attention.v_proj", f"{theirs}.v_proj"),
+        *_linear("layers.attention.o_proj", f"{theirs}.o_proj"),
+        *_norm("layers.attention.q_norm", f"{theirs}.q_norm"),
+        *_norm("layers.attention.k_norm", f"{theirs}.k_norm"),
+    ]
+
+
+def _mixture(block: str, gate: str, up: str, down: str) -> Table:
+    """A mixture's, whose MLPs are called `block`, and an expert's projections so."""
+    theirs = f"model.layers.{{layer}}.{block}"
+    return Table(
+        [
+            *_embedding("embed", "model.embed_tokens"),
+            *_attention("model.layers.{layer}.self_attn"),
+            *_linear("layers.mlp.router", f"{theirs}.gate"),
+            *_linear("layers.mlp.experts.gate_proj", f"{theirs}.experts.{{expert}}.{gate}"),
+            *_linear("layers.mlp.experts.up_proj", f"{theirs}.experts.{{expert}}.{up}"),
+            *_linear("layers.mlp.experts.down_proj", f"{theirs}.experts.{{expert}}.{down}"),
+            *_norm("layers.attention_norm", "model.layers.{layer}.input_layernorm"),
+            *_norm("layers.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
+            *_norm("norm", "model.norm"),
+            *_linear("lm_head", "lm_head"),
+        ],
+        head="lm_head.weight",
+        prefix="model.",
+        ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
+    )
+
+
 HUGGINGFACE = {
     "llama": Table(
         [
             *_embedding("embed", "model.embed_tokens"),
-            *_linear("layers.attention.q_proj", "model.layers.{layer}.self_attn.q_proj"),
-            *_linear("layers.attention.k_proj", "model.layers.{layer}.self_attn.k_proj"),
-            *_linear("layers.attention.v_proj", "model.layers.{layer}.self_attn.v_proj"),
-            *_linear("layers.attention.o_proj", "model.layers.{layer}.self_attn.o_proj"),
-            *_norm("layers.attention.q_norm", "model.layers.{layer}.self_attn.q_norm"),
-            *_norm("layers.attention.k_norm", "model.layers.{layer}.self_attn.k_norm"),
+            *_attention("model.layers.{layer}.self_attn"),
             *_linear("layers.mlp.gate_proj", "model.layers.{layer}.mlp.gate_proj"),
             *_linear("layers.mlp.up_proj", "model.layers.{layer}.mlp.up_proj"),
             *_linear("layers.mlp.down_proj", "model.layers.{layer}.mlp.down_proj"),
@@ -149,6 +187,8 @@ HUGGINGFACE = {
         prefix="transformer.",
         ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
     ),
+    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 # The code that Meta published with Llama 1 to 3: complex rotations, so interleaved queries and keys.
@@ -191,7 +231,7 @@ NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META}
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
-def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
+def entries(naming: str, model: Family) -> dict[str, Entry]:
     """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules."""
     shapes = shapes_of(model)
     if naming == OWN:
@@ -202,25 +242,36 @@ def entries(naming: str, model: Llama | GPT2) -> dict[str, Entry]:
     for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
         block = list(rows)
         for layer in range(model.layers if stacked else 1):
-            found |= {entry.name: entry for entry in (_entry(row, layer, model, shapes) for row in block)}
+            found |= {entry.name: entry for row in block for entry in _entries(row, layer, model, shapes)}
     return found
 
 
 def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
     """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
-    if name.startswith(STACKED):
-        return [(f"{name}[{layer}]", (name, layer), shape[1:]) for layer in range(shape[0])]
-    return [(name, (name, 0), shape)]
+    stack, rest = cut(name, shape)
+    places = [f"[{','.join(map(str, place))}]" if stack else "" for place in np.ndindex(*stack)]
+    return [(f"{name}{place}", (name, number), rest) for number, place in enumerate(places)]
+
+
+def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
+    """The axes of a parameter of ours along which it is stacked, layers and experts, and the others."""
+    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
+    return shape[:depth], shape[depth:]
 
 
 def _own(name: str, shape: Shape) -> Entry:
-    if not name.startswith(STACKED):
-        return whole(name, (name, 0), shape)
-    return by_views(name, [atom for _, atom, _ in parts(name, shape)], shape, lambda tensor, layer: tensor[layer])
+    atoms, (stack, _) = [atom for _, atom, _ in parts(name, shape)], cut(name, shape)
+    if not stack:
+        return whole(name, atoms[0], shape)
+    return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
 
 
-def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape]) -> Entry:
-    return Entry(
+def _entries(row: Row, layer: int, model: Family, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    """Their tensors of one row in one layer."""
+    if EXPERTS in row.ours[0]:
+        yield from _of_experts(row, layer, shapes[row.ours[0]])
+        return
+    yield Entry(
         row.theirs.format(layer=layer),
         tuple((name, layer) for name in row.ours),
         row.shape(shapes),
@@ -230,6 +281,22 @@ def _entry(row: Row, layer: int, model: Llama | GPT2, shapes: Mapping[str, Shape
     )
 
 
-def shapes_of(model: Llama | GPT2) -> dict[str, Shape]:
+def _of_experts(row: Row, layer: int, shape: Shape) -> Iterator[Entry]:
+    """An array [E, ...], or one for each expert."""
+    (ours,), (_, E, *matrix) = row.ours, shape
+    atoms, theirs = [(ours, layer * E + e) for e in range(E)], tuple(matrix[::-1] if row.transpose else matrix)
+
+    def view(tensor: np.ndarray, expert: int) -> np.ndarray:
+        one = tensor if row.by_expert else tensor[expert]
+        return one.T if row.transpose else one
+
+    if not row.by_expert:
+        yield by_views(row.theirs.format(layer=layer), atoms, (E, *theirs), view, row.transpose)
+        return
+    for e, atom in enumerate(atoms):
+        yield by_views(row.theirs.format(layer=layer, expert=e), [atom], theirs, view, row.transpose)
+
+
+def shapes_of(model: Family) -> dict[str, Shape]:
     """The global shape of every parameter that the model declares."""
     return {name: layout.shape for name, layout in models.layouts(models.build(model)).items()}

@@ -9,11 +9,12 @@ from jaxdist import config
 from jaxdist.collectives import Weight
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.llama import Llama
+from jaxdist.models.mixtral import Mixtral
 from jaxdist.sharding import Layout
 
 M = TypeVar("M", bound=nnx.Module)
 
-FAMILIES = {"llama": Llama, "gpt2": GPT2}
+FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral}
 
 
 def build(model: config.Model) -> nnx.Module:

@@ -4,7 +4,8 @@ A module built from a config is abstract: it holds declarations. Bound to Weight
 through `par.use`, it holds this device's arrays: whole over `fsdp`, a slice of heads, hidden or vocabulary over
 `tensor`. The modules never ask which; local sizes come from the arrays.
 
-Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V vocabulary.
+Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H/K, C head_dim, F hidden, V vocabulary,
+E experts, k those that a token goes to, N rows.
 """
 
 import math
@@ -17,17 +18,18 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.collectives import Parallel, wide
-from jaxdist.config import Llama
+from jaxdist.config import Rotary
 from jaxdist.memory import Rematerialize
 from jaxdist.sharding import Layout
 
 M = TypeVar("M", bound=nnx.Module)
+X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 
 
 def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param:
     """Declare a parameter: drawn from N(mean, std²), with one logical axis (`sharding.RULES`) per dimension."""
-    fsdp_dim = Layout("", shape, axes, mean, std).fsdp_dim
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, fsdp_dim=fsdp_dim)
+    cut = Layout("", shape, axes, mean, std).cut
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, cut=cut)
 
 
 def stacked(count: int, module: M) -> M:
@@ -40,22 +42,20 @@ def stacked(count: int, module: M) -> M:
     return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Param)))
 
 
-def scan_layers(
-    par: Parallel, layers: nnx.Module, x_BTD: jax.Array, rematerialize: Rematerialize, *rest: Any
-) -> jax.Array:
-    """Apply a stack of blocks in order: one block is compiled, however many there are.
+def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rematerialize, *rest: Any) -> X:
+    """Apply a stack of blocks in order: one block is compiled, however many there are. A mixture's pass on a pair.
 
     Each block's weights are gathered at its own start, and again in its backward pass, so that one block at a time is
     whole on a device. `rest` is passed on to every block.
     """
     graph, weights = nnx.split(layers)
 
-    def block(i: int, x_BTD: jax.Array, group: nnx.State) -> jax.Array:
+    def block(i: int, x_BTD: X, group: nnx.State) -> X:
         # Sliced in here: the backward pass then refers to the weights that the scan has, and keeps no copy of them.
         weights = jax.tree.map(lambda w: w[i], group) if rematerialize.every > 1 else group
         return par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
 
-    def body(x_BTD: jax.Array, group: nnx.State) -> tuple[jax.Array, None]:
+    def body(x_BTD: X, group: nnx.State) -> tuple[X, None]:
         for i in range(rematerialize.every):
             apply = rematerialize.keep if i else rematerialize.block
             x_BTD = apply(partial(block, i))(x_BTD, group)
@@ -141,7 +141,7 @@ class LayerNorm(nnx.Module):
 Rotation = tuple[jax.Array, jax.Array]
 
 
-def rotary_frequencies(c: Llama, dtype: Any) -> jax.Array:
+def rotary_frequencies(c: Rotary, dtype: Any) -> jax.Array:
     """Angle per position of each of the head_dim/2 pairs, radians; llama3 scaling as in Llama 3.1's reference code."""
     frequency = c.rope_theta ** -(jnp.arange(0, c.head_dim, 2, dtype=dtype) / c.head_dim)
     if c.rope_scaling == "none":
@@ -152,7 +152,7 @@ def rotary_frequencies(c: Llama, dtype: Any) -> jax.Array:
     return frequency * (kept + (1 - kept) / c.rope_factor)
 
 
-def rotary(c: Llama, length: int, dtype: Any) -> Rotation:
+def rotary(c: Rotary, length: int, dtype: Any) -> Rotation:
     """cos and sin [T, 1, C/2] of every position (arXiv:2104.09864), in float32 or wider."""
     dtype = jnp.promote_types(dtype, jnp.float32)
     angle = jnp.arange(length, dtype=dtype)[:, None] * rotary_frequencies(c, dtype)

@@ -5,6 +5,7 @@ from flax import nnx
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import Llama as Config
+from jaxdist.config import Rotary
 from jaxdist.memory import Rematerialize
 from jaxdist.models.layers import (
     ColumnLinear,
@@ -23,7 +24,7 @@ from jaxdist.models.layers import (
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions and an optional window."""
 
-    def __init__(self, c: Config):
+    def __init__(self, c: Rotary):
         out_std = c.init_std / (2 * c.layers) ** 0.5
         H, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.q_proj = ColumnLinear(c.dim, H, ("embed", "heads"), c.init_std, c.qkv_bias)

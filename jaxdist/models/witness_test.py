@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxdist import sharding
+from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
-from jaxdist.models import layers, llama
+from jaxdist.models import layers, llama, mixtral
 from jaxdist.parallel import context
 from jaxdist.program import Program
 
@@ -40,6 +43,8 @@ GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions"
 # Shapes that do not give a mistaken mapping away.
 SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+MIXTRAL = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "llama biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
@@ -55,6 +60,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2 square": ("GPT2", {**GPT2, "n_inner": 36}),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {**MIXTRAL, "sliding_window": 7}),
+    "mixtral square": ("Mixtral", {**MIXTRAL, **SQUARE}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe biases": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
 }
 
 
@@ -111,6 +120,33 @@ def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
     assert error(witness(case)) < BOUND
 
 
+def balance(witness: Witness) -> float:
+    """What ours adds to the loss, over its weight, on two devices that have a row of TOKENS each."""
+    _, experiment, parameters, _ = witness
+    parallel = experiment.parallel.model_copy(update={"mesh": "data=2", "strategy": "ddp"})
+    experiment = experiment.model_copy(update={"parallel": parallel})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+
+    def function(parameters: Any, tokens: jax.Array) -> jax.Array:
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens)[1], sharding.TOKENS)
+
+    specs = (program.specs.parameters, program.batch_specs.tokens)
+    added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
+    weight = experiment.model.balance  # type: ignore[union-attr]
+    return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
+
+
+def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' load_balancing_loss_func, of all blocks and tokens at once."""
+    made = witness("qwen3_moe")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
+    with torch.no_grad():
+        told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
+    assert balance(made) == pytest.approx(float(told), rel=BOUND)
+    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row by itself
+    assert balance(made) != pytest.approx(float(told), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
@@ -123,6 +159,9 @@ def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
         ("mistral", {"window": 6}),
         ("mistral", {"window": 8}),
         ("qwen2 tied window", {"window": 0}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("mixtral", {"capacity": 1.0}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
     ],
     ids=str,
 )
@@ -165,6 +204,11 @@ def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
 _gelu = jax.nn.gelu
 
 
+def the_least_probable(probabilities: jax.Array, k: int) -> jax.Array:
+    """Planted: sorted the other way."""
+    return jnp.argsort(probabilities, axis=-1)[..., :k]
+
+
 @pytest.mark.parametrize(
     ("case", "owner", "name", "mistake"),
     [
@@ -174,6 +218,7 @@ _gelu = jax.nn.gelu
         ("qwen3", layers.RMSNorm, "__call__", unnormalized),
         ("llama", jax.nn, "silu", jax.nn.gelu),
         ("gpt2", jax.nn, "gelu", exact_gelu),
+        ("mixtral", mixtral, "choose", the_least_probable),
     ],
 )
 def test_a_planted_mistake_is_caught(
@@ -226,6 +271,7 @@ def flipped(part: str) -> Callable[[Table], Table]:
         ("qwen3 square", flipped("q_proj")),
         ("qwen3 square", flipped("o_proj")),
         ("qwen3 square", flipped("down_proj")),
+        ("mixtral square", swapped(("gate_proj", "up_proj"))),
         ("gpt2 square", swapped(("q_proj", "k_proj"))),
         ("gpt2 square", swapped(("k_proj", "v_proj"))),
         ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),

@@ -17,7 +17,7 @@ from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import layers
 from jaxdist.parallel import ring_attention
 from jaxdist.parallel.context import Ring
-from jaxdist.sharding import TOKENS
+from jaxdist.sharding import TOKENS, Cut
 from jaxdist.step import Step
 from parity_tests.mistakes import everywhere, mistake, plant
 
@@ -59,11 +59,11 @@ def one_gradient_not_summed_over_fsdp() -> None:
     """The head's gradient is cut to the device's piece where it should be reduce-scattered."""
     right = collectives.scatter
 
-    def scatter(whole: jax.Array, dim: int) -> jax.Array:
+    def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
         if whole.shape != (40, 256):
-            return right(whole, dim)
-        size = whole.shape[dim] // lax.axis_size("fsdp")
-        return lax.dynamic_slice_in_dim(whole, lax.axis_index("fsdp") * size, size, whole.ndim + dim)
+            return right(whole, cut)
+        size = whole.shape[cut.dim] // lax.axis_size("fsdp")
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index("fsdp") * size, size, whole.ndim + cut.dim)
 
     everywhere(right, scatter)
 
@@ -146,8 +146,8 @@ def pieces_gathered_in_another_order() -> None:
     """The pieces of weights are put together in another order than they were cut."""
     right = collectives.gather
 
-    def gather(piece: jax.Array, dim: int, to: str = "varying") -> jax.Array:
-        return jnp.roll(right(piece, dim, to), piece.shape[dim], dim)
+    def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
+        return jnp.roll(right(piece, cut, to), piece.shape[cut.dim], cut.dim)
 
     everywhere(right, gather)
 
@@ -292,8 +292,8 @@ def weights_gathered_before_the_cast() -> None:
     """Weights cross devices in float32 and are cast to bfloat16 after it."""
     right = collectives.gather
 
-    def whole(parallel: Parallel, dim: int, piece: jax.Array, sink: Any) -> jax.Array:
-        return right(vary(piece, ("data",)), dim).astype(parallel.precision.compute)
+    def whole(parallel: Parallel, cut: Cut, piece: jax.Array, sink: Any) -> jax.Array:
+        return right(vary(piece, ("data",)), cut).astype(parallel.precision.compute)
 
     bare = jax.custom_vjp(whole, nondiff_argnums=(0, 1))
     bare.defvjp(lambda *inputs: (whole(*inputs), None), collectives._whole_backward)
@@ -345,7 +345,7 @@ def gradients_kept_whole() -> None:
     def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays]:
         row = replace(self.parallel.strategy, gradients=False)
         loss, gradients = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
-        return loss, {n: collectives.scatter(g, self.layouts[n].fsdp_dim) for n, g in gradients.items()}
+        return loss, {n: collectives.scatter(g, self.layouts[n].cut) for n, g in gradients.items()}
 
     plant(Step, "accumulate", accumulate)
 

@@ -5,8 +5,9 @@ from torch import nn
 from jaxdist import config
 from torch_ref.models.gpt2 import GPT2
 from torch_ref.models.llama import Llama
+from torch_ref.models.mixtral import Mixtral
 
-FAMILIES = {"llama": Llama, "gpt2": GPT2}
+FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral}
 
 
 def build(model: config.Model) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.config import Llama
+from jaxdist.config import Rotary
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -82,7 +82,7 @@ class LayerNorm(nn.Module):
         return (y * wide(self.weight) + wide(self.bias)).to(x.dtype)
 
 
-def rotary_frequencies(c: Llama, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rotary_frequencies(c: Rotary, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Radians per position [C/2], of each rotated pair; llama3 scaling as in Llama 3.1's reference code."""
     frequency = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, dtype=dtype, device=device) / c.head_dim)
     if c.rope_scaling == "none":
@@ -93,7 +93,7 @@ def rotary_frequencies(c: Llama, dtype: torch.dtype, device: torch.device) -> Te
     return frequency * (kept + (1 - kept) / c.rope_factor)
 
 
-def rotary(c: Llama, length: int, like: Tensor) -> Rotation:
+def rotary(c: Rotary, length: int, like: Tensor) -> Rotation:
     """cos and sin [T, 1, C/2] of every position (arXiv:2104.09864), in float32 or wider.
 
     Computed from the config in each forward pass: a buffer would not survive initialization on the meta

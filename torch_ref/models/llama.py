@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Llama as Config
+from jaxdist.config import Rotary
 from torch_ref.context import Context
 from torch_ref.models.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
 
@@ -16,7 +17,7 @@ class Attention(nn.Module):
 
     context = Context()
 
-    def __init__(self, c: Config):
+    def __init__(self, c: Rotary):
         super().__init__()
         H, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.q_proj = nn.Linear(c.dim, H, bias=c.qkv_bias)

@@ -1,0 +1,78 @@
+"""How tokens come to their experts, which the mesh axis `expert` splits, and back.
+
+| row | a device sends, forward (backward) | what exceeds an expert's room |
+|---|---|---|
+| `Dropless` | x by all-gather, results by reduce-scatter, (n-1)/n of each of the group (the same) | there is none |
+| `Capped` | boxes of x and of results by all-to-all, (n-1)/n of each (the same) | is left out |
+
+x being the bytes of the group's tokens, those of the n devices along the axis, Dropless sends 2x(n-1)/n each way, and
+beside it k weights and numbers of experts a token. Boxes have room for C = capacity · k · T / E rows of each sequence
+and expert, of which a device with B sequences sends 2 · E·B·C·D · (n-1)/n numbers each way. They are fewer where
+capacity · k < n. Room is by sequence, in the order of time: what is left out depends on no mesh, and of no token on a
+later one.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives import Dispatch, Rows, wide
+from jaxdist.config import Mixture, Model
+
+AXIS = "expert"
+
+
+def weighted(y_BTkD: jax.Array, weights_BTk: jax.Array) -> jax.Array:
+    """The weighted sum over k, in float32 or wider, rounded once."""
+    return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).astype(y_BTkD.dtype)
+
+
+@dataclass(frozen=True)
+class Dropless:
+    """Every device sees all tokens of its group and computes those of its own of `count` experts."""
+
+    count: int
+
+    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+        x_BTD, weights_BTk, chosen_BTk = (
+            lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_BTD, weights_BTk, chosen_BTk)
+        )
+        own = self.count // lax.axis_size(AXIS)
+        index_N = (chosen_BTk - lax.axis_index(AXIS) * own).reshape(-1)
+        index_N = jnp.where((index_N >= 0) & (index_N < own), index_N, own)  # those of other devices come last
+        order_N, counts_E = jnp.argsort(index_N, stable=True), jnp.bincount(index_N, length=own)
+        mine = (jnp.arange(len(index_N)) < counts_E.sum())[:, None]  # of other rows a grouped product leaves anything
+        rows_ND = x_BTD.reshape(-1, x_BTD.shape[-1])[order_N // chosen_BTk.shape[-1]]
+        y_ND = jnp.where(mine, experts(jnp.where(mine, rows_ND, 0), counts_E.astype(jnp.int32)), 0)
+        y_BTkD = y_ND[jnp.argsort(order_N)].reshape(*chosen_BTk.shape, -1)
+        return lax.psum_scatter(weighted(y_BTkD, weights_BTk), AXIS, scatter_dimension=0, tiled=True)
+
+
+@dataclass(frozen=True)
+class Capped:
+    """Each sequence has a box of C rows for each expert, which travels to the expert's device and back."""
+
+    model: Mixture
+
+    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+        (B, T, k), D = chosen_BTk.shape, x_BTD.shape[-1]
+        E, C = self.model.experts, self.model.room(T)
+        chosen_BN = chosen_BTk.reshape(B, T * k)
+        before_BNE = jnp.cumsum(jax.nn.one_hot(chosen_BN, E, dtype=jnp.int32), axis=1)
+        place_BN = jnp.take_along_axis(before_BNE, chosen_BN[..., None], axis=-1)[..., 0] - 1
+        at = chosen_BN, jnp.arange(B)[:, None], place_BN  # a place from C on is outside of the box
+        empty = jnp.zeros_like(x_BTD, shape=(E, B, C, D))
+        boxes = empty.at[at].set(jnp.repeat(x_BTD, k, axis=1), mode="drop")
+        rows = lax.all_to_all(boxes, AXIS, split_axis=0, concat_axis=1, tiled=True)
+        own, group = rows.shape[:2]
+        y = experts(rows.reshape(-1, D), jnp.full(own, group * C, jnp.int32)).reshape(rows.shape)
+        boxes = lax.all_to_all(y, AXIS, split_axis=1, concat_axis=0, tiled=True)
+        y_BND = boxes.at[at].get(mode="fill", fill_value=0)
+        return weighted(y_BND.reshape(B, T, k, D), weights_BTk)
+
+
+def dispatch(model: Model) -> Dispatch:
+    """The row for a model; one without experts asks for none."""
+    return Capped(model) if isinstance(model, Mixture) and model.capacity else Dropless(getattr(model, "experts", 0))

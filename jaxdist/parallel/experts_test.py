@@ -1,0 +1,69 @@
+"""Which tokens reach which experts, against a loop over tokens: dropless, and with room in each sequence."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import AXES, Mixture
+from jaxdist.parallel import experts
+
+B, T, D, E, K = 4, 6, 3, 4, 2
+MODEL = Mixture(family="mixtral", experts=E, top_k=K)
+
+
+def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [B, T, D], weights and choices [B, T, k], in which the first experts are liked most."""
+    random = np.random.default_rng(0)
+    liked = random.normal(size=(B, T, E)) - np.arange(E)
+    return (
+        random.normal(size=(B, T, D)),
+        random.random((B, T, K)),
+        np.argsort(-liked, axis=-1)[..., :K].astype(np.int32),
+    )
+
+
+def looped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, room: int) -> np.ndarray:
+    """Expert e multiplies by e + 1; in each sequence it takes the first `room` tokens that come to it."""
+    y = np.zeros_like(x)
+    for b in range(B):
+        taken = np.zeros(E, int)
+        for t in range(T):
+            for k in range(K):
+                e = chosen[b, t, k]
+                y[b, t] += weights[b, t, k] * (e + 1) * x[b, t] * (taken[e] < room)
+                taken[e] += 1
+    return y
+
+
+def dispatched(devices: int, capacity: float) -> np.ndarray:
+    """What a mesh whose axis `expert` has so many devices makes of them."""
+    sizes = [devices if axis == "expert" else 1 for axis in AXES]
+    mesh = jax.make_mesh(sizes, AXES, devices=jax.devices()[:devices], axis_types=(AxisType.Auto,) * len(AXES))
+    row = experts.dispatch(MODEL.model_copy(update={"capacity": capacity}))
+
+    def multiply(x_ND: jax.Array, counts_E: jax.Array) -> jax.Array:
+        own = lax.axis_index("expert") * len(counts_E) + jnp.arange(len(counts_E)) + 1.0
+        return lax.ragged_dot(x_ND, own[:, None, None] * jnp.eye(D), counts_E)
+
+    def function(*inputs: Any) -> jax.Array:
+        return row(multiply, *inputs)
+
+    spec = P("expert")
+    return np.asarray(jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))(*tokens()))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("capacity", [0.0, 0.6, 1.0, 9.0])
+def test_experts_take_what_they_have_room_for(devices: int, capacity: float) -> None:
+    room = MODEL.model_copy(update={"capacity": capacity}).room(T)
+    assert room == {0.0: T, 0.6: 2, 1.0: 3, 9.0: T}[capacity]
+    found = dispatched(devices, capacity)
+    np.testing.assert_allclose(found, looped(*tokens(), room), rtol=1e-5, atol=1e-6)
+    if room < T:  # the loop sees one more that is taken
+        assert np.abs(found - looped(*tokens(), room + 1)).max() > 0.1

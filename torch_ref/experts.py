@@ -1,0 +1,106 @@
+"""How tokens come to their experts: rows by all-to-all over the mesh axis `expert`; their width is over `tensor`.
+
+A rank of n sends a row of D numbers for each of a token's k experts that another rank has, and gets as many back: of
+evenly used experts 2 · B·T·k·D · (n-1)/n numbers forward, and as many backward, of its own B·T tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from jaxdist.config import ConfigError, Experiment
+
+Rows = Callable[[Tensor, list[int]], Tensor]  # rows [N, D] sorted by expert, and how many each has
+
+
+class Dispatch:
+    """All experts on this rank, whose tokens are those of no other, or of one of `groups`."""
+
+    def __init__(self, *groups: dist.ProcessGroup):
+        self.groups = groups
+
+    def __call__(self, experts: Rows, x_BTD: Tensor, chosen_BTk: Tensor, taken_BTk: Tensor, count: int) -> Tensor:
+        """What each of a token's k experts makes of it [B, T, k, D], 0 where it is not taken; there are `count`."""
+        shape, k = (*chosen_BTk.shape, x_BTD.shape[-1]), chosen_BTk.shape[-1]
+        pair_N = taken_BTk.flatten().nonzero()[:, 0]
+        expert_N = chosen_BTk.flatten()[pair_N]
+        pair_N = pair_N[expert_N.argsort(stable=True)]
+        y_ND = self.exchange(experts, x_BTD.flatten(0, 1)[pair_N // k], expert_N.bincount(minlength=count))
+        return y_ND.new_zeros(taken_BTk.numel(), shape[-1]).index_copy(0, pair_N, y_ND).view(shape)
+
+    def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:
+        """What the experts make of this rank's rows, in their order."""
+        return experts(x_ND, count_E.tolist())
+
+    def of_all_tokens(self, sums: Tensor) -> Tensor:
+        """Sums over the microbatch of all ranks. No gradient goes through it."""
+        sums = sums.detach().clone()
+        for group in self.groups:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+
+class AllToAll(Dispatch):
+    """Each rank's own experts, over the axis of a one-dimensional mesh."""
+
+    def __init__(self, mesh: DeviceMesh, *groups: dist.ProcessGroup):
+        super().__init__(*groups)
+        self.size, self.group = mesh.size(), mesh.get_group()
+
+    def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:
+        sent = count_E.view(self.size, -1)  # by rank and its experts
+        got = all_to_all_single(count_E, None, None, self.group).view(self.size, -1)
+        to, of = sent.sum(1).tolist(), got.sum(1).tolist()
+        rows_ND = all_to_all_single_autograd(x_ND, of, to, self.group)
+        own = torch.arange(got.shape[1], device=got.device).repeat(self.size).repeat_interleave(got.flatten())
+        order = own.argsort(stable=True)
+        y_ND = experts(rows_ND[order], got.sum(0).tolist())
+        return all_to_all_single_autograd(y_ND[order.argsort()], to, of, self.group)
+
+
+def own(weight: Tensor) -> Tensor:
+    """What this rank has of the weights of all experts."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def spread(experts: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
+    """The experts of a block over `mesh` of the axes `expert` and `tensor`, or one of them.
+
+    Over `tensor` tokens are laid out as `between` says outside of it; inside each rank has all of the expert rank's,
+    and a part of each result, whose sum leaves.
+    """
+    names = mesh.mesh_dim_names or ()
+    for name, module in experts.named_children():
+        split = {"expert": Shard(0), "tensor": Shard(2 if name == "down_proj" else 1)}
+        weight = distribute_tensor(module.get_parameter("weight"), mesh, [split[axis] for axis in names])
+        module.register_parameter("weight", nn.Parameter(weight))
+    if "tensor" not in names:
+        return
+    tensor = mesh["tensor"]
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        laid_out = (DTensor.from_local(x, tensor, [between], run_check=False) for x in inputs)
+        return tuple(x.redistribute(tensor, [Replicate()]).to_local(grad_placements=[Partial()]) for x in laid_out)
+
+    def leave(_: nn.Module, __: Any, y_BTD: Tensor) -> Tensor:
+        partial = DTensor.from_local(y_BTD, tensor, [Partial()], run_check=False)
+        return partial.redistribute(tensor, [between]).to_local()
+
+    experts.register_forward_pre_hook(enter)
+    experts.register_forward_hook(leave)
+
+
+def check(experiment: Experiment, axes: dict[str, int]) -> None:
+    """Raises ConfigError for what torch has no part for."""
+    if axes["expert"] > 1 and experiment.parallel.strategy == "zero1":
+        raise ConfigError(
+            f"parallel.strategy = zero1 with the mesh axis expert = {axes['expert']}: torch's ZeroRedundancyOptimizer "
+            "deals out parameters that all ranks have, and experts are none; use zero2 or fsdp, or jaxdist.train"
+        )
