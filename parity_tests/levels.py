@@ -315,7 +315,8 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     experts = sum(w.size for w in tensors if w.ndim == 3) * item / (mesh["expert"] * t)
 
     share = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
-    bound = {"parameters": padding, "gradients": padding, "optimizer_state": 2 * padding + 8 * len(tensors)}
+    kept = len(experiment.optimizer.kept)
+    bound = {"parameters": padding, "gradients": padding, "optimizer_state": kept * padding + 8 * len(tensors)}
     why = dict.fromkeys(share, "FSDP2 splits whole rows: less than one for each tensor whose rows do not divide")
     why["optimizer_state"] += "; torch counts steps in 4 to 8 bytes a tensor, optax in 8 for all"
     if parallel.strategy == "zero2":
@@ -325,7 +326,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
         share["gradients"] = n
         why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
     if parallel.strategy == "zero1":
-        bound["optimizer_state"] += 2 * largest
+        bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind], b.summary["memory"][kind]
