@@ -305,7 +305,7 @@ def reordering(policy: Pair, reordered: Pair) -> tuple[float, float]:
 def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     """Bytes that the fullest device holds of each kind, torch's against JAX's, less the causes known by name."""
     parallel = experiment.parallel
-    mesh = a.summary["mesh"]
+    mesh = a.mesh
     over_experts, t = mesh["fsdp"] * mesh["context"], mesh["tensor"]
     n = over_experts * mesh["expert"]
     item = np.dtype(experiment.precision.parameters).itemsize

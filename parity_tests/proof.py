@@ -308,13 +308,13 @@ class Proof:
         for run in policy if self.measured("memory") else policy[:1]:
             if run.side in scratch.SIDES and self.scratch.known:
                 yield from levels.peak(run, self.scratch)
-        ours = policy[0].summary
+        mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
             known = run.side == JAX or run.side in REFERENCES.values()
-            counts = collectives.expected(run.side, self.experiment, self.layouts, ours["mesh"]) if known else None
+            counts = collectives.expected(run.side, self.experiment, self.layouts, mesh) if known else None
             backend = JAX if run.summary.get("backend") == "jax" else "torch_ref"
-            least = collectives.least(backend, self.experiment, self.layouts, ours["mesh"])
-            yield from levels.traffic(run, least, counts, collectives.unknown(backend, ours["mesh"]))
+            least = collectives.least(backend, self.experiment, self.layouts, mesh)
+            yield from levels.traffic(run, least, counts, collectives.unknown(backend, mesh))
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
@@ -331,8 +331,8 @@ class Proof:
     @property
     def scratch(self) -> Scratch:
         """The closed form of what a step of either side takes beside its state."""
-        ours, _ = (run.summary for run in self.pair("policy"))
-        return Scratch(self.experiment, self.layouts, ours["mesh"], ours.get("platform") == "gpu")
+        ours, _ = self.pair("policy")
+        return Scratch(self.experiment, self.layouts, ours.mesh, ours.summary.get("platform") == "gpu")
 
     @property
     def layouts(self) -> dict[str, Layout]:

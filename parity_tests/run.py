@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist import models
-from jaxdist.config import ConfigError, Experiment, check_shapes, newest, read_metrics, read_record
+from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
 from parity_tests import commands, compare, names
 
@@ -57,6 +57,11 @@ class Run:
         if not isinstance(found, dict):
             raise ConfigError(f"{file} is damaged: it is no object; mend or remove it")
         return found
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of all mesh axes; an axis that the run's version had not is one of size 1."""
+        return dict.fromkeys(AXES, 1) | self.summary.get("mesh", {})
 
     @cached_property
     def states(self) -> dict[str, np.ndarray]:
