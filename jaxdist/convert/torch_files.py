@@ -287,11 +287,21 @@ def number(path: Path, value: Any) -> Any:
 
 
 def _steps(path: Path, tree: Any, updates: int | None) -> int:
-    """Steps done: as the file says, or as its scheduler or its optimizer counted."""
+    """Steps done: as the file says, or as its scheduler or its optimizer counted, whichever counted more."""
     said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
     counted = _part(tree, SCHEDULER).get("last_epoch")
-    counts: list[Any] = [said, counted, updates]
-    return next((int(n) for n in counts if _is_count(n)), 0)
+    if _is_count(counted) and counted < (updates or 0):
+        if not _is_count(said):
+            say(
+                f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: those are not counted"
+            )
+        counted = updates
+    return first_count(said, counted, updates)
+
+
+def first_count(*values: Any) -> int:
+    """The first of these that steps are counted by; 0 where none is."""
+    return next((int(value) for value in values if _is_count(value)), 0)
 
 
 def _is_count(value: Any) -> bool:
@@ -413,9 +423,12 @@ def _training(
     }  # fmt: skip
     if not kept or content.step != content.origin.step:
         groups = [optimizers.going_on(group, o, rate, updates) for group in groups]
-        if "_schedulers" in scheduler:
-            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
+        if kept and scheduler.get("last_epoch") != content.origin.step:
+            now = {}
+            say("the scheduler counts other than steps, and stays as it was: build it anew, and step it to the end")
+        elif "_schedulers" in scheduler:
+            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
     made = {_key(tree, OPTIMIZER): optimizers.state_dict(o, fakes, groups, updates, counted)}
