@@ -11,6 +11,8 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import experiment_for
+from jaxdist.convert import orbax_files
+from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.stream import Conversion
@@ -98,3 +100,62 @@ class TestSteps:
         torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
         assert torch.load(tmp_path / "b.pt", weights_only=True)["scheduler"] == schedule
         assert ("counts other than steps" in capsys.readouterr().out) == bool(more)
+
+
+def lightning(tree: dict[str, Any], schedule: Any) -> dict[str, Any]:
+    """As Lightning keeps the same."""
+    return {
+        "epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.5.0", "state_dict": tree["model"],
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"ready": 5}}}}, "callbacks": {},
+        "optimizer_states": [tree["optimizer"]], "lr_schedulers": [schedule],
+    }  # fmt: skip
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize("more", [0, 20])
+    def test_of_lightning(self, more: int, tmp_path: Path) -> None:
+        """In lists, as it was, and with the counters of now."""
+        tree, schedule = script(tmp_path, steps=1, epochs=5)
+        torch.save(lightning(tree, schedule), tmp_path / "a.ckpt")
+        main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
+        content = orbax_files.opened(tmp_path / "run")
+        assert (content.step, content.updates) == (5, 5)
+        later = replace(content, step=5 + more, updates=5 + more)
+        torch_files.write(tmp_path / "b.ckpt", Conversion(later, "huggingface"))
+        before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("a.ckpt", "b.ckpt"))
+        if not more:
+            same(after, before)
+        assert [len(after[key]) for key in ("optimizer_states", "lr_schedulers")] == [1, 1]
+        assert after["lr_schedulers"][0]["last_epoch"] == after["global_step"] == 5 + more
+
+    @pytest.mark.parametrize("key", ["opt", "optimizers", "optimizer_states", "optimizer"])
+    def test_that_are_not_read(self, key: str, tmp_path: Path) -> None:
+        """Under a key of the script's own, of a model each, several, or within another."""
+        tree, _ = script(tmp_path)
+        state = tree.pop("optimizer")
+        tree[key] = {
+            "opt": state, "optimizers": {"a": state}, "optimizer_states": [state, state], "optimizer": {"inner": state}
+        }[key]  # fmt: skip
+        torch.save(tree, tmp_path / "a.pt")
+        line = [str(tmp_path / "a.pt"), str(tmp_path / "there"), *config(tmp_path)]
+        with pytest.raises(ConfigError, match=f"a.pt: its '{key}' has an optimizer that is not read; .*--to hf"):
+            main(line)
+        main([*line, "--to", "hf"])
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert that two trees of `torch.load` are the same: types, keys in their order, dtypes and bits."""
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        assert getattr(a, "_metadata", None) == getattr(b, "_metadata", None)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    else:
+        assert a == b

@@ -35,15 +35,16 @@ from jaxdist.convert.tables import NAMINGS, entries
 from jaxdist.convert.torch_zip import TorchFile, place
 from jaxdist.optim import learning_rate
 
-# Under which keys training scripts keep what; the first of each is written.
+# Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
 MODEL = ("model", "state_dict", "model_state_dict", "module")
-OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
-SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
+OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
 EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
+GROUPS = "param_groups"  # in the state dict of an optimizer
 MOST = 10_000_000  # values in a file
 
 
@@ -152,14 +153,25 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _key(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Under which of the keys the tree has a dict, or would."""
-    return next((key for key in keys if isinstance(tree.get(key), dict)), keys[0])
+    """Under which of the keys the tree has a dict, or a list of one, or would."""
+    return next((key for key in keys if isinstance(_only(tree.get(key)), dict)), keys[0])
+
+
+def _only(value: Any) -> Any:
+    """What a list of one holds; all else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
     """That dict; empty where there is none."""
-    found = tree.get(_key(tree, keys)) if isinstance(tree, dict) else None
+    found = _only(tree.get(_key(tree, keys))) if isinstance(tree, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
+    """What puts it in place of that dict: in a list where that was in one."""
+    key = _key(tree, keys)
+    return {key: [part] if isinstance(tree.get(key), list) else part}
 
 
 def _model(tree: Any) -> Mapping[str, Tensor]:
@@ -183,7 +195,7 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
     tree = load(path)
-    tensors, optimizer = _parameters(path, tree), _part(tree, OPTIMIZER) if training else {}
+    tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     model = found.model
     naming, names = recognized(str(path), tensors, model)
@@ -197,7 +209,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if optimizer.get("state"):
         with reading(path, "optimizer"):
             rule, order = optimizers.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
-            trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer["param_groups"]), order)
+            trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states = {name: optimizer["state"][key] for key, name in order.items()}
         groups |= {
             kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()}
@@ -233,6 +245,25 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
     logged = _logged(path, tree) if training and _own(tree) else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
+
+
+def _optimizer(path: Path, tree: Any) -> dict[Any, Any]:
+    """The optimizer's state dict; empty where there is none. Raises ConfigError for another one that lies elsewhere."""
+    taken = _part(tree, OPTIMIZER)
+    known = {_key(tree, OPTIMIZER)} if GROUPS in taken else set()
+    for key, value in tree.items():
+        if key not in known and _has_groups(value):
+            raise ConfigError(
+                f"{path}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
+                "it out; --to hf takes the weights alone"
+            )
+    return taken
+
+
+def _has_groups(value: Any) -> bool:
+    """Whether the state dict of an optimizer is somewhere in it."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return (isinstance(value, dict) and GROUPS in value) or any(map(_has_groups, inside))
 
 
 def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str) -> Experiment:
@@ -289,12 +320,10 @@ def number(path: Path, value: Any) -> Any:
 def _steps(path: Path, tree: Any, updates: int | None) -> int:
     """Steps done: as the file says, or as its scheduler or its optimizer counted, whichever counted more."""
     said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
-    counted = _part(tree, SCHEDULER).get("last_epoch")
+    counted = _part(tree, SCHEDULER).get("last_epoch", -1)
     if _is_count(counted) and counted < (updates or 0):
         if not _is_count(said):
-            say(
-                f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: those are not counted"
-            )
+            say(f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: steps are counted")
         counted = updates
     return first_count(said, counted, updates)
 
@@ -327,9 +356,7 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]], averaged: bool
         kept.pop(FILES, None)
         if averaged:
             del kept[EMA]
-    kept[_key(kept, MODEL)] = {}
-    if trained:
-        kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
+    kept |= _put(kept, MODEL, {}) | (_put(kept, OPTIMIZER, {GROUPS: trained}) if trained else {})
     return tree_map_only(Tensor, partial(_contiguous, path), kept)
 
 
@@ -377,8 +404,9 @@ def write(path: Path, conversion: Conversion) -> None:
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
-        if content.experiment.model.tied and (head in names or conversion.naming == "huggingface"):
-            found[names.get(head, head)] = next(iter(fakes[group].values()))  # a module lists a tied head too
+        modules = conversion.naming == "huggingface" and not origin.of_a_script  # which list a tied head too
+        if content.experiment.model.tied and (head in names or modules):
+            found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found
 
     model = listed(PARAMETERS)
@@ -387,7 +415,7 @@ def write(path: Path, conversion: Conversion) -> None:
         file = TorchFile(path, model)
     else:
         tree = dict(origin.extras or {}) if origin.kind == "torch" else {}
-        tree[_key(tree, MODEL)] = model
+        tree |= _put(tree, MODEL, model)
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
         if EMA in fakes:
@@ -417,7 +445,7 @@ def _training(
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
-    groups = kept["param_groups"] if kept else optimizers.groups_of(shapes, o, rate)
+    groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate)
     scheduler = _part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip
@@ -431,11 +459,11 @@ def _training(
             say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
-    made = {_key(tree, OPTIMIZER): optimizers.state_dict(o, fakes, groups, updates, counted)}
-    made |= {_key(tree, SCHEDULER): scheduler} if scheduler else {}
+    made = _put(tree, OPTIMIZER, optimizers.state_dict(o, fakes, groups, updates, counted))
+    made |= _put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and (not kept or content.step != content.origin.step):
         state = grad_scaler.state_dict(content.scaling, content.experiment.precision)
-        made[_key(tree, SCALER)] = _part(tree, SCALER) | state
+        made |= _put(tree, SCALER, _part(tree, SCALER) | state)
     return made | {next((key for key in STEP if key in tree), STEP[0]): content.step}
 
 
