@@ -6,7 +6,6 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 (`jaxdist/config/checkpoints.py`).
 """
 
-import json
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ import orbax.checkpoint as ocp
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
 from jaxdist.config.checkpoints import publish, sweep, thin, unfinished, written
 from jaxdist.config.experiment import Verify
+from jaxdist.config.foreign import read_json
 from jaxdist.processes import first, from_first
 from jaxdist.step import TrainState
 
@@ -130,7 +130,7 @@ def reading(path: Path) -> Iterator[None]:
     """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
@@ -177,7 +177,7 @@ def locate(path: Path, verify: Verify = "checksums") -> Path:
 def read_experiment(path: Path) -> Experiment:
     """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
     with reading(path):
-        values = json.loads((path / "experiment" / "metadata").read_text(encoding="utf-8"))
+        values = read_json(path / "experiment" / "metadata")
     return Experiment.parse(values, source=str(path))
 
 

@@ -101,14 +101,19 @@ def walked(tree: Any) -> Any:
 
 
 def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
-    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file."""
-    dtype = dtype_of(tensor.dtype)
+    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file, or larger
+    than it, and for numbers that numpy does not know."""
+    try:
+        dtype = dtype_of(tensor.dtype)
+    except TypeError:
+        raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
     start = begin + place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
     spans = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     count = 1 + sum(spans) if tensor.numel() else 0
-    if min(start, *spans, 0) < 0 or start + count * dtype.itemsize > path.stat().st_size:
+    last = max(start + count * dtype.itemsize, tensor.numel() * dtype.itemsize)
+    if min(start, *spans, 0) < 0 or last > path.stat().st_size:
         raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
 
     def read() -> np.ndarray:
@@ -117,7 +122,9 @@ def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
         strides = [stride * dtype.itemsize for stride in tensor.stride()]
-        return np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
+        shown = np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
+        shown = shown.conj() if tensor.is_conj() else shown
+        return -shown if tensor.is_neg() else shown
 
     return Leaf(tuple(tensor.shape), dtype, read)
 
@@ -148,7 +155,7 @@ def to_torch(array: np.ndarray) -> Tensor:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The same bits, of any dtype."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
 
 
@@ -357,14 +364,23 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]], averaged: bool
         if averaged:
             del kept[EMA]
     kept |= _put(kept, MODEL, {}) | (_put(kept, OPTIMIZER, {GROUPS: trained}) if trained else {})
-    return tree_map_only(Tensor, partial(_contiguous, path), kept)
+    return _contiguous(path, kept)
 
 
-def _contiguous(path: Path, tensor: Tensor) -> Tensor:
-    """Itself, with numbers of its own. Raises ConfigError for one that shows a few of the file many times."""
-    if tensor.numel() * tensor.itemsize > path.stat().st_size:
-        raise ConfigError(f"{path}: a tensor {tuple(tensor.shape)} is larger than the file; use a whole copy")
-    return tensor.contiguous()
+def _contiguous(path: Path, tree: Any) -> Any:
+    """A tree whose tensors have numbers of their own. Raises ConfigError where they show few of the file many times."""
+    most = left = path.stat().st_size
+
+    def own(tensor: Tensor) -> Tensor:
+        nonlocal left
+        size = tensor.numel() * tensor.itemsize
+        left -= 0 if tensor.is_contiguous() else size  # what is copied
+        if size > most or left < 0:
+            what = f"a tensor {tuple(tensor.shape)} is" if size > most else "its tensors, written out, are"
+            raise ConfigError(f"{path}: {what} larger than the file; use a whole copy")
+        return tensor.contiguous()
+
+    return tree_map_only(Tensor, own, tree)
 
 
 def _files(path: Path, tree: Any) -> dict[str, bytes]:
