@@ -29,6 +29,8 @@ from jaxdist.step import TrainState
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
+CHUNK = 16_000_000  # bytes
+
 
 class Saved(NamedTuple):
     """A checkpoint on the host. `optimizer` is the optax state as nested lists and dicts, None when there is none."""
@@ -110,11 +112,12 @@ def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def by_layer(tree: Any) -> Any:
-    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them."""
+    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them; others in
+    small ones, since a chunk is in memory three times while it is read."""
 
     def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
         name = str(getattr(path[-1], "key", ""))
-        return ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
+        return ocp.SaveArgs(shard_axes=(0,)) if name.startswith("layers.") else ocp.SaveArgs(chunk_byte_size=CHUNK)
 
     return jax.tree_util.tree_map_with_path(layout, tree)
 

@@ -126,7 +126,8 @@ def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
         shown = shown.conj() if tensor.is_conj() else shown
         return -shown if tensor.is_neg() else shown
 
-    return Leaf(tuple(tensor.shape), dtype, read)
+    place_of = path, start, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return Leaf(tuple(tensor.shape), dtype, read, place_of)
 
 
 @contextmanager
