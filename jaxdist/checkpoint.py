@@ -6,7 +6,6 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 (`jaxdist/config/checkpoints.py`).
 """
 
-import json
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,14 @@ import orbax.checkpoint as ocp
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
 from jaxdist.config.checkpoints import publish, sweep, thin, unfinished, written
 from jaxdist.config.experiment import Verify
+from jaxdist.config.foreign import read_json
 from jaxdist.processes import first, from_first
 from jaxdist.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
+
+CHUNK = 16_000_000  # bytes
 
 
 class Saved(NamedTuple):
@@ -110,11 +112,12 @@ def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
 
 
 def by_layer(tree: Any) -> Any:
-    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them."""
+    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them; others in
+    small ones, since a chunk is in memory three times while it is read."""
 
     def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
         name = str(getattr(path[-1], "key", ""))
-        return ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ())
+        return ocp.SaveArgs(shard_axes=(0,)) if name.startswith("layers.") else ocp.SaveArgs(chunk_byte_size=CHUNK)
 
     return jax.tree_util.tree_map_with_path(layout, tree)
 
@@ -130,7 +133,7 @@ def reading(path: Path) -> Iterator[None]:
     """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
@@ -177,7 +180,7 @@ def locate(path: Path, verify: Verify = "checksums") -> Path:
 def read_experiment(path: Path) -> Experiment:
     """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
     with reading(path):
-        values = json.loads((path / "experiment" / "metadata").read_text(encoding="utf-8"))
+        values = read_json(path / "experiment" / "metadata")
     return Experiment.parse(values, source=str(path))
 
 

@@ -20,10 +20,15 @@ _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
     "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
 )  # fmt: skip
-ALLOWED = {
+# Those that the opcode BUILD gives their attributes: a dict of them, or what their own __setstate__ takes.
+BUILT = {
     *((_STATE, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
-    *((_STATE, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_STATE, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
+}
+ALLOWED = {
+    *BUILT,
+    (_STATE, "_MEM_FORMAT_ENCODING"),
     *(("torch", name) for name in ("Size", *_DTYPES)),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
@@ -31,11 +36,22 @@ ALLOWED = {
 }
 
 
+def _build(index: Any) -> None:
+    """BUILD for the index's own types: of a class, or given slots, it would set any attribute of it, for good."""
+    made, state = index.stack[-2:]
+    kind = type(made)
+    if (kind.__module__, kind.__qualname__) not in BUILT or not (type(state) is dict or hasattr(kind, "__setstate__")):
+        raise pickle.UnpicklingError(f"it changes {made!r:.100}, which is nothing of an index")
+    pickle._Unpickler.load_build(index)  # type: ignore[attr-defined]
+
+
 class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Unpickles an index; in Python, since C's takes as much memory as a few bytes of a hostile one may name."""
 
     # An index holds no bytearray, and one is made as long as its opcode says before anything is read.
-    dispatch: ClassVar = {o: load for o, load in pickle._Unpickler.dispatch.items() if o != pickle.BYTEARRAY8[0]}  # type: ignore[attr-defined]
+    dispatch: ClassVar = {o: load for o, load in pickle._Unpickler.dispatch.items() if o != pickle.BYTEARRAY8[0]} | {  # type: ignore[attr-defined]
+        pickle.BUILD[0]: _build
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:

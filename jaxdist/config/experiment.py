@@ -4,6 +4,7 @@ Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv head
 """
 
 import math
+import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -358,6 +359,10 @@ class Experiment(Section):
     @classmethod
     def parse(cls, values: dict[str, Any], source: str) -> "Experiment":
         """Validate nested `values`, read from `source`. Raises ConfigError, one line per problem."""
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise ConfigError(
+                f"{source}: {reprlib.repr(values)} is no table of settings; give the sections of a config"
+            )
         if isinstance(values.get("model", {}), dict):
             values = values | {"model": {"family": "llama"} | values.get("model", {})}
         try:

@@ -257,7 +257,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def parse_metrics(text: str) -> list[dict[str, Any]]:
     """The records of lines of JSON, as `read_metrics` has them. Raises ValueError."""
-    records = [json.loads(line) for line in text.split("\n")[:-1]]
+    try:
+        records = [json.loads(line) for line in text.split("\n")[:-1]]
+    except RecursionError:
+        raise ValueError("a line is nested too deeply") from None
     if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
         raise ValueError("a line has no step")
     return records

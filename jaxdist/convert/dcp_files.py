@@ -199,8 +199,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         groups |= {kind: _kept(leaves, kind, lambda name: table.full_name(plain(name))) for kind in kept}
         counts = _counts(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
-    said_step = leaves["step"].read().item() if "step" in leaves else extras.get(tensors.prefixes["step"])
-    step = next((n for n in (said_step, updates) if isinstance(n, int) and 0 <= n < 2**31), 0)
+    said_step = leaves.get("step", extras.get(tensors.prefixes["step"]))
+    step = torch_files.first_count(_number(str(path), "step", said_step), updates)
     updates = step if states and updates is None else updates
     if said:
         logged, scaling = metrics_of(found), _scaling(leaves)
@@ -233,7 +233,16 @@ def _counts(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> l
     counts = {name: value for (name, kind), value in states.items() if kind == "step"}
     if needed and (uncounted := [name for name, _ in states if name not in counts]):
         raise ConfigError(f"{path}: its optimizer has moments of {uncounted[0]}, and no count of its steps; add it")
-    return [value.read().item() if isinstance(value, Leaf) else value for value in counts.values()]
+    return [_number(path, f"step of {name}", value) for name, value in counts.items()]
+
+
+def _number(path: str, name: str, value: Any) -> Any:
+    """What a tensor holds; all else as it is. Raises ConfigError where it holds more than one number."""
+    if not isinstance(value, Leaf):
+        return value
+    if math.prod(value.shape) != 1:
+        raise ConfigError(f"{path}: {name} is a tensor {list(value.shape)}; give one whole number")
+    return value.read().item()
 
 
 def _scaling(leaves: Leaves) -> LossScale | None:

@@ -26,6 +26,7 @@ COMPANIONS = (
     CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tekken.json", "chat_template*",
 )  # fmt: skip
+MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tokenizers have 40 MB
 
 
 def is_hf(path: Path) -> bool:
@@ -62,11 +63,13 @@ def is_companion(name: object) -> bool:
 
 
 def companions(folder: Path) -> dict[str, bytes]:
-    """config.json and the tokenizer's files."""
+    """config.json and the tokenizer's files. Raises ConfigError for links that lead outside, and for absurd sizes."""
     files = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
     try:
+        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
+            raise ValueError(f"its config.json and tokenizer have {size:,} bytes, more than {MOST_BYTES:,}")
         return {file.name: within(folder, file.name).read_bytes() for file in sorted(files)}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
 
 

@@ -1,5 +1,6 @@
 """Folders as Meta published Llama 1 to 3: params.json, and a consolidated.*.pth of each model-parallel rank."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.config.hf import MOST_LAYERS, experiment_for
-from jaxdist.convert import torch_files
+from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
 from jaxdist.convert.naming import recognized
@@ -33,7 +34,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     shapes = {name: entry.shape for name, entry in entries("meta", experiment.model).items()}
     _, names = recognized(str(path), ranks[0], experiment.model)
     leaves = {
-        full: _whole([rank[name] for rank in ranks], shapes[full]) if full in shapes else ranks[0][name]
+        full: _whole(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
         for full, name in names.items()
     }
     return Content(experiment, "meta", {PARAMETERS: leaves}, origin=Origin("meta", "meta")).checked(path)
@@ -55,7 +56,7 @@ def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
             "vocab": embeddings[0][0] * (len(ranks) if embeddings[0][1] == dim else 1),
             "tied": "output.weight" not in ranks[0],
         }  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path / PARAMS}: {error!r}; give the folder that Meta published") from None
     if not params.get("use_scaled_rope"):
         return values
@@ -67,11 +68,29 @@ def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
     return values | LLAMA31 | {"rope_factor": factor}
 
 
-def _whole(pieces: list[Leaf], shape: Shape) -> Leaf:
-    """The tensor whose pieces the ranks hold, along the one axis in which they are smaller; all alike are copies."""
-    axis = next((i for i, (a, b) in enumerate(zip(pieces[0].shape, shape, strict=False)) if a != b), None)
-    if axis is None:
-        return pieces[0]
-    found = list(pieces[0].shape)
-    found[axis] = sum(piece.shape[axis] for piece in pieces)
-    return Leaf(tuple(found), pieces[0].dtype, lambda: np.concatenate([piece.read() for piece in pieces], axis=axis))
+def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Shape) -> Leaf:
+    """The tensor whose pieces the ranks hold, along the one axis in which they are smaller; all alike are copies.
+
+    Raises ConfigError where they are no such pieces."""
+    pieces = [rank[name] for rank in ranks if name in rank]
+    first = pieces[0]
+    axis = next((i for i, (a, b) in enumerate(zip(first.shape, shape, strict=False)) if a != b), len(first.shape))
+
+    def beside(piece: Leaf) -> tuple[Any, ...]:
+        return len(piece.shape), piece.shape[:axis], piece.shape[axis + 1 :], piece.dtype
+
+    if len(pieces) < len(ranks) or len({*map(beside, pieces)}) > 1:
+        there = ", ".join(f"{piece.dtype}{list(piece.shape)}" for piece in pieces)
+        raise ConfigError(f"{path}: of {name} its {len(ranks)} {FILES} have {there}; give the whole folder")
+    if axis == len(first.shape):
+        return first
+    sizes = [piece.shape[axis] for piece in pieces]
+
+    def read() -> np.ndarray:
+        whole = buffers.empty(found, first.dtype)
+        for piece, part in zip(pieces, np.split(whole, np.cumsum(sizes)[:-1], axis), strict=True):
+            part[...] = piece.read()
+        return whole
+
+    found = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
+    return Leaf(found, first.dtype, read)

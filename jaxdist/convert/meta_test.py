@@ -136,3 +136,22 @@ def test_params_that_cannot_be(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"params.json"):
         main([str(folder), str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["dim", "n_heads", "n_layers", "n_kv_heads"])
+def test_a_number_beyond_all(key: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "meta", [drawn()])
+    (folder / "params.json").write_text(json.dumps(PARAMS).replace(f'"{key}": {PARAMS[key]}', f'"{key}": 1e400'))
+    with pytest.raises(ConfigError, match=r"params.json: .*give the folder that Meta published"):
+        meta.opened(folder)
+
+
+@pytest.mark.parametrize("other", [None, (), (7 * 16,), (7, 16, 1), (3, 15)])
+def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
+    """The second lacks a tensor, or has another than a piece of the same."""
+    first = drawn() | {"output.weight": torch.ones(3, 16)}
+    second = drawn() | {"output.weight": torch.ones(other or ())}
+    if other is None:
+        del second["output.weight"]
+    with pytest.raises(ConfigError, match=r"of output.weight its 2 consolidated.\*.pth have .*give the whole folder"):
+        meta.opened(saved(tmp_path / "meta", [first, second]))

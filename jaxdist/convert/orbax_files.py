@@ -24,6 +24,7 @@ from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_w
 from jaxdist import checkpoint, models
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
+from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
@@ -93,6 +94,7 @@ def stores(path: Path) -> Any:
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(handler) as reader, checkpoint.reading(path):
+        read_json(path / "_METADATA")  # Orbax would wait for a pipe, and take any size
         tree = reader.metadata(path).item_metadata.tree
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
         return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))

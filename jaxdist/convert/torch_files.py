@@ -35,15 +35,16 @@ from jaxdist.convert.tables import NAMINGS, entries
 from jaxdist.convert.torch_zip import TorchFile, place
 from jaxdist.optim import learning_rate
 
-# Under which keys training scripts keep what; the first of each is written.
+# Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
 MODEL = ("model", "state_dict", "model_state_dict", "module")
-OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim")
-SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict")
+OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
 EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
+GROUPS = "param_groups"  # in the state dict of an optimizer
 MOST = 10_000_000  # values in a file
 
 
@@ -100,14 +101,19 @@ def walked(tree: Any) -> Any:
 
 
 def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
-    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file."""
-    dtype = dtype_of(tensor.dtype)
+    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file, or larger
+    than it, and for numbers that numpy does not know."""
+    try:
+        dtype = dtype_of(tensor.dtype)
+    except TypeError:
+        raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
     start = begin + place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
     spans = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     count = 1 + sum(spans) if tensor.numel() else 0
-    if min(start, *spans, 0) < 0 or start + count * dtype.itemsize > path.stat().st_size:
+    last = max(start + count * dtype.itemsize, tensor.numel() * dtype.itemsize)
+    if min(start, *spans, 0) < 0 or last > path.stat().st_size:
         raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
 
     def read() -> np.ndarray:
@@ -116,9 +122,12 @@ def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
         strides = [stride * dtype.itemsize for stride in tensor.stride()]
-        return np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
+        shown = np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
+        shown = shown.conj() if tensor.is_conj() else shown
+        return -shown if tensor.is_neg() else shown
 
-    return Leaf(tuple(tensor.shape), dtype, read)
+    place_of = path, start, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return Leaf(tuple(tensor.shape), dtype, read, place_of)
 
 
 @contextmanager
@@ -147,19 +156,30 @@ def to_torch(array: np.ndarray) -> Tensor:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The same bits, of any dtype."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
 
 
 def _key(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Under which of the keys the tree has a dict, or would."""
-    return next((key for key in keys if isinstance(tree.get(key), dict)), keys[0])
+    """Under which of the keys the tree has a dict, or a list of one, or would."""
+    return next((key for key in keys if isinstance(_only(tree.get(key)), dict)), keys[0])
+
+
+def _only(value: Any) -> Any:
+    """What a list of one holds; all else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
     """That dict; empty where there is none."""
-    found = tree.get(_key(tree, keys)) if isinstance(tree, dict) else None
+    found = _only(tree.get(_key(tree, keys))) if isinstance(tree, dict) else None
     return found if isinstance(found, dict) else {}
+
+
+def _put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
+    """What puts it in place of that dict: in a list where that was in one."""
+    key = _key(tree, keys)
+    return {key: [part] if isinstance(tree.get(key), list) else part}
 
 
 def _model(tree: Any) -> Mapping[str, Tensor]:
@@ -183,7 +203,7 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
     tree = load(path)
-    tensors, optimizer = _parameters(path, tree), _part(tree, OPTIMIZER) if training else {}
+    tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     model = found.model
     naming, names = recognized(str(path), tensors, model)
@@ -197,7 +217,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if optimizer.get("state"):
         with reading(path, "optimizer"):
             rule, order = optimizers.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
-            trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer["param_groups"]), order)
+            trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states = {name: optimizer["state"][key] for key, name in order.items()}
         groups |= {
             kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()}
@@ -233,6 +253,25 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
     logged = _logged(path, tree) if training and _own(tree) else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
+
+
+def _optimizer(path: Path, tree: Any) -> dict[Any, Any]:
+    """The optimizer's state dict; empty where there is none. Raises ConfigError for another one that lies elsewhere."""
+    taken = _part(tree, OPTIMIZER)
+    known = {_key(tree, OPTIMIZER)} if GROUPS in taken else set()
+    for key, value in tree.items():
+        if key not in known and _has_groups(value):
+            raise ConfigError(
+                f"{path}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
+                "it out; --to hf takes the weights alone"
+            )
+    return taken
+
+
+def _has_groups(value: Any) -> bool:
+    """Whether the state dict of an optimizer is somewhere in it."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return (isinstance(value, dict) and GROUPS in value) or any(map(_has_groups, inside))
 
 
 def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str) -> Experiment:
@@ -287,11 +326,19 @@ def number(path: Path, value: Any) -> Any:
 
 
 def _steps(path: Path, tree: Any, updates: int | None) -> int:
-    """Steps done: as the file says, or as its scheduler or its optimizer counted."""
+    """Steps done: as the file says, or as its scheduler or its optimizer counted, whichever counted more."""
     said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
-    counted = _part(tree, SCHEDULER).get("last_epoch")
-    counts: list[Any] = [said, counted, updates]
-    return next((int(n) for n in counts if _is_count(n)), 0)
+    counted = _part(tree, SCHEDULER).get("last_epoch", -1)
+    if _is_count(counted) and counted < (updates or 0):
+        if not _is_count(said):
+            say(f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: steps are counted")
+        counted = updates
+    return first_count(said, counted, updates)
+
+
+def first_count(*values: Any) -> int:
+    """The first of these that steps are counted by; 0 where none is."""
+    return next((int(value) for value in values if _is_count(value)), 0)
 
 
 def _is_count(value: Any) -> bool:
@@ -317,17 +364,24 @@ def _extras(path: Path, tree: Any, trained: list[dict[str, Any]], averaged: bool
         kept.pop(FILES, None)
         if averaged:
             del kept[EMA]
-    kept[_key(kept, MODEL)] = {}
-    if trained:
-        kept[_key(kept, OPTIMIZER)] = {"param_groups": trained}
-    return tree_map_only(Tensor, partial(_contiguous, path), kept)
+    kept |= _put(kept, MODEL, {}) | (_put(kept, OPTIMIZER, {GROUPS: trained}) if trained else {})
+    return _contiguous(path, kept)
 
 
-def _contiguous(path: Path, tensor: Tensor) -> Tensor:
-    """Itself, with numbers of its own. Raises ConfigError for one that shows a few of the file many times."""
-    if tensor.numel() * tensor.itemsize > path.stat().st_size:
-        raise ConfigError(f"{path}: a tensor {tuple(tensor.shape)} is larger than the file; use a whole copy")
-    return tensor.contiguous()
+def _contiguous(path: Path, tree: Any) -> Any:
+    """A tree whose tensors have numbers of their own. Raises ConfigError where they show few of the file many times."""
+    most = left = path.stat().st_size
+
+    def own(tensor: Tensor) -> Tensor:
+        nonlocal left
+        size = tensor.numel() * tensor.itemsize
+        left -= 0 if tensor.is_contiguous() else size  # what is copied
+        if size > most or left < 0:
+            what = f"a tensor {tuple(tensor.shape)} is" if size > most else "its tensors, written out, are"
+            raise ConfigError(f"{path}: {what} larger than the file; use a whole copy")
+        return tensor.contiguous()
+
+    return tree_map_only(Tensor, own, tree)
 
 
 def _files(path: Path, tree: Any) -> dict[str, bytes]:
@@ -367,8 +421,9 @@ def write(path: Path, conversion: Conversion) -> None:
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
-        if content.experiment.model.tied and (head in names or conversion.naming == "huggingface"):
-            found[names.get(head, head)] = next(iter(fakes[group].values()))  # a module lists a tied head too
+        modules = conversion.naming == "huggingface" and not origin.of_a_script  # which list a tied head too
+        if content.experiment.model.tied and (head in names or modules):
+            found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found
 
     model = listed(PARAMETERS)
@@ -377,7 +432,7 @@ def write(path: Path, conversion: Conversion) -> None:
         file = TorchFile(path, model)
     else:
         tree = dict(origin.extras or {}) if origin.kind == "torch" else {}
-        tree[_key(tree, MODEL)] = model
+        tree |= _put(tree, MODEL, model)
         if content.updates is not None:
             tree |= _training(content, content.updates, tree, fakes)
         if EMA in fakes:
@@ -407,22 +462,25 @@ def _training(
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
-    groups = kept["param_groups"] if kept else optimizers.groups_of(shapes, o, rate)
+    groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate)
     scheduler = _part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip
     if not kept or content.step != content.origin.step:
         groups = [optimizers.going_on(group, o, rate, updates) for group in groups]
-        if "_schedulers" in scheduler:
-            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
+        if kept and scheduler.get("last_epoch") != content.origin.step:
+            now = {}
+            say("the scheduler counts other than steps, and stays as it was: build it anew, and step it to the end")
+        elif "_schedulers" in scheduler:
+            say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
-    made = {_key(tree, OPTIMIZER): optimizers.state_dict(o, fakes, groups, updates, counted)}
-    made |= {_key(tree, SCHEDULER): scheduler} if scheduler else {}
+    made = _put(tree, OPTIMIZER, optimizers.state_dict(o, fakes, groups, updates, counted))
+    made |= _put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and (not kept or content.step != content.origin.step):
         state = grad_scaler.state_dict(content.scaling, content.experiment.precision)
-        made[_key(tree, SCALER)] = _part(tree, SCALER) | state
+        made |= _put(tree, SCALER, _part(tree, SCALER) | state)
     return made | {next((key for key in STEP if key in tree), STEP[0]): content.step}
 
 

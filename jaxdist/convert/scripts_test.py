@@ -1,0 +1,161 @@
+"""Training scripts of others: how many steps they made, and that all of theirs comes back."""
+
+import importlib
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert import orbax_files
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.stream import Conversion
+from jaxdist.convert.tables import entries
+
+torch = pytest.importorskip("torch")
+torch_files = importlib.import_module("jaxdist.convert.torch_files")
+dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
+dcp = importlib.import_module("torch.distributed.checkpoint")
+
+MODEL = MODELS["Qwen2ForCausalLM"]
+EXPERIMENT = experiment_for(MODEL.model_dump(), "test")
+
+
+def config(folder: Path) -> list[str]:
+    file = folder / "model.toml"
+    file.write_text(EXPERIMENT.to_toml())
+    return ["--model", str(file)]
+
+
+def script(folder: Path, steps: int = 5, epochs: int = 1) -> tuple[dict[str, Any], Any]:
+    """What a script has of its model and optimizer after some steps, and its schedule, which counts epochs."""
+    weights = torch.load(written(folder / "weights.pt", "torch", content_of(MODEL)), weights_only=True)["model"]
+    (folder / "weights.pt").unlink()
+    shapes = entries("huggingface", MODEL)
+    parameters = {name: torch.nn.Parameter(weights[name]) for name in shapes}
+    groups = [[(n, p) for n, p in parameters.items() if (p.ndim >= 2) == wide] for wide in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+    for _ in range(epochs):
+        for _ in range(steps):
+            for parameter in parameters.values():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        schedule.step()
+    tree = {"model": {name: p.detach().clone() for name, p in parameters.items()}, "optimizer": optimizer.state_dict()}
+    return tree, schedule.state_dict()
+
+
+def saved_dcp(folder: Path, tree: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+class TestSteps:
+    def tree(self, folder: Path, **more: Any) -> dict[str, Any]:
+        """As torch.distributed.checkpoint wants it: the optimizer's state by names."""
+        found, _ = script(folder)
+        names = [name for group in found["optimizer"]["param_groups"] for name in group["param_names"]]
+        state = {name: found["optimizer"]["state"][i] for i, name in enumerate(names)}
+        return {"model": found["model"], "optimizer": {"state": state}} | more
+
+    @pytest.mark.parametrize("step", [5000, 5000.0, np.int64(5000), torch.tensor(5000.0), torch.tensor([5000])])
+    def test_of_any_type(self, step: Any, tmp_path: Path) -> None:
+        folder = saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=step))
+        content = dcp_files.opened(folder, EXPERIMENT)
+        assert (content.step, content.updates) == (5000, 5)
+
+    def test_that_is_no_count(self, tmp_path: Path) -> None:
+        """As the optimizer counted."""
+        assert dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT).step == 5
+
+    @pytest.mark.parametrize("where", ["step", "optimizer"])
+    def test_of_two_numbers(self, where: str, tmp_path: Path) -> None:
+        tree = self.tree(tmp_path)
+        name = next(iter(tree["optimizer"]["state"]))
+        if where == "step":
+            tree["step"] = torch.ones(2)
+        else:
+            tree["optimizer"]["state"][name]["step"] = torch.ones(2)
+        with pytest.raises(ConfigError, match=r"dcp: step.* is a tensor \[2\]; give one whole number"):
+            dcp_files.opened(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
+
+    @pytest.mark.parametrize("more", [0, 20])
+    def test_a_schedule_of_epochs(self, more: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Its counter is none of steps, and stays as it was."""
+        tree, schedule = script(tmp_path, steps=50, epochs=2)
+        torch.save(tree | {"scheduler": schedule}, tmp_path / "a.pt")
+        content = torch_files.opened(tmp_path / "a.pt", EXPERIMENT)
+        assert (content.step, content.updates, schedule["last_epoch"]) == (100, 100, 2)
+        assert "its optimizer made 100 steps, its scheduler 2, of epochs" in capsys.readouterr().out
+        later = replace(content, step=100 + more, updates=100 + more)
+        torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
+        assert torch.load(tmp_path / "b.pt", weights_only=True)["scheduler"] == schedule
+        assert ("counts other than steps" in capsys.readouterr().out) == bool(more)
+
+
+def lightning(tree: dict[str, Any], schedule: Any) -> dict[str, Any]:
+    """As Lightning keeps the same."""
+    return {
+        "epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.5.0", "state_dict": tree["model"],
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": {"total": {"ready": 5}}}}, "callbacks": {},
+        "optimizer_states": [tree["optimizer"]], "lr_schedulers": [schedule],
+    }  # fmt: skip
+
+
+class TestOptimizers:
+    @pytest.mark.parametrize("more", [0, 20])
+    def test_of_lightning(self, more: int, tmp_path: Path) -> None:
+        """In lists, as it was, and with the counters of now."""
+        tree, schedule = script(tmp_path, steps=1, epochs=5)
+        torch.save(lightning(tree, schedule), tmp_path / "a.ckpt")
+        main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
+        content = orbax_files.opened(tmp_path / "run")
+        assert (content.step, content.updates) == (5, 5)
+        later = replace(content, step=5 + more, updates=5 + more)
+        torch_files.write(tmp_path / "b.ckpt", Conversion(later, "huggingface"))
+        before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("a.ckpt", "b.ckpt"))
+        if not more:
+            same(after, before)
+        assert [len(after[key]) for key in ("optimizer_states", "lr_schedulers")] == [1, 1]
+        assert after["lr_schedulers"][0]["last_epoch"] == after["global_step"] == 5 + more
+
+    @pytest.mark.parametrize("key", ["opt", "optimizers", "optimizer_states", "optimizer"])
+    def test_that_are_not_read(self, key: str, tmp_path: Path) -> None:
+        """Under a key of the script's own, of a model each, several, or within another."""
+        tree, _ = script(tmp_path)
+        state = tree.pop("optimizer")
+        tree[key] = {
+            "opt": state, "optimizers": {"a": state}, "optimizer_states": [state, state], "optimizer": {"inner": state}
+        }[key]  # fmt: skip
+        torch.save(tree, tmp_path / "a.pt")
+        line = [str(tmp_path / "a.pt"), str(tmp_path / "there"), *config(tmp_path)]
+        with pytest.raises(ConfigError, match=f"a.pt: its '{key}' has an optimizer that is not read; .*--to hf"):
+            main(line)
+        main([*line, "--to", "hf"])
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert that two trees of `torch.load` are the same: types, keys in their order, dtypes and bits."""
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        assert getattr(a, "_metadata", None) == getattr(b, "_metadata", None)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    else:
+        assert a == b
