@@ -1,7 +1,7 @@
 """What checkpoints cost a JAX run: `python -m parity_tests.saving --mesh 2x4`.
 
 The default config at ten times its parameters is trained in pairs, saving every 50 steps and never. *Blocked* is the
-time that the loop spends in `Checkpoints.save`, over that of all steps from the 51st; *slower* is what a pair shows
+time that the loop spends in `keep`, over that of all steps from the 51st; *slower* is what a pair shows
 besides: writing and checksums take cores from the devices where these are virtual ones. Arguments go to both runs.
 """
 
@@ -24,7 +24,7 @@ BOUND = 0.02
 
 
 class Cost(NamedTuple):
-    """Seconds from the 51st step on: of all, and of them within `save`."""
+    """Seconds from the 51st step on: of all, and of them within `keep`."""
 
     seconds: float
     blocked: float
@@ -33,17 +33,16 @@ class Cost(NamedTuple):
 def train(every: int, output: Path, arguments: list[str]) -> Cost:
     """One run, in a process of its own."""
     from jaxdist import train as jax_train
-    from jaxdist.checkpoint import Checkpoints
 
-    save, spent = Checkpoints.save, []
+    keep, spent = jax_train.keep, []
 
-    def timed(self: Checkpoints, step: int, *rest: Any) -> None:
+    def timed(program: Any, step: int, *rest: Any) -> None:
         began = time.perf_counter()
-        save(self, step, *rest)
-        if EVERY < step < STEPS:
+        keep(program, step, *rest)
+        if EVERY <= step < STEPS:
             spent.append(time.perf_counter() - began)
 
-    Checkpoints.save = timed  # type: ignore[method-assign, assignment]
+    jax_train.keep = timed
     line = [*TENFOLD, "--steps", str(STEPS), "--train.validation_batches", "0", "--checkpoint.every", str(every)]
     jax_train.main([*line, "--output", str(output), *arguments])
     steps = [record["step_seconds"] for record in read_metrics(output)[EVERY:]]
