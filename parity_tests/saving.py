@@ -42,7 +42,7 @@ def train(every: int, output: Path, arguments: list[str]) -> Cost:
         if EVERY <= step < STEPS:
             spent.append(time.perf_counter() - began)
 
-    jax_train.keep = timed
+    jax_train.keep = timed  # type: ignore[assignment]
     line = [*TENFOLD, "--steps", str(STEPS), "--train.validation_batches", "0", "--checkpoint.every", str(every)]
     jax_train.main([*line, "--output", str(output), *arguments])
     steps = [record["step_seconds"] for record in read_metrics(output)[EVERY:]]
