@@ -10,7 +10,7 @@ from parity_tests import compare
 from parity_tests.cases import MESHES
 from parity_tests.conftest import STEPS, Runs, run
 from parity_tests.parity_test import differences
-from parity_tests.run import Run
+from parity_tests.run import Run, command
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam", "optimizer.ema": 0.9},
@@ -19,6 +19,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.ema": 0.9},
     "plain sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.1},
 }
+SMALL = (
+    "--model.layers 2 --model.dim 32 --model.heads 4 --model.kv_heads 2 --model.head_dim 8 --model.hidden 48 "
+    "--model.positions 64 --data.sequence 32 --train.batch 8 --steps 8 --optimizer.warmup 3 --device cpu --mesh 2x1"
+).split()
 QUICK = {"adam": "fsdp", "sgd": "zero1", "lion": "sequence"}
 SLOW = [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
 # A field of torch's side that is a little off, by optimizer.
@@ -87,3 +91,12 @@ def test_a_run_that_changes_its_backend(
     states = compare.states(torch.states, right.states)
     assert {state.partition("/")[0] for state in states} == {"weights", *torch.experiment.optimizer.kept}
     assert max(states.values()) <= compare.STATE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
+def test_a_proof_against_transformers(name: str, tmp_path: Path) -> None:
+    fields = [text for field, value in OPTIMIZERS[name].items() for text in (f"--{field}", str(value))]
+    asked = [*SMALL, *fields, "--against", "transformers", "--output", str(tmp_path / "proof")]
+    done = command("parity_tests", *asked)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -123,7 +123,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         plain = build(init, weights, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
-        average = Average(plain, experiment.optimizer.ema)
+        average = Average(plain, optimizer, experiment.optimizer.ema)
         p = experiment.precision
         scaler = ShardedGradScaler(
             mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
@@ -157,7 +157,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                     check_finite(step, **values)
                 tokens, seconds = experiment.train.batch * experiment.data.sequence, time.perf_counter() - began
                 record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
-                kept = keep.after(mesh, experiment.optimizer.kept, average)
+                kept = keep.after(mesh, experiment.optimizer.kept)
                 if first:
                     folder.log(record)
                     show(record)
@@ -289,24 +289,22 @@ def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContext
 
 
 class Average:
-    """The moving average of a model's weights, by torch's own function; of none where there is no decay."""
+    """The moving average of a model's weights, by torch's own function, beside what the optimizer keeps of each; of
+    none where there is no decay."""
 
-    def __init__(self, model: nn.Module, decay: float):
-        named = dict(model.named_parameters()) if decay else {}
-        self.weights = [p.detach() for p in named.values()]
-        self.averages = {name: p.detach().clone() for name, p in named.items()}
-        self.move, self.begun = get_ema_multi_avg_fn(decay), False
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, decay: float):
+        self.optimizer, self.decay = optimizer, decay
+        self.parameters = list(model.parameters()) if decay else []
 
     @torch.no_grad()
     def update(self) -> None:
         """After an update of the weights; the first is copied, as `AveragedModel` does."""
-        averages = [local(average) for average in self.averages.values()]
-        weights = [local(w) for w in self.weights]
-        if self.begun and averages:
-            self.move(averages, weights, None)
-        elif averages:
-            torch._foreach_copy_(averages, weights)
-        self.begun = True
+        for p in self.parameters:
+            kept = self.optimizer.state[p]
+            if EMA not in kept:
+                kept[EMA] = p.detach().clone()
+            else:
+                get_ema_multi_avg_fn(self.decay)([local(kept[EMA])], [local(p)], None)
 
 
 class Keeping:
@@ -343,7 +341,7 @@ class Keeping:
             factor = dist.get_world_size() * self.scale
             y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(wide(g.detach()) / factor))
 
-    def after(self, mesh: DeviceMesh, kept: Sequence[str], average: Average) -> Arrays:
+    def after(self, mesh: DeviceMesh, kept: Sequence[str]) -> Arrays:
         """The record, whole on the first rank; called by all."""
         for name, parts in self.noted.items():
             local = torch.cat(parts)
@@ -354,8 +352,7 @@ class Keeping:
             parameters = dict(self.model.named_parameters())
             self._keep("weights", dict(parameters))
             for kind in kept:
-                own = average.averages if kind == EMA else {}
-                self._keep(kind, {n: own.get(n, self.optimizer.state[p].get(kind)) for n, p in parameters.items()})
+                self._keep(kind, {n: self.optimizer.state[p][kind] for n, p in parameters.items()})
         return self.arrays
 
 
