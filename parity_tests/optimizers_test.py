@@ -19,10 +19,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer.ema": 0.9},
     "plain sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.1},
 }
-SMALL = (
-    "--model.layers 2 --model.dim 32 --model.heads 4 --model.kv_heads 2 --model.head_dim 8 --model.hidden 48 "
-    "--model.positions 64 --data.sequence 32 --train.batch 8 --steps 8 --optimizer.warmup 3 --device cpu --mesh 2x1"
-).split()
+SMALL = [
+    "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
+    "--model.hidden", "48", "--model.positions", "64", "--data.sequence", "32", "--train.batch", "8", "--steps", "8",
+    "--optimizer.warmup", "3", "--device", "cpu", "--mesh", "2x1",
+]  # fmt: skip
 QUICK = {"adam": "fsdp", "sgd": "zero1", "lion": "sequence"}
 SLOW = [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
 # A field of torch's side that is a little off, by optimizer.
