@@ -19,6 +19,7 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.hf import is_companion
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import entries
 
@@ -76,10 +77,27 @@ class TestSteps:
         folder = saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=step))
         content = dcp_files.opened(folder, EXPERIMENT)
         assert (content.step, content.updates) == (5000, 5)
+        if not isinstance(step, torch.Tensor):
+            later = replace(content, step=5020)
+            dcp_files.write(tmp_path / "back", Conversion(later, KINDS["dcp"].naming_of(later)))
+            (back,) = (tmp_path / "back" / "checkpoints").iterdir()
+            again = dcp_files.Tensors(back).extras()["step"]
+            assert (type(again), again) == (type(step), 5020)
+
+    def test_of_an_optimizer_of_numpys_type(self, tmp_path: Path) -> None:
+        tree, _ = script(tmp_path)
+        for entry in tree["optimizer"]["state"].values():
+            entry["step"] = np.int64(5)
+        torch.save(tree, tmp_path / "a.pt")
+        assert torch_files.opened(tmp_path / "a.pt", EXPERIMENT).updates == 5
 
     def test_that_is_no_count(self, tmp_path: Path) -> None:
-        """As the optimizer counted."""
-        assert dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT).step == 5
+        """As the optimizer counted; it comes back as it was."""
+        content = dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT)
+        assert content.step == 5
+        dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
+        (back,) = (tmp_path / "back" / "checkpoints").iterdir()
+        assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
     @pytest.mark.parametrize("where", ["step", "optimizer"])
     def test_of_two_numbers(self, where: str, tmp_path: Path) -> None:

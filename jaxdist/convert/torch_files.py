@@ -48,7 +48,6 @@ from jaxdist.convert.torch_parts import (
     hollow,
     is_count,
     is_flat,
-    is_whole,
     key_of,
     like,
     part,
@@ -302,7 +301,7 @@ def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted:
 def count_of(path: Path, value: Any) -> int:
     """A number, or a tensor of one."""
     value = number(path, value)
-    if not isinstance(value, int | float) or not is_whole(value):
+    if not is_count(value):
         raise ConfigError(f"{path}: step = {value!r} of its optimizer; give a whole number from 0 to 2**31 - 1")
     return int(value)
 

@@ -56,12 +56,7 @@ def first_count(*values: Any) -> int:
 def is_count(value: Any) -> bool:
     """Whether it is a whole number, of Python's or numpy's, an int or not."""
     numeric = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return numeric and is_whole(value)
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a number is one that steps are counted by."""
-    return bool(0 <= value < 2**31 and value == int(value))
+    return numeric and bool(0 <= value < 2**31 and value == int(value))
 
 
 def is_flat(tree: Mapping[str, Any]) -> bool:
