@@ -56,6 +56,7 @@ class Origin:
     naming: str = ""
     names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
     metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files; of a DCP folder, its prefixes
+    index: Mapping[str, Any] = field(default_factory=dict)  # what that of a Hugging Face folder says besides its map
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
     extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
     step: int = 0  # steps done by then

@@ -39,6 +39,7 @@ from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.torch_parts import like
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
 
@@ -368,8 +369,9 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.scaling and own:
         counts |= {f"{SCALING}{name}": torch.tensor(x.item()) for name, x in content.scaling._asdict().items()}
     extras = _extras(content, f"{prefixes['optimizer']}{GROUPS}")
-    # A count is a number where it was one, and a tensor else.
-    counts |= {key: int(counts[key]) for key in counts.keys() & extras.keys() if isinstance(extras[key], int)}
+    # A count is a number where it was one, and a tensor else; without steps since then it is as it was.
+    same = content.step == content.origin.step
+    counts |= {key: extras[key] if same else like(extras[key], int(counts[key])) for key in counts.keys() & extras}
     beside = unfinished(folder.checkpoints, content.step)
     beside.mkdir(parents=True)
     layout = Layout(beside)

@@ -438,6 +438,17 @@ class TestTarget:
             partial.write_text("whole")
         assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
+    @pytest.mark.parametrize("name", ["new/b", "new/deep/b", "new/deep/b.pt"])
+    def test_in_a_folder_that_is_to_be_made(self, name: str, tmp_path: Path) -> None:
+        """It is there with the target, and not without."""
+        source = written(tmp_path / "a", "hf", content_of(MODEL))
+        main([str(source), str(tmp_path / name), "--dry-run"])
+        with pytest.raises(ConfigError), whole_or_nothing(tmp_path / name):
+            raise ConfigError("in between")
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+        main([str(source), str(tmp_path / name), "--to", "torch" if name.endswith(".pt") else "hf"])
+        assert tensors(tmp_path / name) == tensors(source)
+
     @pytest.mark.parametrize("kind", ["hf", "dcp", "torch"])
     def test_a_disk_that_fills_up(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the middle of a tensor, whose memory is still in use then."""

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family
-from jaxdist.config.foreign import parse, within
+from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json, within
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
@@ -24,7 +24,7 @@ CONFIG = "config.json"
 # Files of a Hugging Face folder that say nothing of the weights, and go along.
 COMPANIONS = (
     CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tekken.json", "chat_template*",
+    "merges.txt", "tekken.json", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tokenizers have 40 MB
 
@@ -53,13 +53,22 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     names = inverted(str(path), {name: table.full_name(name) for name in there})
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
-    origin = Origin("hf", "huggingface", kept, tensors.metadata, companions(path))
+    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), companions(path))
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
+
+
+def _index(path: Path) -> dict[str, Any]:
+    """What the index of a folder that has been opened says of the whole of it."""
+    indexed = (path / INDEX).exists() and not (path / SINGLE).exists()
+    said = read_json(path / INDEX).get("metadata") if indexed else None
+    return said if isinstance(said, dict) else {}
 
 
 def is_companion(name: object) -> bool:
     """Whether a file of this name goes along with weights."""
-    return isinstance(name, str) and Path(name).name == name and any(fnmatch(name, p) for p in COMPANIONS)
+    if not isinstance(name, str) or "/".join(parts := PurePosixPath(name).parts) != name or ".." in parts:
+        return False
+    return any(len(parts) == len(PurePosixPath(p).parts) and fnmatch(name, p) for p in COMPANIONS)
 
 
 def companions(folder: Path) -> dict[str, bytes]:
@@ -68,7 +77,8 @@ def companions(folder: Path) -> dict[str, bytes]:
     try:
         if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
             raise ValueError(f"its config.json and tokenizer have {size:,} bytes, more than {MOST_BYTES:,}")
-        return {file.name: within(folder, file.name).read_bytes() for file in sorted(files)}
+        names = [file.relative_to(folder).as_posix() for file in sorted(files)]
+        return {name: within(folder, name).read_bytes() for name in names}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
 
@@ -95,7 +105,8 @@ def write(path: Path, conversion: Conversion) -> None:
 
     path.mkdir(parents=True, exist_ok=True)
     metadata = origin.metadata if origin.kind == "hf" else safetensors_writer.FRAMEWORK
-    places = safetensors_writer.lay_out(path, described, metadata)
+    index = origin.index if origin.kind == "hf" else {}
+    places = safetensors_writer.lay_out(path, described, metadata, index)
 
     def put(_: str, name: str, array: np.ndarray) -> None:
         for there in (names.get(name, name), twins.get(name)):
@@ -104,6 +115,7 @@ def write(path: Path, conversion: Conversion) -> None:
 
     conversion.each(put, PARAMETERS)
     for name, file in {**origin.files, CONFIG: config}.items():
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(file)
 
 

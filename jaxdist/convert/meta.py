@@ -13,6 +13,7 @@ from jaxdist.config.hf import MOST_LAYERS, experiment_for
 from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
+from jaxdist.convert.hf import companions
 from jaxdist.convert.naming import recognized
 from jaxdist.convert.tables import entries
 
@@ -37,7 +38,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         full: _whole(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
         for full, name in names.items()
     }
-    return Content(experiment, "meta", {PARAMETERS: leaves}, origin=Origin("meta", "meta")).checked(path)
+    origin = Origin("meta", "meta", files=companions(path))
+    return Content(experiment, "meta", {PARAMETERS: leaves}, origin=origin).checked(path)
 
 
 def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:

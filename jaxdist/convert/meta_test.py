@@ -155,3 +155,10 @@ def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
         del second["output.weight"]
     with pytest.raises(ConfigError, match=r"of output.weight its 2 consolidated.\*.pth have .*give the whole folder"):
         meta.opened(saved(tmp_path / "meta", [first, second]))
+
+
+def test_its_tokenizer_goes_along(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "meta", [drawn()])
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    main([str(folder), str(tmp_path / "hf"), "--to", "hf"])
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == b"pieces"

@@ -10,6 +10,7 @@ from jaxdist.config import EMA, ConfigError, Optimizer
 from jaxdist.config.display import say
 from jaxdist.config.optimizer import STATES
 from jaxdist.convert.atoms import Shape
+from jaxdist.convert.torch_parts import like
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
 Group = Mapping[str, Any]
@@ -188,19 +189,28 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
 
 
 def state_dict(
-    o: Optimizer, moments: Mapping[str, Mapping[str, Tensor]], groups: Sequence[Group], updates: int, counted: bool
+    o: Optimizer,
+    moments: Mapping[str, Mapping[str, Tensor]],
+    groups: Sequence[Group],
+    updates: int,
+    counted: bool,
+    before: Mapping[Any, Group] | None = None,
 ) -> dict[str, Any]:
     """What the `state_dict` of torch's class would give of `named` groups. `moments`: kind -> name -> tensor.
 
-    `counted`: also of a rule that keeps no count.
+    `counted`: also of a rule that keeps no count. `before`: entries that there were, which are kept but for moments and
+    the count.
     """
     step = {"step": torch.tensor(float(updates))} if counted or BY_NAME[o.name].counts else {}
     kinds = [kind for kind in o.kept if kind != EMA]
+    names = {key: name for group in groups for name, key in zip(group["params"], group["keys"], strict=True)}
     state = {
-        key: step | {kind: moments[kind][name] for kind in kinds}
-        for group in groups
-        for name, key in zip(group["params"], group["keys"], strict=True)
-    }
+        key: step | {kind: moments[kind][name] for kind in kinds} for key, name in names.items()
+    } if before is None else {
+        key: {**entry, **({"step": like(entry["step"], updates)} if entry.get("step") is not None else {})}
+        | {kind: moments[kind][names[key]] for kind in kinds}
+        for key, entry in before.items()
+    }  # fmt: skip
     unnamed = [{**group, "params": group["keys"]} for group in groups]
     return {"state": state, "param_groups": [{k: v for k, v in group.items() if k != "keys"} for group in unnamed]}
 
@@ -210,7 +220,13 @@ def going_on(group: Group, o: Optimizer, rate: float, updates: int) -> dict[str,
     now = {"lr": rate, "initial_lr": o.learning_rate, "step": updates, "betas": (o.beta1, o.beta2), "eps": o.eps}
     now |= {"momentum": o.momentum, "nesterov": o.nesterov}
     now |= {"weight_decay": o.weight_decay} if group.get("weight_decay") else {}
-    return {**group, **{key: value for key, value in now.items() if key in group}}
+    kept = {key: value for key, value in now.items() if key in group}
+    return {**group, **{key: _as(group[key], value) for key, value in kept.items()}}
+
+
+def _as(before: Any, value: Any) -> Any:
+    """A setting as a tensor where it was one."""
+    return torch.full_like(before, value) if isinstance(before, Tensor) else value
 
 
 def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
-from jaxdist.convert.stream import Conversion, Recut
+from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
@@ -212,7 +212,7 @@ def check(conversion: Conversion) -> None:
             if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape)}) > 1:
                 raise ConfigError(
                     f"{group} {name}: its layers are {', '.join(sorted(dtypes))}, and Orbax has one array of them; "
-                    "give --dtype"
+                    f"{one_dtype(group)}"
                 )
 
 

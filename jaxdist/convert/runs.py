@@ -23,9 +23,10 @@ def begin(path: Path, content: Content) -> RunFolder:
     if origin.kind:
         beside = path / ORIGIN
         (beside / "files").mkdir(parents=True)
-        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "step", "own")}
+        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "index", "step", "own")}
         (beside / "origin.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
+            (beside / "files" / name).parent.mkdir(exist_ok=True)
             (beside / "files" / name).write_bytes(file)
         if origin.extras:
             _torch_files().save_plain(beside / EXTRAS, origin.extras)
@@ -49,7 +50,8 @@ def origin_of(checkpoint: Path) -> Origin:
         origin = Origin(**said)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {error}; remove {beside}, or use a copy") from None
-    files = {file.name: file.read_bytes() for file in sorted((beside / "files").glob("*"))}
+    there = sorted(file for file in (beside / "files").rglob("*") if file.is_file())
+    files = {file.relative_to(beside / "files").as_posix(): file.read_bytes() for file in there}
     extras = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True) if (beside / EXTRAS).exists() else None
     return replace(origin, files=files, extras=extras)
 

@@ -7,6 +7,8 @@ spaces to a multiple of 8, then the tensors' bytes without gaps.
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -15,16 +17,22 @@ from jaxdist.convert.content import Leaf
 from jaxdist.convert.safetensors_files import DTYPES, Tensor
 
 FRAMEWORK = {"format": "pt"}  # transformers refuses files whose metadata does not name one
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 SHARD_BYTES = 5_000_000_000
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 Described = Mapping[str, Tensor | Leaf]
 Places = Mapping[str, tuple[Path, int]]  # name -> file, and where in it the tensor's bytes begin
 
 
-def lay_out(folder: Path, described: Described, metadata: Mapping[str, str] = FRAMEWORK) -> Places:
+def lay_out(
+    folder: Path,
+    described: Described,
+    metadata: Mapping[str, str] = FRAMEWORK,
+    of_index: Mapping[str, Any] = EMPTY,
+) -> Places:
     """Files with room for the described tensors in `folder`: one, or shards of at most SHARD_BYTES and their index.
 
-    A tensor larger than a shard has one of its own.
+    A tensor larger than a shard has one of its own. `of_index`: what the index says besides.
     """
     shards = _shards(described)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -32,7 +40,8 @@ def lay_out(folder: Path, described: Described, metadata: Mapping[str, str] = FR
         files = [SINGLE]
     else:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": sum(t.bytes for t in described.values())}, "weight_map": weight_map}
+        size = {"total_size": sum(t.bytes for t in described.values())}
+        index = {"metadata": {**of_index, **size}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     places: dict[str, tuple[Path, int]] = {}
     for file, names in zip(files, shards, strict=True):

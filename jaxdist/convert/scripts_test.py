@@ -1,7 +1,10 @@
 """Training scripts of others: how many steps they made, and that all of theirs comes back."""
 
 import importlib
+import json
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,12 @@ import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import experiment_for
-from jaxdist.convert import orbax_files
+from jaxdist.convert import orbax_files, safetensors_writer
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.hf import is_companion
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import entries
 
@@ -72,10 +77,27 @@ class TestSteps:
         folder = saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=step))
         content = dcp_files.opened(folder, EXPERIMENT)
         assert (content.step, content.updates) == (5000, 5)
+        if not isinstance(step, torch.Tensor):
+            later = replace(content, step=5020)
+            dcp_files.write(tmp_path / "back", Conversion(later, KINDS["dcp"].naming_of(later)))
+            (back,) = (tmp_path / "back" / "checkpoints").iterdir()
+            again = dcp_files.Tensors(back).extras()["step"]
+            assert (type(again), again) == (type(step), 5020)
+
+    def test_of_an_optimizer_of_numpys_type(self, tmp_path: Path) -> None:
+        tree, _ = script(tmp_path)
+        for entry in tree["optimizer"]["state"].values():
+            entry["step"] = np.int64(5)
+        torch.save(tree, tmp_path / "a.pt")
+        assert torch_files.opened(tmp_path / "a.pt", EXPERIMENT).updates == 5
 
     def test_that_is_no_count(self, tmp_path: Path) -> None:
-        """As the optimizer counted."""
-        assert dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT).step == 5
+        """As the optimizer counted; it comes back as it was."""
+        content = dcp_files.opened(saved_dcp(tmp_path / "dcp", self.tree(tmp_path, step=7.5)), EXPERIMENT)
+        assert content.step == 5
+        dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
+        (back,) = (tmp_path / "back" / "checkpoints").iterdir()
+        assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
     @pytest.mark.parametrize("where", ["step", "optimizer"])
     def test_of_two_numbers(self, where: str, tmp_path: Path) -> None:
@@ -141,6 +163,139 @@ class TestOptimizers:
         with pytest.raises(ConfigError, match=f"a.pt: its '{key}' has an optimizer that is not read; .*--to hf"):
             main(line)
         main([*line, "--to", "hf"])
+
+
+def no_step(tree: dict[str, Any]) -> None:
+    """As the optimizer alone counts."""
+
+
+def whole_float(tree: dict[str, Any]) -> None:
+    tree["step"] = 7.0
+
+
+def tensor_step(tree: dict[str, Any]) -> None:
+    tree["global_step"] = torch.tensor(7)
+
+
+def ints(tree: dict[str, Any]) -> None:
+    """As torch before 1.12."""
+    for entry in tree["optimizer"]["state"].values():
+        entry["step"] = 5
+
+
+def of_groups(tree: dict[str, Any]) -> None:
+    """As Apex's FusedAdam."""
+    for entry in tree["optimizer"]["state"].values():
+        del entry["step"]
+    for group in tree["optimizer"]["param_groups"]:
+        group["step"] = 5
+
+
+def rates_as_tensors(tree: dict[str, Any]) -> None:
+    for group in tree["optimizer"]["param_groups"]:
+        group["lr"] = torch.tensor(1e-3)
+
+
+def no_tensors(tree: dict[str, Any]) -> None:
+    tree["model"] = {"first": None} | tree["model"] | {"_extra_state": 5, "more": {"x": torch.ones(2), "y": [1]}}
+
+
+def of_a_module(tree: dict[str, Any]) -> None:
+    """As Module.state_dict gives it."""
+    tree["model"] = with_versions(tree["model"])
+    tree["ema"] = with_versions({"a": torch.ones(2, 3).T})
+
+
+def with_versions(tensors: dict[str, Any]) -> Any:
+    made: Any = OrderedDict(reversed(tensors.items()))
+    made._metadata = OrderedDict({"": {"version": 1}, "norm": {"version": 2}})
+    return made
+
+
+def counted(tree: Any) -> set[Any]:
+    """Every step of a tree, as numbers."""
+    entries = tree["optimizer"]["state"].values()
+    kept = [entry["step"] for entry in entries if "step" in entry]
+    kept += [group["step"] for group in tree["optimizer"]["param_groups"] if "step" in group]
+    return {float(step) for step in (*kept, *(tree[key] for key in ("step", "global_step") if key in tree))}
+
+
+class TestThereAndBack:
+    """What `torch.load` gives of the file that comes back is what it gave of the script's."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [no_step, whole_float, tensor_step, ints, of_groups, rates_as_tensors, no_tensors, of_a_module],
+    )
+    def test_of_a_script(self, change: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+        tree, _ = script(tmp_path)
+        change(tree)
+        before, after = self.converted(tree, tmp_path)
+        same(after, before)
+
+    @pytest.mark.parametrize("old", [False, True])
+    @pytest.mark.parametrize(
+        "kind", [dict, with_versions, lambda w: {**w, "epoch": 3, "names": ["a"], "best": {"b": 1.5}}]
+    )
+    def test_of_a_state_dict(self, kind: Callable[[Any], Any], old: bool, tmp_path: Path) -> None:
+        """The file itself, with other values in it too; and as torch wrote before 1.6."""
+        before, after = self.converted(kind(script(tmp_path)[0]["model"]), tmp_path, not old)
+        same(after, before)
+
+    def test_of_a_state_dict_with_an_optimizer_in_it(self, tmp_path: Path) -> None:
+        tree, _ = script(tmp_path)
+        before, after = self.converted({**tree["model"], "optimizer": tree["optimizer"], "epoch": 3}, tmp_path)
+        same(after, before)
+
+    @pytest.mark.parametrize("change", [whole_float, tensor_step, ints, of_groups])
+    def test_steps_since_then_are_of_the_same_type(
+        self, change: Callable[[dict[str, Any]], None], tmp_path: Path
+    ) -> None:
+        tree, _ = script(tmp_path)
+        change(tree)
+        torch.save(tree, tmp_path / "a.pt")
+        later = replace(torch_files.opened(tmp_path / "a.pt", EXPERIMENT), step=25, updates=25)
+        torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
+        before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+        assert counted(after) == {25.0}
+        for key in before.keys() - {"model", "optimizer"}:
+            assert type(after[key]) is type(before[key])
+        for i, entry in before["optimizer"]["state"].items():
+            assert {k: type(v) for k, v in entry.items()} == {
+                k: type(v) for k, v in after["optimizer"]["state"][i].items()
+            }
+
+    def converted(self, tree: Any, folder: Path, new: bool = True) -> tuple[Any, Any]:
+        """It, and what comes back from a run folder."""
+        torch.save(tree, folder / "a.pt", _use_new_zipfile_serialization=new)
+        main([str(folder / "a.pt"), str(folder / "run"), *config(folder)])
+        main([str(folder / "run"), str(folder / "b.pt")])
+        before, after = (torch.load(folder / name, weights_only=True) for name in ("a.pt", "b.pt"))
+        return before, after
+
+    def test_of_a_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Templates in a folder of their own, and what an index says besides."""
+        monkeypatch.setattr(safetensors_writer, "SHARD_BYTES", 900)
+        source = written(tmp_path / "a", "hf", content_of(MODEL))
+        index = source / "model.safetensors.index.json"
+        said = json.loads(index.read_text())
+        said["metadata"] = {"total_parameters": 123} | said["metadata"] | {"mine": ["x"]}
+        index.write_text(json.dumps(said, indent=2) + "\n")
+        (source / "additional_chat_templates").mkdir()
+        (source / "additional_chat_templates" / "tool.jinja").write_text("x")
+        main([str(source), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf"])
+        files = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
+        assert files == {f.relative_to(tmp_path / "back") for f in (tmp_path / "back").rglob("*") if f.is_file()}
+        assert all((source / name).read_bytes() == (tmp_path / "back" / name).read_bytes() for name in files)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["../tokenizer.json", "additional_chat_templates/../x", "additional_chat_templates/a/b", "/tokenizer.json"],
+    )
+    def test_names_that_are_none_of_what_goes_along(self, name: str) -> None:
+        assert is_companion("tokenizer.json") and is_companion("additional_chat_templates/tool.jinja")
+        assert not is_companion(name)
 
 
 def same(a: Any, b: Any) -> None:

@@ -105,7 +105,8 @@ class Recut(ABC):
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(str, dtypes)))
             raise ConfigError(
-                f"{unit.sources[0].name} and others that are one array in the target are {names}; give --dtype"
+                f"{group} {unit.sources[0].name} and others that are one array in the target are {names}; "
+                f"{one_dtype(group)}"
             )
         return dtypes.pop()
 
@@ -228,6 +229,21 @@ def crowded(*jobs: Job) -> bool:
     return sum(sizes) - max(sizes) > AHEAD
 
 
+def one_dtype(group: str) -> str:
+    """What to do about tensors of a group that have several dtypes, and are to have one."""
+    return "give --dtype" if group == PARAMETERS else "--dtype is of weights alone: --to hf leaves the optimizer out"
+
+
+def rounded_to_odd(numbers: np.ndarray) -> np.ndarray:
+    """float64 as float32: what is between two of these becomes the odd one, which tells from which side it came when it
+    is rounded further (Boldo and Melquiond, 2008)."""
+    near = numbers.astype(np.float32)
+    there, bits = near.astype(np.float64), near.view(np.uint32)
+    bits -= np.abs(there) > np.abs(numbers)  # towards zero
+    bits |= (there != numbers) & ~np.isnan(numbers)
+    return near
+
+
 def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """`array` in `dtype`, rounded to nearest. Raises ConfigError where finite values become infinite."""
     if array.dtype == dtype:
@@ -236,8 +252,10 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     numbers, rounded = array.reshape(-1), result.reshape(-1)
     for start in range(0, array.size, BLOCK):
         before, after = numbers[start : start + BLOCK], rounded[start : start + BLOCK]
-        with np.errstate(over="ignore"):
-            np.copyto(after, before, casting="unsafe")
+        with np.errstate(over="ignore", invalid="ignore"):
+            # To bfloat16 numpy goes by float32, and would round twice.
+            twice = (array.dtype, dtype) == (np.float64, ml_dtypes.bfloat16)
+            np.copyto(after, rounded_to_odd(before) if twice else before, casting="unsafe")
         if not np.array_equal(np.isfinite(after), np.isfinite(before)):
             raise ConfigError(
                 f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16"

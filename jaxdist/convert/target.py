@@ -3,8 +3,8 @@
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from jaxdist.config import ConfigError, TrainingError, check_writable
@@ -36,7 +36,8 @@ def check_room(target: Path, needed: int) -> None:
 
 @contextmanager
 def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
-    """A path beside `target` to write to; it becomes `target` when all went well, else it is removed.
+    """A path beside `target` to write to; it becomes `target` when all went well, else it is removed, and so are the
+    folders that were made for it.
 
     Raises ConfigError when `target` cannot be made, is being made, or exists and is not to be replaced by `force`.
     """
@@ -45,6 +46,8 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
     with ExitStack() as stack:
         try:
             check_writable(path.parent, f"TARGET {target}")
+            stack.callback(remove_empty, [folder for folder in path.parents if not folder.exists()])
+            path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(path.parent / f".{path.name}.lock"))
             if old.exists() and not path.exists():  # a kill came between the two names
                 old.rename(path)
@@ -70,6 +73,13 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                 partial.rename(path)
                 synchronize(path.parent)
             remove(old)
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Those that hold nothing, the innermost first."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def remove(path: Path) -> None:

@@ -4,6 +4,7 @@ No pickle is executed: torch reads them with `weights_only`. Tensors come from t
 and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 """
 
+import copy
 import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,19 +33,32 @@ from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.torch_parts import (
+    ENTRIES,
+    GROUPS,
+    MODEL,
+    OPTIMIZER,
+    SCALER,
+    SCHEDULER,
+    STEP,
+    changed,
+    filled,
+    first_count,
+    has_groups,
+    hollow,
+    is_count,
+    is_flat,
+    key_of,
+    like,
+    part,
+    put,
+)
 from jaxdist.convert.torch_zip import TorchFile, place
 from jaxdist.optim import learning_rate
 
-# Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
-MODEL = ("model", "state_dict", "model_state_dict", "module")
-OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
-SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
-SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
-STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
 EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
-GROUPS = "param_groups"  # in the state dict of an optimizer
 MOST = 10_000_000  # values in a file
 
 
@@ -160,31 +174,9 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
 
 
-def _key(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Under which of the keys the tree has a dict, or a list of one, or would."""
-    return next((key for key in keys if isinstance(_only(tree.get(key)), dict)), keys[0])
-
-
-def _only(value: Any) -> Any:
-    """What a list of one holds; all else as it is."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
-    """That dict; empty where there is none."""
-    found = _only(tree.get(_key(tree, keys))) if isinstance(tree, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
-    """What puts it in place of that dict: in a list where that was in one."""
-    key = _key(tree, keys)
-    return {key: [part] if isinstance(tree.get(key), list) else part}
-
-
 def _model(tree: Any) -> Mapping[str, Tensor]:
     """The state dict of the model: the tree itself, or its part of that name."""
-    model = _part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
+    model = part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
     return {name: tensor for name, tensor in model.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
@@ -214,14 +206,14 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     all_shapes = {name: entry.shape for name, entry in entries(naming, model).items()}
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
     updates, trained = None, list[dict[str, Any]]()
+    order, kinds = optimizers.Order(), tuple[str, ...]()
     if optimizer.get("state"):
         with reading(path, "optimizer"):
             rule, order = optimizers.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
             trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
-        states = {name: optimizer["state"][key] for key, name in order.items()}
+        states, kinds = {name: optimizer["state"][i] for i, name in order.items()}, rule.kinds(trained)
         groups |= {
-            kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()}
-            for kind in rule.kinds(trained)
+            kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()} for kind in kinds
         }
         with reading(path, "optimizer"):
             counts = optimizers.steps_of(optimizer)
@@ -241,14 +233,14 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             settings = optimizers.settings(str(path), rule, trained, shapes)
             settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
         experiment = trained_by(found, settings, f"{path}: optimizer")
-        scaler = tree_map_only(Tensor, partial(number, path), _part(tree, SCALER))
+        scaler = tree_map_only(Tensor, partial(number, path), part(tree, SCALER))
         if not wanted and not _own(tree) and (precision := grad_scaler.settings(scaler)):
             experiment = Experiment.parse(
                 experiment.model_dump(exclude_none=True) | {"precision": precision}, f"{path}: scaler"
             )
     with reading(path, "scaler"):
         scaling = grad_scaler.scaling(scaler)
-    extras = _extras(path, tree, trained, averaged)
+    extras = _extras(path, tree, order, kinds, averaged)
     files = companions(path.parent) | _files(path, tree)
     origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
     logged = _logged(path, tree) if training and _own(tree) else b""
@@ -257,21 +249,15 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
 
 def _optimizer(path: Path, tree: Any) -> dict[Any, Any]:
     """The optimizer's state dict; empty where there is none. Raises ConfigError for another one that lies elsewhere."""
-    taken = _part(tree, OPTIMIZER)
-    known = {_key(tree, OPTIMIZER)} if GROUPS in taken else set()
+    taken = part(tree, OPTIMIZER)
+    known = {key_of(tree, OPTIMIZER)} if GROUPS in taken else set()
     for key, value in tree.items():
-        if key not in known and _has_groups(value):
+        if key not in known and has_groups(value):
             raise ConfigError(
                 f"{path}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
                 "it out; --to hf takes the weights alone"
             )
     return taken
-
-
-def _has_groups(value: Any) -> bool:
-    """Whether the state dict of an optimizer is somewhere in it."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return (isinstance(value, dict) and GROUPS in value) or any(map(_has_groups, inside))
 
 
 def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str) -> Experiment:
@@ -304,7 +290,7 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
 
 def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
     """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
-    scheduler = _part(tree, SCHEDULER)
+    scheduler = part(tree, SCHEDULER)
     if wanted and not scheduler and not all("initial_lr" in group for group in groups):
         say(f"{path}: its rate of now, {groups[0].get('lr')}, becomes the peak of the schedule of --model")
     if scheduler:
@@ -315,7 +301,7 @@ def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted:
 def count_of(path: Path, value: Any) -> int:
     """A number, or a tensor of one."""
     value = number(path, value)
-    if not isinstance(value, int | float) or not _is_whole(value):
+    if not is_count(value):
         raise ConfigError(f"{path}: step = {value!r} of its optimizer; give a whole number from 0 to 2**31 - 1")
     return int(value)
 
@@ -328,43 +314,32 @@ def number(path: Path, value: Any) -> Any:
 def _steps(path: Path, tree: Any, updates: int | None) -> int:
     """Steps done: as the file says, or as its scheduler or its optimizer counted, whichever counted more."""
     said = next((number(path, tree[key]) for key in STEP if key in tree), None) if isinstance(tree, dict) else None
-    counted = _part(tree, SCHEDULER).get("last_epoch", -1)
-    if _is_count(counted) and counted < (updates or 0):
-        if not _is_count(said):
+    counted = part(tree, SCHEDULER).get("last_epoch", -1)
+    if is_count(counted) and counted < (updates or 0):
+        if not is_count(said):
             say(f"{path}: its optimizer made {updates} steps, its scheduler {counted}, of epochs: steps are counted")
         counted = updates
     return first_count(said, counted, updates)
 
 
-def first_count(*values: Any) -> int:
-    """The first of these that steps are counted by; 0 where none is."""
-    return next((int(value) for value in values if _is_count(value)), 0)
-
-
-def _is_count(value: Any) -> bool:
-    """Whether it is a whole number, of Python's or numpy's, an int or not."""
-    numeric = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return numeric and _is_whole(value)
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether a number is one that steps are counted by."""
-    return bool(0 <= value < 2**31 and value == int(value))
-
-
-def _extras(path: Path, tree: Any, trained: list[dict[str, Any]], averaged: bool) -> Any:
-    """The file as torch has it, without weights and moments: its keys in their order, the optimizer's groups, the
-    scheduler, scaler, Apex's amp, RNG states. None for a state dict alone."""
-    if not _part(tree, MODEL):
-        return None
-    kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else dict(tree)  # all is there already
+def _extras(path: Path, tree: Any, order: optimizers.Order, kinds: Sequence[str], averaged: bool) -> Any:
+    """The file as torch has it, without the numbers of weights and moments: its keys in their order, the optimizer's
+    groups, with names, the scheduler, scaler, Apex's amp, RNG states."""
+    kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else copy.copy(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
         kept.pop(METRICS, None)
         kept.pop(FILES, None)
         if averaged:
             del kept[EMA]
-    kept |= _put(kept, MODEL, {}) | (_put(kept, OPTIMIZER, {GROUPS: trained}) if trained else {})
+    if is_flat(kept):
+        kept = hollow(kept)
+    else:
+        kept |= put(kept, MODEL, hollow(part(kept, MODEL)))
+    if order:
+        optimizer = part(kept, OPTIMIZER)
+        entries = {i: {k: None if k in kinds else v for k, v in e.items()} for i, e in optimizer["state"].items()}
+        kept |= put(kept, OPTIMIZER, {GROUPS: optimizers.named(optimizer[GROUPS], order), ENTRIES: entries})
     return _contiguous(path, kept)
 
 
@@ -381,12 +356,12 @@ def _contiguous(path: Path, tree: Any) -> Any:
             raise ConfigError(f"{path}: {what} larger than the file; use a whole copy")
         return tensor.contiguous()
 
-    return tree_map_only(Tensor, own, tree)
+    return changed(tree, own)
 
 
 def _files(path: Path, tree: Any) -> dict[str, bytes]:
     """What came along with the weights of a file of ours. Raises ConfigError."""
-    found = _part(tree, (FILES,)) if _own(tree) else {}
+    found = part(tree, (FILES,)) if _own(tree) else {}
     for name, file in found.items():
         if not isinstance(file, Tensor) or file.dtype != torch.uint8 or not is_companion(name):
             raise ConfigError(f"{path}: its {FILES} have {name!r}; leave it out")
@@ -428,18 +403,19 @@ def write(path: Path, conversion: Conversion) -> None:
 
     model = listed(PARAMETERS)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if origin.kind == "torch" and origin.extras is None and content.updates is None:
-        file = TorchFile(path, model)
+    tree = copy.copy(origin.extras or {}) if origin.kind == "torch" else {}
+    if origin.kind == "torch" and is_flat(tree) and (content.updates is None or part(tree, OPTIMIZER)):
+        tree = filled(tree, model)
     else:
-        tree = dict(origin.extras or {}) if origin.kind == "torch" else {}
-        tree |= _put(tree, MODEL, model)
-        if content.updates is not None:
-            tree |= _training(content, content.updates, tree, fakes)
-        if EMA in fakes:
-            average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
-            tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
-        tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
-        file = TorchFile(path, tree)
+        tree = filled(tree, {}) if is_flat(tree) else tree
+        tree |= put(tree, MODEL, filled(part(tree, MODEL), model))
+    if content.updates is not None:
+        tree |= _training(content, content.updates, tree, fakes)
+    if EMA in fakes:
+        average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
+        tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
+    tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
+    file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     file.seal()
 
@@ -458,30 +434,34 @@ def _training(
 ) -> dict[str, Any]:
     """Optimizer, scheduler, scaler and step under the keys of `tree`: as they were there, if no step has been made
     since."""
-    o, kept = content.experiment.optimizer, _part(tree, OPTIMIZER)
+    o, kept = content.experiment.optimizer, part(tree, OPTIMIZER)
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
     shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
     groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate)
-    scheduler = _part(tree, SCHEDULER) if kept else {
+    scheduler = part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip
-    if not kept or content.step != content.origin.step:
+    unchanged = bool(kept) and content.step == content.origin.step
+    if not unchanged:
         groups = [optimizers.going_on(group, o, rate, updates) for group in groups]
         now = {"last_epoch": content.step, "_step_count": content.step + 1, "_last_lr": [rate] * len(groups)}
-        if kept and scheduler.get("last_epoch") != content.origin.step:
+        if kept and scheduler and scheduler.get("last_epoch") != content.origin.step:
             now = {}
             say("the scheduler counts other than steps, and stays as it was: build it anew, and step it to the end")
         elif "_schedulers" in scheduler:
             say("the scheduler holds others, whose counters stay as they were: build it anew, and step it to the end")
         scheduler = scheduler and scheduler | now
     counted = not content.origin.of_a_script
-    made = _put(tree, OPTIMIZER, optimizers.state_dict(o, fakes, groups, updates, counted))
-    made |= _put(tree, SCHEDULER, scheduler) if scheduler else {}
-    if content.scaling and (not kept or content.step != content.origin.step):
+    made = put(tree, OPTIMIZER, optimizers.state_dict(o, fakes, groups, updates, counted, kept.get(ENTRIES)))
+    made |= put(tree, SCHEDULER, scheduler) if scheduler else {}
+    if content.scaling and not unchanged:
         state = grad_scaler.state_dict(content.scaling, content.experiment.precision)
-        made |= _put(tree, SCALER, _part(tree, SCALER) | state)
-    return made | {next((key for key in STEP if key in tree), STEP[0]): content.step}
+        made |= put(tree, SCALER, part(tree, SCALER) | state)
+    if unchanged and content.origin.of_a_script:
+        return made  # with the step as it was, or none
+    name = next((name for name in STEP if name in tree), STEP[0])
+    return made | {name: like(tree.get(name), content.step)}
 
 
 def save_plain(path: Path, tree: Any) -> None:

@@ -1,0 +1,99 @@
+"""The parts of what training scripts save by `torch.save`, under the keys that they have for them, and put back there.
+
+What is put back is as it was but for the numbers: in a list, in the order of the keys, a count of its type.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
+MODEL = ("model", "state_dict", "model_state_dict", "module")
+OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
+SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
+STEP = ("step", "global_step", "iteration", "iter", "iter_num")
+GROUPS, ENTRIES = "param_groups", "entries"  # of an optimizer: torch's, and of each parameter's what is no moment
+
+
+def key_of(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Under which of the keys the tree has a dict, or a list of one, or would."""
+    return next((key for key in keys if isinstance(_only(tree.get(key)), dict)), keys[0])
+
+
+def _only(value: Any) -> Any:
+    """What a list of one holds; all else as it is."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
+    """That dict; empty where there is none."""
+    found = _only(tree.get(key_of(tree, keys))) if isinstance(tree, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
+    """What puts it in place of that dict: in a list where that was in one."""
+    key = key_of(tree, keys)
+    return {key: [part] if isinstance(tree.get(key), list) else part}
+
+
+def has_groups(value: Any) -> bool:
+    """Whether the state dict of an optimizer is somewhere in it."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return (isinstance(value, dict) and GROUPS in value) or any(map(has_groups, inside))
+
+
+def first_count(*values: Any) -> int:
+    """The first of these that steps are counted by; 0 where none is."""
+    return next((int(value) for value in values if is_count(value)), 0)
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number, of Python's or numpy's, an int or not."""
+    numeric = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return numeric and bool(0 <= value < 2**31 and value == int(value))
+
+
+def is_flat(tree: Mapping[str, Any]) -> bool:
+    """Whether it is a state dict itself, and has none as its part."""
+    return not isinstance(_only(tree.get(key_of(tree, MODEL))), dict)
+
+
+def hollow(model: Mapping[str, Any]) -> Any:
+    """A state dict with nothing in place of its tensors: what else is in it, the order and torch's `_metadata` stay."""
+    made, nothing = copy.copy(model), torch.empty(0)
+    made.update({name: nothing for name, value in model.items() if isinstance(value, Tensor)})  # type: ignore[attr-defined]
+    return made
+
+
+def filled(before: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
+    """A hollow state dict with these tensors."""
+    made: Any = copy.copy(before)
+    for name in [n for n, value in before.items() if isinstance(value, Tensor) and n not in tensors]:
+        del made[name]
+    made.update(tensors)
+    return made
+
+
+def like(before: Any, count: int) -> Any:
+    """A count of the type that it had before."""
+    if isinstance(before, Tensor):
+        return torch.full_like(before, count)
+    return type(before)(count) if is_count(before) else count
+
+
+def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The tree with its tensors changed, in place: a copy would lose what a dict has besides, as `_metadata`."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if type(tree) is tuple:
+        return tuple(changed(node, change) for node in tree)
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for place, node in list(inside):
+        tree[place] = changed(node, change)
+    return tree
