@@ -12,6 +12,7 @@ from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.scripts_test import same
 from jaxdist.evaluate import main as evaluate
 
 torch = pytest.importorskip("torch", reason="torch files need torch: pip install 'jaxdist[torch]'")
@@ -89,20 +90,6 @@ def script(file: Path, build: Any, folder: Path) -> Any:
     model = {names[p]: p.detach() for p in module.parameters()}
     torch.save({"model": model, "optimizer": optimizer.state_dict(), "step": 2}, file)
     return torch.load(file, weights_only=True)
-
-
-def same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            same(x, y)
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.mark.parametrize("name", CLASSES)
