@@ -29,7 +29,7 @@ from jaxdist.step import TrainState
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
-CHUNK = 16_000_000  # bytes
+CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 
 
 class Saved(NamedTuple):

@@ -94,7 +94,9 @@ class Lion(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                if not (state := self.state[p]):
+                    state["exp_avg"] = torch.zeros_like(p)
+                m = state["exp_avg"]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_((beta1 * m + (1 - beta1) * p.grad).sign(), alpha=-group["lr"])
                 m.lerp_(p.grad, 1 - beta2)

@@ -22,6 +22,7 @@ import tensorstore as ts
 from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_write
 
 from jaxdist import checkpoint, models
+from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.foreign import read_json
@@ -33,8 +34,6 @@ from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
-
-CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each
 
 
 def described(path: Path) -> dict[str, Leaf]:
