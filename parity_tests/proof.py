@@ -119,7 +119,8 @@ class Proof:
     def kinds(self) -> list[str]:
         reordered = self.noisy and self.reference in REFERENCES and self.other_sums is not None
         alone = self.reference not in REFERENCES and self.experiment.precision.compute == "float32"
-        left_out = {*(() if reordered else ("reordered",)), *(() if alone else OTHERS)}
+        hidden = {kind for kind in OTHERS if not alone or (kind == "eps" and not self.experiment.optimizer.has_eps)}
+        left_out = {*(() if reordered else ("reordered",)), *hidden}
         return [kind for kind in KINDS if kind not in left_out]
 
     @property

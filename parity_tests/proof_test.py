@@ -247,10 +247,15 @@ def test_states_of_a_narrower_dtype(tmp_path: Path, kind: str, dtype: str) -> No
 
 
 def against(
-    tmp_path: Path, policy: str = "fp32", steps: tuple[int, ...] = (), off: float = 0.0, ours: float = 1e-7
+    tmp_path: Path,
+    policy: str = "fp32",
+    steps: tuple[int, ...] = (),
+    off: float = 0.0,
+    ours: float = 1e-7,
+    **sections: Any,
 ) -> Proof:
     theirs = made("run mine", off, steps)
-    theirs.__dict__["experiment"] = experiment(precision={"policy": policy})
+    theirs.__dict__["experiment"] = experiment(precision={"policy": policy}, **sections)
     found = Proof.against(theirs, theirs.experiment, tmp_path)
     found.__dict__["started"] = {"weights/w": np.zeros(50)}
     for kind in found.kinds:
@@ -329,6 +334,12 @@ def test_what_float32_hides_stands_in_the_sentence(tmp_path: Path, kind: str) ->
     assert OTHERS.keys().isdisjoint(against(tmp_path, "fp64").kinds) and OTHERS.keys().isdisjoint(asked(tmp_path).kinds)
     wanted = found.experiment.model_dump()[OTHERS[kind]][kind] / 10
     assert f"\n{kind} = {wanted}" in found.config(kind)
+
+
+def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
+    for name, kinds in (("adamw", {"norm_eps", "eps"}), ("sgd", {"norm_eps"}), ("lion", {"norm_eps"})):
+        found = against(tmp_path, optimizer={"name": name})
+        assert set(found.kinds) & OTHERS.keys() == kinds
 
 
 def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ class Optimizer(Section):
         without = self.name == "sgd" and not self.momentum
         return (() if without else STATES[self.name]) + ((EMA,) if self.ema else ())
 
+    @property
+    def has_eps(self) -> bool:
+        """Whether the rule divides by the root of a second moment, to which `eps` is added."""
+        return "exp_avg_sq" in STATES[self.name]
+
     def landmarks(self, steps: int) -> list[int]:
         """Steps of a run of `steps` by whose learning rates schedules are told apart."""
         end = self.decay_steps or steps
