@@ -153,6 +153,7 @@ def test_runs_are_shared(tmp_path: Path) -> None:
     assert made[3]["jaxdist", "one"] is made[8]["jaxdist", "one"]  # fsdp and 2x2
     assert made[3]["jaxdist", "one"] is not made[0]["jaxdist", "one"]  # ddp
     assert made[3]["torch_ref", "policy"] is made[5]["torch_ref", "mesh"]
+    assert not any("metrics" in vars(run) for run in known.values())  # they are queued, none has begun
 
 
 def leave_pid(folder: Path) -> None:

@@ -153,7 +153,8 @@ class Proof:
         values = self.experiment.model_dump(exclude_none=True)
         if kind == "reordered":
             more = {**more, "train": self.other_sums or {}}
-        if KINDS[kind].get("precision") == DOUBLE and (JAX, "policy") in self.done:
+        scaled = self.experiment.precision.loss_scale and (JAX, "policy") in self.done
+        if scaled and KINDS[kind].get("precision") == DOUBLE:
             # In float64 nothing overflows: what it is to be a yardstick for passed over these steps.
             skip = {*self.experiment.train.skip, *self.done[JAX, "policy"].overflown}
             more = {**more, "train": {"skip": sorted(skip)}}
