@@ -24,6 +24,8 @@ TINY = [
     "--checkpoint.every", "7", "--checkpoint.keep", "2",
 ]  # fmt: skip
 ENDLESS = 10**6
+# After what a kill comes -> how often, of ten, and at most how many seconds later. The first step takes 5 to 10.
+MOMENTS = {"save": (5, 0.02), "step": (3, 0.4), "start": (2, 10.0)}
 
 
 def process(side: str, path: Path, steps: int) -> "subprocess.Popen[str]":
@@ -47,11 +49,26 @@ def logged(path: Path) -> int:
     return records[-1]["step"] if records else 0
 
 
-def moments(seed: int) -> Iterator[tuple[bool, float]]:
-    """Whether to wait for a save, and the seconds to wait then."""
+def moments(seed: int) -> Iterator[tuple[str, float]]:
+    """What to wait for, and the seconds to wait then."""
     chance = random.Random(seed)
     while True:
-        yield chance.random() < 0.5, chance.uniform(0, 0.4)
+        (moment,) = chance.choices(list(MOMENTS), [often for often, _ in MOMENTS.values()])
+        yield moment, chance.uniform(0, MOMENTS[moment][1])
+
+
+def wait_for(moment: str, running: "subprocess.Popen[str]", path: Path) -> None:
+    """Until the run has made a step beyond those that it found, and begun to write a checkpoint if that is wanted."""
+    before, deadline = None, time.monotonic() + 120
+    while True:
+        assert running.poll() is None, running.communicate()[1]
+        assert time.monotonic() < deadline
+        writing = any(UNFINISHED in entry.name for entry in (path / "checkpoints").glob("*"))
+        step = logged(path) if (path / "config.toml").exists() else 0
+        before = step if before is None else min(before, step)  # it falls back to the last checkpoint first
+        if step > before and (writing or moment == "step"):
+            return
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -59,19 +76,12 @@ def moments(seed: int) -> Iterator[tuple[bool, float]]:
 def test_a_run_survives_being_killed(tmp_path: Path, side: str, kills: int) -> None:
     """Nothing is lost but the steps since the last checkpoint; weights, moments and metrics end equal to the bit."""
     path = tmp_path / "killed"
-    for _, (at_a_save, seconds) in zip(range(kills), moments(kills), strict=False):
-        running, before = process(side, path, ENDLESS), None
-        deadline = time.monotonic() + 120
-        while True:
-            assert running.poll() is None, running.communicate()[1]
-            assert time.monotonic() < deadline
-            writing = at_a_save and any(UNFINISHED in entry.name for entry in (path / "checkpoints").glob("*"))
-            step = logged(path) if (path / "config.toml").exists() else 0
-            before = step if before is None else min(before, step)  # it falls back to the last checkpoint first
-            if step > before and (writing or not at_a_save):
-                break
-            time.sleep(0.001)
-        time.sleep(seconds / 20 if at_a_save else seconds)
+    for _, (moment, seconds) in zip(range(kills), moments(kills), strict=False):
+        running = process(side, path, ENDLESS)
+        if moment != "start":
+            wait_for(moment, running, path)
+        time.sleep(seconds)
+        assert running.poll() is None, running.communicate()[1]
         os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
     last = logged(path) + 10

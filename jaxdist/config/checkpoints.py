@@ -23,6 +23,7 @@ from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Checkpoint, Verify
 from jaxdist.config.foreign import read_json, within
 
+FOLDER = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 EMPTY: Mapping[str, str] = MappingProxyType({})
@@ -72,11 +73,16 @@ def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
     `known`: SHA-256 of files by name, taken while they were in memory.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / MANIFEST]
-    for path in (folder, *folder.rglob("*")):
+    names = [file.relative_to(folder).as_posix() for file in files]
+
+    def digest(name: str) -> str:
+        synchronize(folder / name)
+        return known.get(name) or sha256(folder / name)
+
+    for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
         synchronize(path)
     with ThreadPoolExecutor() as pool:
-        names = [file.relative_to(folder).as_posix() for file in files]
-        sums = pool.map(lambda name: known.get(name) or sha256(folder / name), names)
+        sums = pool.map(digest, names)
         entries = {
             name: {"bytes": file.stat().st_size, "sha256": digest}
             for name, file, digest in zip(names, files, sums, strict=True)
@@ -194,8 +200,14 @@ def newest_whole(checkpoints: Path, verify: Verify = "checksums") -> int | None:
 
 def checkpoint_in(path: Path) -> Path:
     """A run folder stands for its newest checkpoint, whole or not; any other path for itself. Only looks at names."""
-    step = newest(path / "checkpoints")
-    return path if step is None else path / "checkpoints" / str(step)
+    step = newest(path / FOLDER)
+    return path if step is None else path / FOLDER / str(step)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder whose checkpoint it is; None of one that lies elsewhere, as a copy does."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == FOLDER else None
 
 
 def whole(path: Path, verify: Verify = "checksums") -> Path:
@@ -203,10 +215,11 @@ def whole(path: Path, verify: Verify = "checksums") -> Path:
 
     What has no manifest and is in no run folder was written by another program, and passes. Raises ConfigError.
     """
-    step = newest_whole(path / "checkpoints", verify)
+    step = newest_whole(path / FOLDER, verify)
     if step is not None:
-        return path / "checkpoints" / str(step)
-    of_a_run = path.parent.name == "checkpoints" and (path.parent.parent / "config.toml").exists()
+        return path / FOLDER / str(step)
+    run = run_of(path)
+    of_a_run = run is not None and (run / "config.toml").exists()
     if (of_a_run or (path / MANIFEST).exists()) and (reason := damage(path, verify)):
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it")
     return path

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxdist.config.checkpoints import clean, last_whole, newest_whole, steps_in, synchronize
+from jaxdist.config.checkpoints import FOLDER, clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.path / FOLDER
 
     def resume_from(self, marker: str) -> int | None:
         """The step to go on from; None for a start, also where a run was killed before its first checkpoint.

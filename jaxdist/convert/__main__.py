@@ -1,6 +1,7 @@
 """Convert checkpoints between Hugging Face, torch, torch's distributed checkpoints and Orbax, or list their tensors."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -209,9 +210,11 @@ def inspect(source: Path, kind: str, as_json: bool) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         shape = "×".join(map(str, row["shape"]))
-        say(f"{row['name']:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
+        name = row["name"] if row["name"].isprintable() else ascii(row["name"])  # escapes would reach the terminal
+        say(f"{name:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
     say(f"{KINDS[kind].title}, family {family}: {len(rows)} tensors, {megabytes(total)}")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C does, it leaves nothing behind
     exit_codes(main)

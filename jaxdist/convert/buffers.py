@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxdist.convert.atoms import Shape
 
-ENOUGH = 512_000_000  # bytes: beyond them, what is free goes to the system
+ENOUGH = 400_000_000  # bytes: beyond them and the largest tensor, what is free goes to the system
 PASSAGE = 1 << 20  # bytes on their way to the disk: so many stay in the processor's cache
 
 
@@ -33,8 +33,8 @@ class Loan:
 class Buffers:
     """Arrays like those of `np.empty`, in memory that earlier ones of their size have left."""
 
-    def __init__(self) -> None:
-        self.lock, self.held = threading.Lock(), 0
+    def __init__(self, enough: int) -> None:
+        self.lock, self.held, self.enough = threading.Lock(), 0, enough
         self.returned, self.free = deque[np.ndarray](), list[np.ndarray]()
 
     def empty(self, size: int) -> np.ndarray:
@@ -52,7 +52,7 @@ class Buffers:
                 self.free.append(self.returned.popleft())
             if (found := next((i for i, memory in enumerate(self.free) if memory.size == size), None)) is not None:
                 return self.free.pop(found)
-            while self.free and self.held + size > ENOUGH:  # first what has been free for longest
+            while self.free and self.held + size > self.enough:  # first what has been free for longest
                 self.held -= self.free.pop(0).size
             memory = np.empty(size, np.uint8)
             self.held += size
@@ -65,12 +65,16 @@ _buffers: Buffers | None = None
 
 
 @contextmanager
-def reuse() -> Iterator[None]:
-    """In this block, in all threads, `empty` and `read` use memory again; after the last one it goes to the system."""
+def reuse(largest: int) -> Iterator[None]:
+    """In this block, in all threads, `empty` and `read` use memory again; after the last one it goes to the system.
+
+    `largest`: bytes of the largest tensor that is read or made.
+    """
     global _users, _buffers
     with _lock:
         _users += 1
-        _buffers = _buffers or Buffers()
+        _buffers = _buffers or Buffers(ENOUGH)
+        _buffers.enough = max(_buffers.enough, ENOUGH + largest)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ def address(array: np.ndarray) -> int:
 
 
 def test_memory_is_used_again() -> None:
-    with buffers.reuse():
+    with buffers.reuse(0):
         first = buffers.empty((3, 5), F32)
         place, part = address(first), first.T[2:]
         del first
@@ -27,10 +27,9 @@ def test_memory_is_used_again() -> None:
         assert address(buffers.empty((30,), np.dtype(np.int16))) == place
 
 
-def test_beyond_enough_free_memory_goes_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_enough_free_memory_goes_to_the_system() -> None:
     """First what has been free for longest; what is in use stays."""
-    monkeypatch.setattr(buffers, "ENOUGH", 100)
-    found = buffers.Buffers()
+    found = buffers.Buffers(enough=100)
     lent = [found.empty(size) for size in (40, 30, 20)]
     assert found.held == 90
     del lent[0]
@@ -44,7 +43,7 @@ def test_beyond_enough_free_memory_goes_to_the_system(monkeypatch: pytest.Monkey
 
 
 def test_after_the_block_memory_is_fresh() -> None:
-    with buffers.reuse():
+    with buffers.reuse(0):
         array = buffers.empty((4,), F32)
     assert isinstance(array.base, np.ndarray)
     assert buffers.empty((4,), F32).base is None
@@ -52,7 +51,7 @@ def test_after_the_block_memory_is_fresh() -> None:
 
 def test_blocks_may_overlap() -> None:
     """Those of two threads, of which the first to begin ends first."""
-    first, second = buffers.reuse(), buffers.reuse()
+    first, second = buffers.reuse(0), buffers.reuse(0)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

@@ -418,6 +418,13 @@ class TestCommandLine:
         shown = capsys.readouterr().out
         assert all(name in shown for name in parameters) and f"{len(parameters)} tensors" in shown
 
+    def test_a_name_with_escapes_is_inspected(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = saved(tmp_path / "hf", MODELS["Qwen3ForCausalLM"])
+        save_file({"\x1b[2J": np.zeros(3, np.float32)}, folder / "model.safetensors")
+        main(["--inspect", str(folder)])
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and r"\x1b[2J" in shown
+
     def test_nothing_half_written(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A disk that fills up after the config and a shard."""
 

@@ -120,7 +120,7 @@ class Tensors:
             return path, torch_files.load(path, view, **options)
 
     def extras(self) -> dict[str, Any]:
-        """What is neither weight nor moment nor step, by its whole name: groups, scheduler, counters, averages.
+        """What is neither weight nor moment, by its whole name: step, groups, scheduler, counters, averages.
 
         What is more than tensors and plain values stays behind, and it says so.
         """
@@ -132,7 +132,7 @@ class Tensors:
             except (ConfigError, OSError, KeyError):
                 behind.append(name)
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
-        known = {"step", *(name for name in self.given if name.startswith(self.inner))}
+        known = {name for name in self.given if name.startswith(self.inner)}
         for name in (n for n in self.leaves if n not in known and not n.startswith(STATE)):
             if self.leaves[name].bytes > size:  # it shows a few numbers many times
                 behind.append(self.names[name])
@@ -272,7 +272,7 @@ def _extras(content: Content, prefix: str) -> dict[str, Any]:
     for name, group in _groups(extras, prefix).items():
         now = optimizers.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
         extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
-    if others := [key for key in extras if not key.startswith(prefix)]:
+    if others := [key for key in extras if not key.startswith(prefix) and key != origin.metadata["step"]]:
         say(f"{others[0]} and what else is neither weight nor optimizer stays as it was before the steps since")
     return extras
 

@@ -35,6 +35,10 @@ from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
 
+# Of TensorStore: files are seen where the page cache has them, not copied into fresh memory; and no write waits for the
+# disk, as all files are waited for before the manifest.
+READING, WRITING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}}), ts.Context.Spec({"file_io_sync": False})
+
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
@@ -81,7 +85,11 @@ class Opening(ocp.type_handlers.NumpyHandler):
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         return [
-            await ts.open(get_json_tspec_read(info, info.is_ocdbt_checkpoint), open=True, context=info.ts_context)
+            await ts.open(
+                get_json_tspec_read(info, info.is_ocdbt_checkpoint),
+                open=True,
+                context=ts.Context(READING, parent=info.ts_context),
+            )
             for info in infos
         ]
 
@@ -185,7 +193,8 @@ class Streaming(ocp.type_handlers.NumpyHandler):
             spec = get_json_tspec_write(
                 info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
             )
-            store = await ts.open(spec, create=True, open=True, context=info.ts_context)
+            context = ts.Context(WRITING, parent=info.ts_context)
+            store = await ts.open(spec, create=True, open=True, context=context)
             there |= {(value.group, name): store[place] for name, place in value.places.items()}
 
         def put(group: str, name: str, array: np.ndarray) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError, RunFolder, read_metrics
-from jaxdist.config.checkpoints import damage, seal
+from jaxdist.config.checkpoints import damage, run_of, seal
 from jaxdist.config.foreign import read_json
 from jaxdist.convert.content import Content, Origin
 
@@ -34,14 +34,10 @@ def begin(path: Path, content: Content) -> RunFolder:
     return folder
 
 
-def _run_of(checkpoint: Path) -> Path:
-    return checkpoint.parent.parent
-
-
 def origin_of(checkpoint: Path) -> Origin:
     """Where the weights of a run came from, as far as the run folder around `checkpoint` knows."""
-    beside = _run_of(checkpoint) / ORIGIN
-    if not beside.exists():
+    run = run_of(checkpoint)
+    if run is None or not (beside := run / ORIGIN).exists():
         return Origin()
     if reason := damage(beside):
         raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
@@ -58,9 +54,10 @@ def origin_of(checkpoint: Path) -> Origin:
 
 def metrics_of(checkpoint: Path) -> bytes:
     """The lines that the run logged up to `checkpoint`. Raises ConfigError."""
-    if not checkpoint.name.isdecimal():
+    run = run_of(checkpoint)
+    if run is None or not checkpoint.name.isdecimal():
         return b""
-    kept = [record for record in read_metrics(_run_of(checkpoint)) if record["step"] <= int(checkpoint.name)]
+    kept = [record for record in read_metrics(run) if record["step"] <= int(checkpoint.name)]
     return "".join(json.dumps(record) + "\n" for record in kept).encode()
 
 

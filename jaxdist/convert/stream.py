@@ -140,8 +140,9 @@ class Recut(ABC):
                 put(job.group, *tensors.popitem())
             return size
 
-        with buffers.reuse():
-            for size in together(self._jobs(groups), work):
+        jobs = self._jobs(groups)
+        with buffers.reuse(max((job.bytes for job in jobs), default=0) // 2):
+            for size in together(jobs, work):
                 self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
@@ -210,7 +211,7 @@ def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
 def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
     """What `do` makes of each job, as they end, by several threads. When one raises, those not begun are left."""
     running: dict[Future[T], Job] = {}
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = ThreadPoolExecutor(2 * (os.cpu_count() or 1))  # of which half wait for the disk
     try:
         for job in chain(jobs, [None]):
             while running and (job is None or crowded(job, *running.values())):

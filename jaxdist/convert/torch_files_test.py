@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError
 from jaxdist.config.hf import experiment_for, to_settings
 from jaxdist.config.optimizer import STATES
+from jaxdist.convert import orbax_files
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.content import PARAMETERS, Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.stream import Conversion
@@ -241,6 +243,14 @@ class TestTorchFiles:
         main([str(file), str(tmp_path / "run")])
         assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == content.metrics
         assert torch_files.opened(file).origin.extras.keys() == {"model", "optimizer", "scheduler", "step"}
+
+    def test_a_copy_of_a_checkpoint_is_of_no_run(self, tmp_path: Path) -> None:
+        """What lies beside it there need not be its own."""
+        self.saved(tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        (found,) = (tmp_path / "run" / "checkpoints").iterdir()
+        copy = shutil.copytree(found, tmp_path / "run" / "exports" / found.name)
+        assert orbax_files.opened(found).origin.kind == "torch" and orbax_files.opened(copy).origin == Origin()
 
     @pytest.mark.parametrize("what", ["origin.json", "extras.pt", "files/config.json"])
     def test_damage_to_what_waits_for_the_way_back(self, what: str, tmp_path: Path) -> None:
