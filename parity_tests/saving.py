@@ -18,7 +18,7 @@ from rich.progress import track
 
 from jaxdist.config import read_metrics
 
-PAIRS, EVERY, STEPS = 3, 50, 250
+PAIRS, EVERY, STEPS = 2, 50, 150
 TENFOLD = ["--model.dim", "416", "--model.head_dim", "52", "--model.hidden", "1248"]  # 8.5 million in place of 0.85
 BOUND = 0.02
 

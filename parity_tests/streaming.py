@@ -2,7 +2,8 @@
 
 A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back. Of each conversion
 the peak of resident memory is compared with 1 GB and twice the largest tensor, and its bytes a second with those of
-`cp -r` of the same source to the same disk. They take turns, several times; the median of the ratios counts.
+`cp -r` of the same source to the same disk. They take turns, several times; the median of the ratios counts. Either
+reads the source from the disk, as one that is larger than memory is: the page cache is told to forget it.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from jaxdist.convert.target import remove
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 BLOCK = 10_000_000  # numbers that are drawn at a time
-SETTLE = 15  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
+SETTLE = 5  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
 PATHS = (  # source, target, its kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
     ("orbax2", "hf2", "hf"),
@@ -96,12 +97,22 @@ def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pa
     copied, converted, peaks = [], [], []
     for _ in range(turns):
         remove(made)
+        forget(given)
         copied.append(timed(["cp", "-r", str(given), str(copy)])[0])
         remove(copy)
+        forget(given)
         seconds, peak = timed([sys.executable, "-m", "jaxdist.convert", str(given), str(made), "--to", kind])
         converted.append(seconds)
         peaks.append(peak)
     return Pair(source, target, size, copied, converted, max(peaks), MEMORY + 2 * largest(given, made))
+
+
+def forget(path: Path) -> None:
+    """Take the files of a checkpoint from the page cache."""
+    os.sync()  # only what is on the disk can be forgotten
+    for file in filter(Path.is_file, (path, *path.rglob("*"))):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(command: Sequence[str]) -> tuple[float, int]:
