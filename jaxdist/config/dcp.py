@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.foreign import within
+from jaxdist.config.foreign import read_bytes, within
 
 INDEX = ".metadata"
+MOST_BYTES = 200_000_000  # of it: a million shards have as many
 EXPERIMENT = "experiment.json"  # beside it, of the run
 _STATE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _DTYPES = (
@@ -62,7 +63,7 @@ class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
 def read_index(folder: Path) -> Any:
     """The `Metadata` of the checkpoint in `folder`. Raises ConfigError for a damaged or hostile one."""
     try:
-        index = Index(io.BytesIO((folder / INDEX).read_bytes())).load()  # a file would read whatever length it names
+        index = Index(io.BytesIO(read_bytes(folder / INDEX, MOST_BYTES))).load()  # a file would read any length
         for place in index.storage_data.values():
             within(folder, place.relative_path)
             _check_counts(place.offset, place.length)

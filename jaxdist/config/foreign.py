@@ -21,10 +21,14 @@ def read_json(path: Path) -> Any:
 
     Raises OSError, and ValueError for what is no file (a pipe would be waited for), too long, or not to be parsed.
     """
-    size = _size(path)
-    if size > MOST_BYTES:
-        raise ValueError(f"it has {size:,} bytes, more than {MOST_BYTES:,}")
-    return parse(path.read_bytes())
+    return parse(read_bytes(path, MOST_BYTES))
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A file's bytes. Raises OSError, and ValueError for what is no file, or has more than `most`."""
+    if (size := _size(path)) > most:
+        raise ValueError(f"it has {size:,} bytes, more than {most:,}")
+    return path.read_bytes()
 
 
 def parse(text: bytes) -> Any:

@@ -13,11 +13,11 @@ class Taken(Exception):
 
 @contextmanager
 def alone(file: Path) -> Iterator[None]:
-    """Within, no other holds the lock on `file`, which is removed at the end. Raises Taken, OSError.
+    """Within, no other holds the lock on `file`, which is removed at the end. Raises Taken, OSError, as for a link.
 
     File systems without locks let everyone in.
     """
-    with file.open("w") as lock:
+    with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -68,6 +68,8 @@ def check_replaceable(a: Any) -> None:
             raise ConfigError(
                 f"TARGET {a.target} is being written by a run; wait until it ends, or give another"
             ) from None
+        except OSError as error:
+            raise ConfigError(f"TARGET {a.target}: its {LOCK}: {error.strerror}; remove it, or give another") from None
     if not (kind_at(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
         raise ConfigError(
             f"TARGET {a.target} is no checkpoint, and --force replaces nothing else; remove it, or give another"

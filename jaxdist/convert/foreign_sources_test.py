@@ -389,6 +389,17 @@ class TestHostile:
         main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
         assert tensors(tmp_path / "b.pt") == right
 
+    def test_an_index_without_end(self, tmp_path: Path) -> None:
+        """It is refused by its size, before it is read."""
+        with (tmp_path / ".metadata").open("wb") as file:
+            file.truncate(10**10)
+        (tmp_path / "__0_0.distcp").touch()
+        tracemalloc.start()
+        with pytest.raises(ConfigError, match=r"\.metadata is refused: it has 10,000,000,000 bytes"):
+            main([str(tmp_path), "--inspect"])
+        assert tracemalloc.get_traced_memory()[1] < 1e7
+        tracemalloc.stop()
+
     def test_an_index_that_names_much_memory(self, tmp_path: Path) -> None:
         """Nine bytes, for which C's unpickler would take 4 GB."""
         run = written(tmp_path / "a", "dcp", content_of(MODEL))

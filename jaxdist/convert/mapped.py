@@ -125,8 +125,8 @@ def write_ours(path: Path, conversion: Remapping, tree: Any) -> None:
         for name, leaf in conversion.groups[PARAMETERS].items()
     }
     streaming = Streaming(conversion)
-    with ocp.Checkpointer(streaming.handler()) as writer, streaming.to_the_end():
-        writer.save(path.resolve(), args=ocp.args.PyTreeSave(unflatten(tree, coming)))
+    with ocp.Checkpointer(streaming.handler()) as writer:
+        streaming.save(writer, path.resolve(), ocp.args.PyTreeSave(unflatten(tree, coming)))
 
 
 def read_theirs(path: Path) -> dict[str, Leaf]:

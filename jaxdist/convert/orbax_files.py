@@ -7,8 +7,9 @@ itself: those of a run and those written here lie in chunks of one layer.
 import asyncio
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,15 +169,21 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         # Weights hardly compress, and it would take most of the time.
         return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False)
 
-    @contextmanager
-    def to_the_end(self) -> Iterator[None]:
-        """Waits until nothing is being written any more, also where one of the items failed."""
-        try:
-            yield
-        finally:
-            for item in self.begun:
-                with suppress(Exception):  # it has been raised already
-                    item.result()
+    def save(self, writer: ocp.Checkpointer, path: Path, args: Any) -> None:
+        """Writes a checkpoint. Where one of its items fails, or a signal comes, the rest is left.
+
+        When this ends nothing is being written any more.
+        """
+        with ThreadPoolExecutor(1) as pool:  # the thread that signals come to waits for it here, and not within Orbax
+            try:
+                pool.submit(writer.save, path, args=args).result()
+            except BaseException:
+                self.failed = True
+                raise
+            finally:
+                for item in self.begun:
+                    with suppress(Exception):  # it has been raised already
+                        item.result()
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         """Writes them all."""
@@ -198,6 +205,8 @@ class Streaming(ocp.type_handlers.NumpyHandler):
             there |= {(value.group, name): store[place] for name, place in value.places.items()}
 
         def put(group: str, name: str, array: np.ndarray) -> None:
+            if self.failed:
+                raise RuntimeError("the conversion has ended")
             there[group, name].write(array, can_reference_source_data_indefinitely=True).result()
 
         def convert() -> None:
@@ -243,8 +252,8 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.scaling:
         values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
     streaming = Streaming(conversion)
-    with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer, streaming.to_the_end():
-        writer.save(unfinished(folder.checkpoints.resolve(), content.step), args=ocp.args.Composite(**values))
+    with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer:
+        streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
     publish(folder.checkpoints, content.step)
 
 

@@ -9,6 +9,7 @@ from jaxdist.config import ConfigError, RunFolder, read_metrics
 from jaxdist.config.checkpoints import damage, run_of, seal
 from jaxdist.config.foreign import read_json
 from jaxdist.convert.content import Content, Origin
+from jaxdist.convert.hf import companions
 
 ORIGIN, EXTRAS = "origin", "extras.pt"
 
@@ -46,8 +47,7 @@ def origin_of(checkpoint: Path) -> Origin:
         origin = Origin(**said)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {error}; remove {beside}, or use a copy") from None
-    there = sorted(file for file in (beside / "files").rglob("*") if file.is_file())
-    files = {file.relative_to(beside / "files").as_posix(): file.read_bytes() for file in there}
+    files = companions(beside / "files")
     extras = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True) if (beside / EXTRAS).exists() else None
     return replace(origin, files=files, extras=extras)
 

@@ -68,9 +68,14 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
             with writing(target):
                 for part in (partial, *partial.rglob("*")):
                     synchronize(part)
-                if path.exists():
-                    path.rename(old)
-                partial.rename(path)
+                try:
+                    if path.exists():
+                        path.rename(old)
+                    partial.rename(path)
+                except BaseException:  # a signal too
+                    if old.exists() and not path.exists():
+                        old.rename(path)
+                    raise
                 synchronize(path.parent)
             remove(old)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config.folder import LOCK
 from jaxdist.convert import buffers
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
@@ -21,12 +22,13 @@ from jaxdist.convert.target import whole_or_nothing
 
 pytest.importorskip("torch")
 MODEL = MODELS["Qwen2ForCausalLM"]
-# The command, which writes a tensor a second.
+# The command, which takes two seconds for each tensor, of which there are thirty.
 SLOW = """
-    import runpy, time
-    from jaxdist.convert import buffers
-    put = buffers.write
-    buffers.write = lambda *arguments: (time.sleep(1), put(*arguments))
+    import runpy, signal, time
+    from jaxdist.convert.stream import Recut
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is told to ignore it
+    convert = Recut.convert
+    Recut.convert = lambda *arguments: (time.sleep(2), convert(*arguments))[1]
     runpy.run_module("jaxdist.convert", run_name="__main__")
 """
 
@@ -96,12 +98,49 @@ def test_whole_pages_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_conversion_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hf", "orbax"])
+def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path: Path) -> None:
+    """Soon, and nothing is left."""
     source = written(tmp_path / "a", "hf", content_of(MODEL))
-    line = [sys.executable, "-c", textwrap.dedent(SLOW), str(source), str(tmp_path / "new" / "b"), "--to", "hf"]
+    line = [sys.executable, "-c", textwrap.dedent(SLOW), str(source), str(tmp_path / "new" / "b"), "--to", kind]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         while not (tmp_path / "new" / ".b.partial").exists() and process.poll() is None:
             time.sleep(0.01)
+        time.sleep(3)
         process.send_signal(number)
-        assert process.wait(30) == 128 + number
+        assert process.wait(10) == 128 + number
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "b", Path.rename
+    old = target if kind == "file" else target / "old"
+    old.parent.mkdir(exist_ok=True)
+    old.write_text("old")
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if path.suffix == ".partial":
+            raise KeyboardInterrupt
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), whole_or_nothing(target, force=True) as partial:
+        partial.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["b"] and old.read_text() == "old"
+
+
+def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
+    """What it leads to stays as it is."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".b.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="TARGET"), whole_or_nothing(tmp_path / "b"):
+        pass
+    source = written(tmp_path / "a", "hf", content_of(MODEL))
+    main([str(source), str(tmp_path / "run"), "--to", "orbax"])
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match=f"its {LOCK}: .*remove it"):
+        main([str(source), str(tmp_path / "run"), "--to", "orbax", "--force"])
+    assert (tmp_path / "mine").read_text() == "mine"

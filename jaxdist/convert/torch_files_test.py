@@ -267,6 +267,19 @@ class TestTorchFiles:
         with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} is missing"):
             main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
 
+    def test_files_that_none_of_ours_put_there(self, tmp_path: Path) -> None:
+        """Neither take the place of weights nor lead outside."""
+        source = written(tmp_path / "a", "hf", content_of(self.model))
+        main([str(source), str(tmp_path / "run")])
+        files = tmp_path / "run" / "origin" / "files"
+        (files / "model.safetensors").write_text("mine")
+        main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", "hf"])
+        assert tensors(tmp_path / "b") == tensors(source)
+        (tmp_path / "secret").write_text("secret")
+        (files / "tokenizer.json").symlink_to(tmp_path / "secret")
+        with pytest.raises(ConfigError, match=r"'tokenizer\.json' is outside of"):
+            main([str(tmp_path / "run"), str(tmp_path / "c"), "--to", "hf"])
+
     @pytest.mark.parametrize("text", ["\ud800", "hello\n", '{"loss": 1}\n', 5])
     def test_a_log_that_is_none(self, text: Any, tmp_path: Path) -> None:
         tree = self.saved(tmp_path / "a.pt")
