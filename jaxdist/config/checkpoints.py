@@ -72,17 +72,18 @@ def seal(folder: Path, known: Mapping[str, str] = EMPTY, **facts: Any) -> None:
 
     `known`: SHA-256 of files by name, taken while they were in memory.
     """
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file != folder / MANIFEST]
+    found = sorted(folder.rglob("*"))
+    files = [path for path in found if path.is_file() and path != folder / MANIFEST]
     names = [file.relative_to(folder).as_posix() for file in files]
 
-    def digest(name: str) -> str:
+    def checksum(name: str) -> str:
         synchronize(folder / name)
         return known.get(name) or sha256(folder / name)
 
-    for path in (folder, *filter(Path.is_dir, folder.rglob("*"))):
+    for path in (folder, *filter(Path.is_dir, found)):
         synchronize(path)
     with ThreadPoolExecutor() as pool:
-        sums = pool.map(digest, names)
+        sums = pool.map(checksum, names)
         entries = {
             name: {"bytes": file.stat().st_size, "sha256": digest}
             for name, file, digest in zip(names, files, sums, strict=True)

@@ -37,7 +37,7 @@ from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
 
 # Of TensorStore: files are seen where the page cache has them, not copied into fresh memory; and no write waits for the
-# disk, as all files are waited for before the manifest.
+# disk, as all files are waited for before they get their names.
 READING, WRITING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}}), ts.Context.Spec({"file_io_sync": False})
 
 
