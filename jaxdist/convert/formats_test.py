@@ -18,7 +18,7 @@ import pytest
 
 from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoint_in
 from jaxdist.config.hf import experiment_for
-from jaxdist.convert import buffers, orbax_files, stream, verify
+from jaxdist.convert import buffers, stream, verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf
@@ -371,17 +371,6 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)
     assert peak("unbounded") > bound
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (128256, 4096), (50257, 768), (16_000_003, 1), (3, 20_000_000)])
-def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
-    """Of CHUNK at most unless a row has more, and as even as can be: the last one is padded."""
-    chunk = orbax_files.chunk_of(shape, np.dtype(ml_dtypes.bfloat16))
-    assert chunk[1:] == shape[1:]
-    if shape:
-        chunks = -(-shape[0] // chunk[0])
-        assert chunks * chunk[0] - shape[0] < chunks
-        assert chunk[0] == 1 or 2 * np.prod(chunk) <= orbax_files.CHUNK
 
 
 def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:

@@ -5,7 +5,6 @@ itself: those of a run and those written here lie in chunks of one layer.
 """
 
 import asyncio
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,25 +19,24 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from orbax.checkpoint.type_handlers import get_json_tspec_read, get_json_tspec_write
+from orbax.checkpoint.type_handlers import get_json_tspec_read
 
 from jaxdist import checkpoint, models
-from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
-from jaxdist.config.foreign import read_json
+from jaxdist.config.foreign import read_json, within
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
+from jaxdist.convert.zarr_files import ZarrFiles
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
 
-# Of TensorStore: files are seen where the page cache has them, not copied into fresh memory; and no write waits for the
-# disk, as all files are waited for before they get their names.
-READING, WRITING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}}), ts.Context.Spec({"file_io_sync": False})
+# Of TensorStore: files are seen where the page cache has them, not copied into fresh memory.
+READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -85,6 +83,8 @@ class Opening(ocp.type_handlers.NumpyHandler):
         return self.kind
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        for info in infos:
+            within(Path(info.parent_dir), info.name)
         return [
             await ts.open(
                 get_json_tspec_read(info, info.is_ocdbt_checkpoint),
@@ -134,15 +134,6 @@ def places(name: str, shape: Shape) -> dict[str, tuple[int, ...]]:
     return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in parts(name, shape)}
 
 
-def chunk_of(shape: Shape, dtype: np.dtype) -> Shape:
-    """Equal numbers of whole rows, of CHUNK bytes at most unless one row has more."""
-    if not shape:
-        return shape
-    rows, row = shape[0], math.prod(shape[1:]) * dtype.itemsize
-    chunks = -(-rows // max(1, CHUNK // row))
-    return (-(-rows // chunks), *shape[1:])
-
-
 @dataclass(frozen=True)
 class Coming:
     """An array that a conversion will give; `places` are those of its tensors along the first axes."""
@@ -154,12 +145,19 @@ class Coming:
 
 
 class Streaming(ocp.type_handlers.NumpyHandler):
-    """Writes arrays as a conversion gives their tensors."""
+    """Writes arrays as a conversion gives their tensors, each in files of its own: one database of all, as Orbax has it
+    else, is written by a thread at a time."""
 
     def __init__(self, conversion: Recut) -> None:
         super().__init__()
         self.conversion, self.lock, self.failed = conversion, threading.Lock(), False
         self.begun: list[ocp.future.Future] = []
+        self.arrays: list[tuple[str, ZarrFiles]] = []  # item/array
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """SHA-256 of the arrays' files, by their names in the checkpoint."""
+        return {f"{name}/{file}": digest for name, array in self.arrays for file, digest in array.sums.items()}
 
     def handler(self) -> ocp.PyTreeCheckpointHandler:
         """What handles pytrees of `Coming` and of numpy arrays."""
@@ -167,7 +165,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
             (Coming, self), (np.ndarray, ocp.type_handlers.NumpyHandler())
         )
         # Weights hardly compress, and it would take most of the time.
-        return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False)
+        return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False, use_ocdbt=False)
 
     def save(self, writer: ocp.Checkpointer, path: Path, args: Any) -> None:
         """Writes a checkpoint. Where one of its items fails, or a signal comes, the rest is left.
@@ -192,22 +190,19 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         return []
 
     async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:
-        there: dict[tuple[str, str], Any] = {}
+        there: dict[tuple[str, str], tuple[ZarrFiles, tuple[int, ...]]] = {}
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
-            outer = len(next(iter(value.places.values())))
-            chunk = (*(1,) * outer, *chunk_of(value.shape[outer:], value.dtype))
-            spec = get_json_tspec_write(
-                info, info.is_ocdbt_checkpoint, value.shape, chunk, value.dtype, process_index=jax.process_index()
-            )
-            context = ts.Context(WRITING, parent=info.ts_context)
-            store = await ts.open(spec, create=True, open=True, context=context)
-            there |= {(value.group, name): store[place] for name, place in value.places.items()}
+            folder = within(Path(info.parent_dir), info.name)
+            array = ZarrFiles(folder, value.shape, len(next(iter(value.places.values()))), value.dtype)
+            self.arrays.append((f"{folder.parent.name}/{info.name}", array))
+            there |= {(value.group, name): (array, place) for name, place in value.places.items()}
 
-        def put(group: str, name: str, array: np.ndarray) -> None:
+        def put(group: str, name: str, numbers: np.ndarray) -> None:
             if self.failed:
                 raise RuntimeError("the conversion has ended")
-            there[group, name].write(array, can_reference_source_data_indefinitely=True).result()
+            array, place = there[group, name]
+            array.put(place, numbers)
 
         def convert() -> None:
             with self.lock:  # two items at once would be twice as much in memory
@@ -254,7 +249,7 @@ def write(path: Path, conversion: Conversion) -> None:
     streaming = Streaming(conversion)
     with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer:
         streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
-    publish(folder.checkpoints, content.step)
+    publish(folder.checkpoints, content.step, streaming.sums)
 
 
 def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
