@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
-from jaxdist.config.checkpoints import publish, sweep, thin, unfinished, written
+from jaxdist.config.checkpoints import placed, publish, sweep, thin, unfinished, written
 from jaxdist.config.experiment import Verify
 from jaxdist.config.foreign import read_json
 from jaxdist.processes import first, from_first
@@ -174,7 +174,7 @@ def locate(path: Path, verify: Verify = "checksums") -> Path:
     """
     if not is_checkpoint(path):
         raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
-    return whole(path, verify).resolve()
+    return placed(whole(path, verify))
 
 
 def read_experiment(path: Path) -> Experiment:

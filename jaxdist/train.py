@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
         steps = experiment.train.steps
         validation = validation_loss(program, state, dataset, schedule)
-        check_validation(steps, validation, folder.newest if folder else None)
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
-            if from_first(partial(newest, checkpoints.folder)) != steps:
-                keep(program, steps, state, checkpoints, folder)
-                checkpoints.wait()
+        check_validation(steps, validation, folder.newest if folder else None)
+        if checkpoints and from_first(partial(newest, checkpoints.folder)) != steps:
+            keep(program, steps, state, checkpoints, folder)
+            checkpoints.wait()
         if schedule.stopping():
             raise schedule.interrupted(steps, folder.checkpoints if folder else None)
 

@@ -200,14 +200,22 @@ def newest_whole(checkpoints: Path, verify: Verify = "checksums") -> int | None:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """A run folder stands for its newest checkpoint, whole or not; any other path for itself. Only looks at names."""
+    """A run folder stands for its newest checkpoint, of those that have all files where any has; any other path for
+    itself. Looks at names and sizes alone."""
     step = newest(path / FOLDER)
-    return path if step is None else path / FOLDER / str(step)
+    return path if step is None else last_whole(path / FOLDER) or path / FOLDER / str(step)
+
+
+def placed(checkpoint: Path) -> Path:
+    """Absolute, in its run and by the name of its step if the path or the links in it say so: `latest` may be one, and
+    so may all of `checkpoints`."""
+    named, led_to = checkpoint.absolute(), checkpoint.resolve()
+    return named if named.name.isdecimal() and named.parent.name == FOLDER else led_to
 
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder whose checkpoint it is; None of one that lies elsewhere, as a copy does."""
-    folder = checkpoint.absolute().parent
+    folder = placed(checkpoint).parent
     return folder.parent if folder.name == FOLDER else None
 
 

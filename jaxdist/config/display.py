@@ -19,6 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from jaxdist.config.errors import printable
 from jaxdist.config.experiment import Experiment
 from jaxdist.config.model import Mixture
 
@@ -27,7 +28,7 @@ console = Console(highlight=False)
 
 def say(line: str) -> None:
     """One line on standard output."""
-    console.print(line, markup=False, soft_wrap=True)
+    console.print(printable(line), markup=False, soft_wrap=True)
 
 
 def megabytes(count: float) -> str:

@@ -29,9 +29,14 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
         main()
     except tuple(CODES) as error:
         if not quiet:
-            print(f"error: {error}" if str(error) else "interrupted", file=sys.stderr)
+            print(f"error: {printable(str(error))}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit(code_of(error))
     sys.exit(0)
+
+
+def printable(text: str) -> str:
+    """The text without what would command a terminal, as names in files of others may."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def code_of(error: BaseException) -> int:
@@ -50,10 +55,11 @@ def check_finite(step: int, **values: float | None) -> None:
 
 
 def check_validation(step: int, loss: float | None, last: Path | None) -> None:
-    """Raises TrainingError where the weights after the last `step`, not kept yet, give no finite loss."""
+    """Raises TrainingError where the weights after the last `step` give no finite loss."""
     if loss is not None and not math.isfinite(loss):
+        kept = f"saved as {last}" if last and last.name == str(step) else f"not saved, {_saved(last)}"
         raise TrainingError(
-            f"step {step}: validation_loss = {loss} after it. It is logged and not saved, {_saved(last)}. Lower "
+            f"step {step}: validation_loss = {loss} after it. It is logged and {kept}. Lower "
             "optimizer.learning_rate, or lengthen optimizer.warmup"
         )
 

@@ -117,9 +117,12 @@ def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
     parser = Parser(prog="python -m jaxdist.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="a run folder, a checkpoint, a Hugging Face folder or a torch file"
+        "source",
+        type=user_path,
+        metavar="SOURCE",
+        help="a run folder, a checkpoint, a Hugging Face folder or a torch file",
     )
-    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="folder or torch file to write")
+    parser.add_argument("target", type=user_path, nargs="?", metavar="TARGET", help="folder or torch file to write")
     parser.add_argument(
         "--to",
         choices=TARGETS,
@@ -212,8 +215,7 @@ def inspect(source: Path, kind: str, as_json: bool) -> None:
     width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
         shape = "×".join(map(str, row["shape"]))
-        name = row["name"] if row["name"].isprintable() else ascii(row["name"])  # escapes would reach the terminal
-        say(f"{name:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
+        say(f"{row['name']:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
     say(f"{KINDS[kind].title}, family {family}: {len(rows)} tensors, {megabytes(total)}")
 
 

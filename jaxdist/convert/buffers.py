@@ -1,5 +1,6 @@
 """Arrays from files and into them, in memory that is used again: a fresh page costs more than copying one does."""
 
+import errno
 import math
 import os
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 from jaxdist.convert.atoms import Shape
 
 ENOUGH = 400_000_000  # bytes: beyond them and the largest tensor, what is free goes to the system
+DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
 PASSAGE = 1 << 20  # bytes on their way to the disk: so many stay in the processor's cache
 
 
@@ -112,13 +114,22 @@ def write(path: Path, start: int, array: np.ndarray) -> None:
     data = raw(array)
     first = min(-start % PAGESIZE, len(data))
     last = first + (len(data) - first) // PAGESIZE * PAGESIZE
+    try:
+        _past_the_cache(path, start + first, data[first:last])
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which says that the file system knows no such way, or other pages
+            raise
+        first = last
     with path.open("r+b", buffering=0) as file:
         for begin, end in (0, first), (last, len(data)):
             _put(file, start + begin, data[begin:end])
+
+
+def _past_the_cache(path: Path, start: int, pages: memoryview) -> None:
     aligned = mmap(-1, PASSAGE)  # not to be closed here: what is raised still refers to it
-    with open(path, "r+b", buffering=0, opener=_direct) as file:
-        for begin in range(first, last, PASSAGE):
-            part = data[begin : min(begin + PASSAGE, last)]
+    with open(path, "r+b", buffering=0, opener=lambda name, flags: os.open(name, flags | DIRECT)) as file:
+        for begin in range(0, len(pages), PASSAGE):
+            part = pages[begin : begin + PASSAGE]
             aligned[: len(part)] = part
             _put(file, start + begin, memoryview(aligned)[: len(part)])
 
@@ -127,14 +138,6 @@ def _put(file: FileIO, start: int, left: memoryview) -> None:
     file.seek(start)
     while left:
         left = left[file.write(left) :]
-
-
-def _direct(path: str, flags: int) -> int:
-    """Opens a file without the page cache, or with it where the file system knows no other way."""
-    try:
-        return os.open(path, flags | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        return os.open(path, flags)
 
 
 def raw(array: np.ndarray) -> memoryview:

@@ -1,6 +1,8 @@
 """Memory is used again when nothing shows it any more, and not before; what lies in files is read and written whole."""
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,3 +71,27 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert file.read_bytes() == b"head" + bytes(4) + numbers.tobytes() + bytes(8)
     with pytest.raises(ValueError, match="it ends 4 bytes early"):
         buffers.read(file, 20, (12,), F32)
+
+
+def test_a_file_system_that_knows_no_way_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may say so where a file is opened, or at a write; all is written all the same. Other errors are errors."""
+    numbers, put = np.arange(2_000_000, dtype=np.float32), buffers._put
+
+    def fails(number: int, first: int) -> None:
+        calls = iter(range(100))
+
+        def planted(*arguments: Any) -> None:
+            if next(calls) == first:
+                raise OSError(number, "planted")
+            put(*arguments)
+
+        monkeypatch.setattr(buffers, "_put", planted)
+
+    for first in (0, 3):
+        (tmp_path / str(first)).touch()
+        fails(errno.EINVAL, first)
+        buffers.write(tmp_path / str(first), 0, numbers)
+        assert (tmp_path / str(first)).read_bytes() == numbers.tobytes()
+    fails(errno.ENOSPC, 3)
+    with pytest.raises(OSError, match="planted"):
+        buffers.write(tmp_path / "0", 0, numbers)

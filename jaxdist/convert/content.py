@@ -33,6 +33,10 @@ class Leaf:
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def contiguous(self) -> np.ndarray:
+        """What is read, its numbers one after the other in memory."""
+        return np.asarray(self.read(), order="C")
+
     def equals(self, other: "Leaf") -> bool:
         """Whether both are the same to the bit. They are not read where they lie in one place, and not copied whole."""
         if (self.shape, self.dtype) != (other.shape, other.dtype):
@@ -58,6 +62,7 @@ class Origin:
     metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files; of a DCP folder, its prefixes
     index: Mapping[str, Any] = field(default_factory=dict)  # what that of a Hugging Face folder says besides its map
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
+    buffers: Leaves = field(default_factory=dict)  # of the model, under the file's names: masks, frequencies
     extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
     step: int = 0  # steps done by then
     own: bool = False  # whether a torch file had what we write into one: experiment, files
@@ -70,6 +75,10 @@ class Origin:
     def names_in(self, kind: str) -> Mapping[str, str]:
         """What tensors are to be called in a target of a kind, where a source of that kind called them otherwise."""
         return self.names if self.kind == kind else {}
+
+    def buffers_in(self, kind: str) -> Leaves:
+        """What a target of a kind is to have besides its parameters, where a source of that kind had it."""
+        return self.buffers if self.kind == kind else {}
 
 
 @dataclass(frozen=True)
@@ -105,8 +114,9 @@ class Content:
         return replace(self, groups={PARAMETERS: self.groups[EMA]}).weights()
 
     def checked(self, source: Path) -> "Content":
-        """Itself, without what is no parameter, and with a first loss scale where its experiment needs one and it has
-        none. Raises ConfigError naming a tensor that is missing or does not fit."""
+        """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.
+
+        Raises ConfigError naming a tensor that is missing or does not fit."""
         wanted = {name: entry.shape for name, entry in self.entries.items()}
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
         kept, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
@@ -128,7 +138,23 @@ class Content:
             scale, good = float(scaling.scale), int(scaling.good)
             if not (0 < scale < np.inf and 0 <= good < 2**31):
                 raise ConfigError(f"{source}: a loss scale of {scale} after {good} good steps; leave it out")
-        return replace(self, groups=groups, scaling=scaling)
+        return replace(self, groups=groups, scaling=scaling, origin=self._with_buffers(source))
+
+    def _with_buffers(self, source: Path) -> Origin:
+        """The origin, with the model's buffers."""
+        found = {name: leaf for name, leaf in self.groups[PARAMETERS].items() if self._ignores(name)}
+        if not found:
+            return self.origin
+        say(
+            f"{source}: {len(found)} buffers, {next(iter(found))} first, are no parameters: the model makes them anew, "
+            "and a run folder keeps them for the way back"
+        )
+        return replace(self.origin, buffers={self.origin.names.get(n, n): leaf for n, leaf in found.items()})
+
+    def _ignores(self, name: str) -> bool:
+        """Whether it is a buffer."""
+        table = NAMINGS.get(self.naming, {}).get(self.experiment.model.family)
+        return bool(table and table.ignored.search(name))
 
     def _without_extras(self, source: Path, leaves: Leaves) -> Leaves:
         """Without buffers, and without the head where it is the embedding once more."""
@@ -136,10 +162,7 @@ class Content:
         if self.naming in (OWN, LAYERS):
             return leaves
         table = NAMINGS[self.naming][model.family]
-        kept = {name: leaf for name, leaf in leaves.items() if not table.ignored.search(name)}
-        if len(kept) < len(leaves):
-            first = next(name for name in leaves if name not in kept)
-            say(f"{source}: {len(leaves) - len(kept)} buffers stay behind, {first} first: the model makes them anew")
+        kept = {name: leaf for name, leaf in leaves.items() if not self._ignores(name)}
         head = kept.pop(table.head, None) if model.tied else None
         if head and not head.equals(kept[table.rows[0].theirs]):
             raise ConfigError(

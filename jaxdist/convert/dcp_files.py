@@ -133,7 +133,8 @@ class Tensors:
                 behind.append(name)
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         known = {name for name in self.given if name.startswith(self.inner)}
-        for name in (n for n in self.leaves if n not in known and not n.startswith(STATE)):
+        counts = {name for name in self.leaves if name.startswith(STATE) and name.endswith(".step")}
+        for name in (n for n in self.leaves if n not in known and (n in counts or not n.startswith(STATE))):
             if self.leaves[name].bytes > size:  # it shows a few numbers many times
                 behind.append(self.names[name])
             else:
@@ -262,17 +263,18 @@ def _groups(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]
     return found
 
 
-def _extras(content: Content, prefix: str) -> dict[str, Any]:
-    """What lay beside weights and moments, to be written again; the groups as they are after more steps."""
+def _extras(content: Content, optimizer: str) -> dict[str, Any]:
+    """What lay beside weights and moments, to be written again; the groups as they are after more steps. `optimizer`:
+    what stands before its names."""
     origin = content.origin
     extras = dict(origin.extras or {}) if origin.kind == "dcp" else {}
     if not extras or content.step == origin.step:
         return extras
-    rate = torch_files.rate_of(content)
+    rate, prefix = torch_files.rate_of(content), f"{optimizer}{GROUPS}"
     for name, group in _groups(extras, prefix).items():
         now = optimizers.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
         extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
-    if others := [key for key in extras if not key.startswith(prefix) and key != origin.metadata["step"]]:
+    if others := [key for key in extras if not key.startswith(optimizer) and key != origin.metadata["step"]]:
         say(f"{others[0]} and what else is neither weight nor optimizer stays as it was before the steps since")
     return extras
 
@@ -359,6 +361,8 @@ def write(path: Path, conversion: Conversion) -> None:
             for name, leaf in leaves.items()
             for key in keys(group, name)
         }
+        buffers_there = {prefixes["model"] + name: leaf for name, leaf in content.origin.buffers_in("dcp").items()}
+        state |= {key: torch_files.empty(leaf) for key, leaf in buffers_there.items()}
     step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
     counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
     if content.updates is not None and (
@@ -368,7 +372,7 @@ def write(path: Path, conversion: Conversion) -> None:
         counts |= {key: torch.tensor(done) for name in conversion.entries for key in keys("step", name)}
     if content.scaling and own:
         counts |= {f"{SCALING}{name}": torch.tensor(x.item()) for name, x in content.scaling._asdict().items()}
-    extras = _extras(content, f"{prefixes['optimizer']}{GROUPS}")
+    extras = _extras(content, prefixes["optimizer"])
     # A count is a number where it was one, and a tensor else; without steps since then it is as it was.
     same = content.step == content.origin.step
     counts |= {key: extras[key] if same else like(extras[key], int(counts[key])) for key in counts.keys() & extras}
@@ -387,5 +391,7 @@ def write(path: Path, conversion: Conversion) -> None:
             layout.put(key, array)
 
     conversion.each(put, *conversion.groups)
+    for key, leaf in buffers_there.items():
+        layout.put(key, leaf.contiguous())
     (beside / EXPERIMENT).write_text(content.experiment.model_dump_json(), encoding="utf-8")
     publish(folder.checkpoints, content.step, layout.sums)

@@ -100,8 +100,8 @@ def write(path: Path, conversion: Conversion) -> None:
     content, described = conversion.content, conversion.groups[PARAMETERS]
     origin = content.origin
     config, names, twins = check(conversion), origin.names_in("hf"), conversion.twins("hf")
-    again = {twin: described[name] for name, twin in twins.items()}
-    described = {names.get(name, name): leaf for name, leaf in described.items()} | again
+    besides = {**origin.buffers_in("hf"), **{twin: described[name] for name, twin in twins.items()}}
+    described = {names.get(name, name): leaf for name, leaf in described.items()} | besides
 
     path.mkdir(parents=True, exist_ok=True)
     metadata = origin.metadata if origin.kind == "hf" else safetensors_writer.FRAMEWORK
@@ -114,6 +114,8 @@ def write(path: Path, conversion: Conversion) -> None:
                 buffers.write(*places[there], array)
 
     conversion.each(put, PARAMETERS)
+    for name, leaf in origin.buffers_in("hf").items():
+        buffers.write(*places[name], leaf.contiguous())
     for name, file in {**origin.files, CONFIG: config}.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(file)

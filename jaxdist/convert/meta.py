@@ -24,22 +24,27 @@ STRETCHED = {2048: 32.0, 3072: 32.0}
 
 
 def described(path: Path) -> dict[str, Leaf]:
-    """Every tensor of the first rank."""
-    return torch_files.described(min(path.glob(FILES)))
+    """Every tensor, of all ranks together. Raises ConfigError."""
+    return _described(path)[1]
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder. Raises ConfigError."""
+    found, leaves = _described(path)
+    origin = Origin("meta", "meta", files=companions(path))
+    return Content(agreed(str(path), found, wanted), "meta", {PARAMETERS: leaves}, origin=origin).checked(path)
+
+
+def _described(path: Path) -> tuple[Experiment, dict[str, Leaf]]:
+    """What model it is, and its tensors."""
     ranks = [torch_files.described(file) for file in sorted(path.glob(FILES))]
-    experiment = agreed(str(path), experiment_for(_model(path, ranks), source=str(path / PARAMS)), wanted)
+    experiment = experiment_for(_model(path, ranks), source=str(path / PARAMS))
     shapes = {name: entry.shape for name, entry in entries("meta", experiment.model).items()}
     _, names = recognized(str(path), ranks[0], experiment.model)
-    leaves = {
+    return experiment, {
         full: _whole(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
         for full, name in names.items()
     }
-    origin = Origin("meta", "meta", files=companions(path))
-    return Content(experiment, "meta", {PARAMETERS: leaves}, origin=origin).checked(path)
 
 
 def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:

@@ -114,6 +114,8 @@ def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
         main([str(folder), str(tmp_path / f"{folder.name} hf"), "--to", "hf"])
     first, second = ((tmp_path / f"{name} hf" / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert first == second
+    one_listed, two_listed = ({n: leaf.shape for n, leaf in meta.described(folder).items()} for folder in (one, two))
+    assert one_listed == two_listed
 
 
 def test_the_way_back_to_its_own_names(tmp_path: Path) -> None:

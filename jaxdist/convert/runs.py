@@ -1,17 +1,32 @@
 """What a run folder keeps beside its checkpoints when the weights came from elsewhere: `origin/`, for the way back."""
 
 import json
-from dataclasses import replace
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, RunFolder, read_metrics
-from jaxdist.config.checkpoints import damage, run_of, seal
-from jaxdist.config.foreign import read_json
-from jaxdist.convert.content import Content, Origin
-from jaxdist.convert.hf import companions
+from pydantic import BaseModel
 
-ORIGIN, EXTRAS = "origin", "extras.pt"
+from jaxdist.config import ConfigError, RunFolder, read_metrics
+from jaxdist.config.checkpoints import damage, placed, run_of, seal
+from jaxdist.config.foreign import read_json
+from jaxdist.convert import buffers, hf, safetensors_writer
+from jaxdist.convert.content import Content, Origin
+from jaxdist.convert.safetensors_files import Tensors
+
+ORIGIN, EXTRAS, BUFFERS = "origin", "extras.pt", "buffers.safetensors"
+
+
+class Said(BaseModel, strict=True, extra="forbid"):
+    """What `origin.json` says, of the fields of an Origin."""
+
+    kind: str
+    naming: str
+    names: dict[str, str]
+    metadata: dict[str, str]
+    index: dict[str, Any]
+    step: int
+    own: bool
 
 
 def begin(path: Path, content: Content) -> RunFolder:
@@ -24,13 +39,17 @@ def begin(path: Path, content: Content) -> RunFolder:
     if origin.kind:
         beside = path / ORIGIN
         (beside / "files").mkdir(parents=True)
-        said = {name: getattr(origin, name) for name in ("kind", "naming", "names", "metadata", "index", "step", "own")}
+        said = {name: getattr(origin, name) for name in Said.model_fields}
         (beside / "origin.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
             (beside / "files" / name).parent.mkdir(exist_ok=True)
             (beside / "files" / name).write_bytes(file)
         if origin.extras:
             _torch_files().save_plain(beside / EXTRAS, origin.extras)
+        if kept := {name: leaf for name, leaf in origin.buffers.items() if leaf.dtype in safetensors_writer.NAMES}:
+            places = safetensors_writer.lay_out_file(beside / BUFFERS, kept)
+            for name, leaf in kept.items():
+                buffers.write(*places[name], leaf.contiguous())
         seal(beside)
     return folder
 
@@ -43,21 +62,23 @@ def origin_of(checkpoint: Path) -> Origin:
     if reason := damage(beside):
         raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
     try:
-        said: dict[str, Any] = read_json(beside / "origin.json")
-        origin = Origin(**said)
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{beside / 'origin.json'} is damaged: {error}; remove {beside}, or use a copy") from None
-    files = companions(beside / "files")
+        said = Said.model_validate(read_json(beside / "origin.json"))
+    except (OSError, ValueError) as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
     extras = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True) if (beside / EXTRAS).exists() else None
-    return replace(origin, files=files, extras=extras)
+    if not isinstance(extras, dict | None):
+        raise ConfigError(f"{beside / EXTRAS} is damaged: it holds no dict; remove {beside}, or use a copy")
+    kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
+    return Origin(**dict(said), files=hf.companions(beside / "files"), buffers=kept, extras=extras)
 
 
 def metrics_of(checkpoint: Path) -> bytes:
     """The lines that the run logged up to `checkpoint`. Raises ConfigError."""
-    run = run_of(checkpoint)
-    if run is None or not checkpoint.name.isdecimal():
+    run, name = run_of(checkpoint), placed(checkpoint).name
+    if run is None or not name.isdecimal():
         return b""
-    kept = [record for record in read_metrics(run) if record["step"] <= int(checkpoint.name)]
+    kept = [record for record in read_metrics(run) if record["step"] <= int(name)]
     return "".join(json.dumps(record) + "\n" for record in kept).encode()
 
 

@@ -27,7 +27,7 @@ def writing(target: Path) -> Iterator[None]:
 
 def check_room(target: Path, needed: int) -> None:
     """Raises ConfigError where the disk has less room than is needed."""
-    place = next(folder for folder in target.absolute().parents if folder.exists())
+    place = next(folder for folder in target.resolve().parents if folder.exists())
     if (free := shutil.disk_usage(place).free) < needed:
         raise ConfigError(
             f"TARGET {target}: {megabytes(needed)} are needed and {megabytes(free)} free; make room, or give another"

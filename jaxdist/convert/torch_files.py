@@ -393,6 +393,7 @@ def write(path: Path, conversion: Conversion) -> None:
         fakes = {
             group: {name: empty(leaf) for name, leaf in leaves.items()} for group, leaves in conversion.groups.items()
         }
+        masks = {name: empty(leaf) for name, leaf in origin.buffers_in("torch").items()}
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
@@ -401,7 +402,7 @@ def write(path: Path, conversion: Conversion) -> None:
             found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found
 
-    model = listed(PARAMETERS)
+    model = listed(PARAMETERS) | masks
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = copy.copy(origin.extras or {}) if origin.kind == "torch" else {}
     if origin.kind == "torch" and is_flat(tree) and (content.updates is None or part(tree, OPTIMIZER)):
@@ -417,6 +418,8 @@ def write(path: Path, conversion: Conversion) -> None:
     tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
     file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
+    for name, fake in masks.items():
+        file.write(fake, origin.buffers[name].contiguous())
     file.seal()
 
 

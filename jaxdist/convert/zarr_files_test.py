@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,18 +32,18 @@ def test_chunks_are_whole_rows(shape: tuple[int, ...]) -> None:
     ("shape", "outer"), [((), 0), ((5,), 0), ((5,), 1), ((10, 3), 0), ((2, 10, 3), 1), ((2, 3, 5, 2), 2), ((0, 4), 0)]
 )
 def test_tensorstore_reads_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], outer: int, dtype: type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], outer: int, dtype: Any
 ) -> None:
     """Every number, also of an edge that is padded; the checksums are those of the files."""
     dtype = np.dtype(dtype)
     monkeypatch.setattr(zarr_files, "CHUNK", 12 * dtype.itemsize)  # 4 rows of 3
-    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    numbers: np.ndarray = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     array = ZarrFiles(tmp_path / "array", shape, outer, dtype)
     for place in np.ndindex(shape[:outer]):
         array.put(place, np.ascontiguousarray(numbers[place]))
 
-    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path}/array/"}}
-    spec["metadata_key"], spec["fill_missing_data_reads"] = ".zarray", False
+    stored = {"driver": "file", "path": f"{tmp_path}/array/"}
+    spec = {"driver": "zarr", "kvstore": stored, "fill_missing_data_reads": False}
     np.testing.assert_array_equal(ts.open(spec, open=True).result().read().result(), numbers)
     files = {file.name: file.read_bytes() for file in (tmp_path / "array").iterdir() if file.name != ".zarray"}
     assert array.sums == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}

@@ -1,0 +1,30 @@
+"""What a person is told when a process ends."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config.display import say
+from jaxdist.config.errors import ConfigError, TrainingError, check_validation, exit_codes
+
+
+def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in a line nor in an error: what cannot be printed is written out, all else stays."""
+    name = "\x1b[2J größe 重み \udc80\r"
+
+    def fail() -> None:
+        raise ConfigError(f"{name}: one\ntwo")
+
+    say(name)
+    with pytest.raises(SystemExit):
+        exit_codes(fail)
+    out, err = capsys.readouterr()
+    assert out == "\\x1b[2J größe 重み \\udc80\\r\n"
+    assert err == "error: \\x1b[2J größe 重み \\udc80\\r: one\ntwo\n"
+
+
+@pytest.mark.parametrize(("last", "says"), [("7", r"saved as \S+7\. "), ("5", r"not saved, the last .* is \S+5\. ")])
+def test_whether_weights_without_a_loss_are_there(last: str, says: str) -> None:
+    """`checkpoint.every` may have kept them before they were looked at."""
+    with pytest.raises(TrainingError, match=says):
+        check_validation(7, float("nan"), Path("checkpoints") / last)

@@ -1,0 +1,131 @@
+"""What a run folder keeps for the way back: buffers of a model, and where a linked checkpoint finds its run."""
+
+import json
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxdist.config import ConfigError, checkpoint_in
+from jaxdist.config.checkpoints import MANIFEST, seal
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import Origin
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds import KINDS, kind_of
+
+GPT2 = MODELS["GPT2LMHeadModel"]
+MASKS: dict[str, np.ndarray] = {
+    f"transformer.h.{i}.attn.{kind}": array
+    for i in range(GPT2.layers)
+    for kind, array in (("bias", np.tril(np.ones((1, 1, 5, 5), bool))), ("masked_bias", np.array(-1e4, np.float32)))
+}
+
+
+def opened(path: Path) -> Any:
+    return KINDS[kind_of(path)].format.opened(path)
+
+
+class TestBuffers:
+    """They are no parameters, and come back as they were."""
+
+    def test_of_a_hugging_face_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = written(tmp_path / "hf", "hf", content_of(GPT2)) / "model.safetensors"
+        save_file(before := load_file(file) | MASKS, file, {"format": "pt"})
+        main([str(tmp_path / "hf"), str(tmp_path / "run")])
+        assert "6 buffers, transformer.h.0.attn.bias first" in capsys.readouterr().out
+        main([str(tmp_path / "run"), str(tmp_path / "back")])
+        after = load_file(tmp_path / "back" / "model.safetensors")
+        assert before.keys() == after.keys()
+        for name, array in before.items():
+            assert (array.dtype, array.shape, array.tobytes()) == (
+                after[name].dtype, after[name].shape, after[name].tobytes(),
+            )  # fmt: skip
+
+    def test_of_a_torch_file(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(GPT2)), weights_only=True)["model"]
+        weights = {f"module.{name}": tensor for name, tensor in weights.items()}
+        weights |= {f"module.{name}": torch.tensor(array) for name, array in MASKS.items()}
+        torch.save(dict(sorted(weights.items())), tmp_path / "given.pt")
+        main([str(tmp_path / "given.pt"), str(tmp_path / "run"), *self.config(tmp_path)])
+        main([str(tmp_path / "run"), str(tmp_path / "back.pt")])
+        before, after = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("given", "back"))
+        assert [*before] == [*after]
+        assert all(t.dtype == after[n].dtype and torch.equal(t, after[n]) for n, t in before.items())
+
+    def test_of_a_distributed_checkpoint(self, tmp_path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        dcp_files = pytest.importorskip("jaxdist.convert.dcp_files")
+        weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(GPT2)), weights_only=True)["model"]
+        weights |= {name: torch.tensor(array) for name, array in MASKS.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is here
+            dcp.save({"model": weights}, checkpoint_id=tmp_path / "given", no_dist=True)
+        main([str(tmp_path / "given"), str(tmp_path / "run"), *self.config(tmp_path)])
+        main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "dcp"])
+        before, after = (dcp_files.Tensors(checkpoint_in(tmp_path / name)).leaves for name in ("given", "back"))
+        assert before.keys() == after.keys()
+        assert all(leaf.equals(after[name]) for name, leaf in before.items())
+
+    def config(self, folder: Path) -> list[str]:
+        (folder / "model.toml").write_text(content_of(GPT2).experiment.to_toml())
+        return ["--model", str(folder / "model.toml")]
+
+
+@pytest.mark.parametrize("kind", ["orbax", "dcp"])
+@pytest.mark.parametrize("link", ["latest", "checkpoints", "run", "step"])
+def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path) -> None:
+    """Whatever of the path is a link: to a checkpoint, of a folder's checkpoints, to a run, or of a step."""
+    if kind == "dcp":
+        pytest.importorskip("torch")
+    run = tmp_path / "run"
+    content = replace(content_of(MODELS["Qwen3ForCausalLM"]), metrics=b'{"step": 7}\n')
+    content = replace(content, origin=Origin("hf", "huggingface", files={"tokenizer.json": b"{}"}, step=7))
+    source = written(run, kind, content)
+    right = tensors(run)
+    if link == "latest":
+        source = tmp_path / "latest"
+        source.symlink_to(run / "checkpoints" / "7")
+    elif link == "run":
+        source = tmp_path / "linked"
+        source.symlink_to(run)
+    else:
+        moved = run / "checkpoints" if link == "checkpoints" else run / "checkpoints" / "7"
+        moved.rename(tmp_path / "elsewhere")
+        moved.symlink_to(tmp_path / "elsewhere")
+    found = opened(source)
+    assert found.origin.files == {"tokenizer.json": b"{}"} and found.metrics == b'{"step": 7}\n'
+    assert tensors(source) == right
+
+
+@pytest.mark.parametrize("kind", ["orbax", "dcp"])
+def test_a_newest_checkpoint_that_lacks_what_shows_its_kind(kind: str, tmp_path: Path) -> None:
+    """The newest whole one is taken, as where anything else is missing."""
+    if kind == "dcp":
+        pytest.importorskip("torch")
+    run = written(tmp_path / "run", kind, content_of(MODELS["Qwen3ForCausalLM"]))
+    right = tensors(run)
+    newer = shutil.copytree(run / "checkpoints" / "7", run / "checkpoints" / "9")
+    (newer / MANIFEST).unlink()
+    seal(newer, step=9)
+    assert checkpoint_in(run) == newer
+    (newer / ("parameters/_METADATA" if kind == "orbax" else ".metadata")).unlink()
+    assert tensors(run) == right
+
+
+@pytest.mark.parametrize("said", [{"names": ["a"]}, {"step": "7"}, {"index": 3}, {"kind": None}, {"more": 1}, []])
+def test_what_origin_says_of_another_type(said: Any, tmp_path: Path) -> None:
+    run = written(tmp_path / "run", "orbax", replace(content_of(MODELS["Qwen3ForCausalLM"]), origin=Origin("hf")))
+    file = run / "origin" / "origin.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said if said else said))
+    (run / "origin" / MANIFEST).unlink()
+    seal(run / "origin")
+    with pytest.raises(ConfigError, match=r"origin.json is damaged: .*; remove \S+origin, or use a copy"):
+        opened(run)
