@@ -18,8 +18,8 @@ from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
 from parity_tests.verdict import LEVELS, Check
 
-# The quick suite meets every mesh and every variant with Llama, and each kind of axis with GPT-2; the slow grid is
-# their product, for both models.
+# The quick suite meets every mesh and every variant with Llama, and meshes of each kind with GPT-2; the slow grid is the
+# product of all, for both models.
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": "skip",
@@ -27,9 +27,7 @@ QUICK: dict[str, dict[str, str | None]] = {
         "hybrid-zero1": None, "tensor": "selective", "2x4": None, "2x2x2": "full-every-2",
         "sequence": "full", "ring": "accumulation", "ring-tensor": "full", "ulysses": "selective",
     },
-    "gpt2": {
-        "1x1": "selective", "fsdp": "accumulation", "2x4": "full", "sequence": "accumulation", "ring-zero1": None,
-    },
+    "gpt2": {"2x4": "full", "sequence": "accumulation", "ring-zero1": None},
 }  # fmt: skip
 ALL = [(mesh, variant) for mesh in MESHES for variant in (None, *VARIANTS)]
 ALL.remove(("fsdp-offload", "selective"))  # of which torch cannot offload activations
@@ -121,7 +119,7 @@ def float32_error_and_bound(runs: Runs, mesh: str, torch_mistake: dict[str, Any]
     return [(f.__name__, f(a, b), K * (f(a, a64) + f(right, b64))) for f in (loss, weights)]
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "2x4"])
+@pytest.mark.parametrize("mesh", ["1x1", pytest.param("2x4", marks=pytest.mark.slow)])
 def test_float32_within_the_derived_bound(runs: Runs, mesh: str) -> None:
     for what, difference, bound in float32_error_and_bound(runs, mesh, {}):
         assert difference <= bound, (what, difference, bound)

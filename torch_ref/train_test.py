@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_passed_over(train: Train, tmp_path: Path) -> No
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["2", "4", "4.damaged"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: signal.Signals) -> None:
     """It comes to the one process that started the ranks; they agree on the step."""
     right, folder = train("--mesh 2x1 --strategy ddp"), tmp_path / "run"
