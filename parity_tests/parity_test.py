@@ -18,8 +18,8 @@ from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
 from parity_tests.verdict import LEVELS, Check
 
-# The quick suite meets every mesh and every variant with Llama, and meshes of each kind with GPT-2; the slow grid is the
-# product of all, for both models.
+# The quick suite meets every mesh and every variant with Llama, and some of each kind with GPT-2; the slow grid is
+# their product, for both models.
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
         "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": "skip",

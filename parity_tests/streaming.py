@@ -1,6 +1,7 @@
 """Memory and speed of conversions of a large checkpoint, each paired with `cp`: `python -m parity_tests.streaming`.
 
-A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back. Of each conversion
+A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back; and a run's own
+checkpoint, with moments in float32, to torch's kinds. Of each conversion
 the peak of resident memory is compared with 1 GB and twice the largest tensor, and its bytes a second with those of
 `cp -r` of the same source to the same disk. They take turns, several times; the median of the ratios counts. Either
 reads the source from the disk, as one that is larger than memory is: the page cache is told to forget it.
@@ -37,9 +38,10 @@ from jaxdist.convert.target import remove
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 BLOCK = 10_000_000  # numbers that are drawn at a time
 SETTLE = 5  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
+SHAPES = {4e9: (4096, 14336, 128256), 1e9: (2048, 5632, 32000), 0: (512, 1792, 16032)}  # from so many bytes on
 PATHS = (  # source, target, its kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
-    ("orbax2", "hf2", "hf"),
+    ("orbax2", "hf2", "hf"), ("run", "dcp2", "dcp"), ("run", "torch2.pt", "torch"),
 )  # fmt: skip
 
 
@@ -65,8 +67,8 @@ class Pair(NamedTuple):
 
 
 def model_of(size: float) -> Llama:
-    """A Llama like the 8B one, in bfloat16 of at least `size` bytes, by its number of layers."""
-    width, hidden, vocab = (4096, 14336, 128256) if size > 4e9 else (512, 1792, 16032)
+    """A Llama of usual proportions, in bfloat16 of at least `size` bytes, by its number of layers."""
+    width, hidden, vocab = next(shape for least, shape in SHAPES.items() if size >= least)
     heads, kv = width // 128, max(1, width // 512)
     layer = 2 * (2 * width * width + 2 * width * kv * 128 + 3 * width * hidden)
     layers = max(1, -int(-(size - 4 * width * vocab) // layer))
@@ -88,6 +90,15 @@ def synthesize(folder: Path, model: Llama) -> None:
             # The high bits of normal numbers, as trained weights have: uniform bytes would have NaNs.
             bits = random.integers(0, 2**16, size=min(BLOCK, math.prod(tensor.shape) - begin), dtype=np.uint16)
             buffers.write(path, start + bits.itemsize * begin, bits & 0x83FF | 0x3800)
+
+
+def train(folder: Path, size: float) -> None:
+    """A run folder of one step, whose checkpoint has about `size` bytes, moments included."""
+    model = model_of(size / 6)  # three numbers of 4 bytes for one of 2
+    sizes = ("layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "vocab")
+    line = [text for name in sizes for text in (f"--model.{name}", str(getattr(model, name)))]
+    line += ["--steps", "1", "--train.batch", "1", "--data.sequence", "8", "--train.validation_batches", "0"]
+    timed([sys.executable, "-m", "jaxdist.train", "--device", "cpu", *line, "--output", str(folder)])
 
 
 def measure(folder: Path, source: str, target: str, kind: str, turns: int) -> Pair:
@@ -153,6 +164,8 @@ def main() -> None:
     console = Console()
     with console.status("writing the synthetic checkpoint"):
         synthesize(a.output / "hf", model_of(a.bytes))
+    with console.status("training a step"):
+        train(a.output / "run", a.bytes)
     table = Table("from", "to", "GB", "cp, s", "conversion, s", "pace of cp", "peak, GB", "bound, GB", "holds")
     pairs = []
     for source, target, kind in PATHS:
