@@ -6,7 +6,6 @@ manifest (`jaxdist/config/checkpoints.py`). Every rank writes its pieces; a rest
 mesh and strategy may differ.
 """
 
-import json
 import shutil
 import textwrap
 import warnings
@@ -26,12 +25,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import publish, thin, unfinished, written
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
+from jaxdist.config.foreign import read_json
 from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.optim import Optimizer
 from torch_ref.weights import fill, named
 
-DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
+DAMAGE = (
+    OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
+    CheckpointException,
+)  # fmt: skip
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
 def read_experiment(path: Path) -> Experiment:
     """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
     with reading(path):
-        values = json.loads((path / EXPERIMENT).read_text(encoding="utf-8"))
+        values = read_json(path / EXPERIMENT)
     return Experiment.parse(values, source=str(path / EXPERIMENT))
 
 

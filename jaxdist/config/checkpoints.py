@@ -209,8 +209,10 @@ def checkpoint_in(path: Path) -> Path:
 def placed(checkpoint: Path) -> Path:
     """Absolute, in its run and by the name of its step if the path or the links in it say so: `latest` may be one, and
     so may all of `checkpoints`."""
-    named, led_to = checkpoint.absolute(), checkpoint.resolve()
-    return named if named.name.isdecimal() and named.parent.name == FOLDER else led_to
+    named = checkpoint.absolute()
+    while not named.name.isdecimal() and named.is_symlink() and named.exists():  # else it may be a circle
+        named = named.parent / named.readlink()
+    return named if named.name.isdecimal() and named.parent.name == FOLDER else checkpoint.resolve()
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -268,4 +270,8 @@ def thin(checkpoints: Path, config: Checkpoint) -> None:
     steps = steps_in(checkpoints)
     for step in steps[: -config.keep] if config.keep else []:
         if not config.keep_every or step % config.keep_every:
-            shutil.rmtree(checkpoints / str(step))
+            folder = checkpoints / str(step)
+            try:
+                folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+            except OSError as error:  # it is not worth a run
+                say(f"checkpoint {folder} stays, though more than checkpoint.keep are there: {error.strerror}")

@@ -256,3 +256,21 @@ def test_writers_that_outlive_a_save_that_failed(
         unfinished(tmp_path, 2).mkdir()
         raise OSError("No space left on device")
     assert any(tmp_path.iterdir()) == (drop is checkpoints.sweep)
+
+
+def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link goes, and not what it leads to; one that is closed to us stays, and the run goes on."""
+    run = tmp_path / "checkpoints"
+    for step in (1, 2, 3):
+        write(run, step)
+    (run / "1").rename(tmp_path / "elsewhere")
+    (run / "1").symlink_to(tmp_path / "elsewhere")
+    with pytest.MonkeyPatch.context() as patched:
+
+        def closed(path: Path) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        patched.setattr(shutil, "rmtree", closed)
+        thin(run, Checkpoint(keep=1))
+    assert steps_in(run) == [2, 3] and (tmp_path / "elsewhere" / MANIFEST).exists()
+    assert "2 stays, though more than checkpoint.keep are there: Operation not permitted" in capsys.readouterr().out

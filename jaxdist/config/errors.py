@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,16 +28,20 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
     """Run `main` and end the process: 0 done, or one of CODES and one message. `quiet`: another rank says why."""
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # what reads has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except tuple(CODES) as error:
         if not quiet:
-            print(f"error: {printable(str(error))}" if str(error) else "interrupted", file=sys.stderr)
+            print(f"error: {printable(str(error), but=chr(10))}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit(code_of(error))
     sys.exit(0)
 
 
-def printable(text: str) -> str:
-    """The text without what would command a terminal, as names in files of others may."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+def printable(text: str, but: str = "") -> str:
+    """The text without what would command a terminal or forge a line, as names in files of others may; `but` stays."""
+    return "".join(c if c.isprintable() or c in but else repr(c)[1:-1] for c in text)
 
 
 def code_of(error: BaseException) -> int:

@@ -1,5 +1,7 @@
 """What a person is told when a process ends."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,11 @@ def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str])
     def fail() -> None:
         raise ConfigError(f"{name}: one\ntwo")
 
-    say(name)
+    say(f"{name}\n2")
     with pytest.raises(SystemExit):
         exit_codes(fail)
     out, err = capsys.readouterr()
-    assert out == "\\x1b[2J größe 重み \\udc80\\r\n"
+    assert out == "\\x1b[2J größe 重み \\udc80\\r\\n2\n"
     assert err == "error: \\x1b[2J größe 重み \\udc80\\r: one\ntwo\n"
 
 
@@ -28,3 +30,16 @@ def test_whether_weights_without_a_loss_are_there(last: str, says: str) -> None:
     """`checkpoint.every` may have kept them before they were looked at."""
     with pytest.raises(TrainingError, match=says):
         check_validation(7, float("nan"), Path("checkpoints") / last)
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """As `head` has: the process ends, and has nothing to say about it."""
+    lines = "from jaxdist.config.errors import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"
+    with subprocess.Popen(
+        [sys.executable, "-c", lines], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -18,6 +18,7 @@ from jaxdist.config.checkpoints import FOLDER, clean, last_whole, newest_whole, 
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
+from jaxdist.config.foreign import read_bytes
 from jaxdist.config.lock import Taken, alone
 from jaxdist.config.record import write_record
 
@@ -29,7 +30,10 @@ FREE = (
 )  # fmt: skip
 
 LOCK = ".lock"  # held by the run that writes the folder
+MOST_BYTES = 2_000_000_000  # of metrics.jsonl: some ten million steps
 BESIDE = ".tmp"  # ends the name of a file until it is whole
+# Names of all that a run folder has.
+PARTS = ("config.toml", "metrics.jsonl", "summary.json", FOLDER, "record", "origin", "events.out.*", LOCK, f"*{BESIDE}")
 
 
 class RunFolder:
@@ -250,7 +254,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
     file = path / "metrics.jsonl"
     try:
-        return parse_metrics(file.read_text(encoding="utf-8")) if file.exists() else []
+        return parse_metrics(read_bytes(file, MOST_BYTES).decode("utf-8")) if file.exists() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
 

@@ -26,7 +26,7 @@ def read_json(path: Path) -> Any:
 
 def read_bytes(path: Path, most: int) -> bytes:
     """A file's bytes. Raises OSError, and ValueError for what is no file, or has more than `most`."""
-    if (size := _size(path)) > most:
+    if (size := size_of(path)) > most:
         raise ValueError(f"it has {size:,} bytes, more than {most:,}")
     return path.read_bytes()
 
@@ -57,10 +57,11 @@ def _no_number(constant: str) -> None:
     raise ValueError(f"{constant} is no number in JSON")
 
 
-def _size(path: Path) -> int:
+def size_of(path: Path) -> int:
+    """Bytes of a file. Raises OSError, and ValueError for what is none: a pipe would be waited for."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no file")
+        raise ValueError(f"{path.name[:100]!r} is no file")
     return status.st_size
 
 
@@ -78,6 +79,14 @@ def within(folder: Path, name: str) -> Path:
     if Path(name).is_absolute() or ".." in Path(name).parts or not any(map(found.is_relative_to, inside)):
         raise ValueError(f"{name[:100]!r} is outside of {folder}")
     return file
+
+
+def check_files(folder: Path) -> None:
+    """What is to be opened by a library that opens anything. Raises OSError, and ValueError where something in `folder`
+    is neither file nor folder, or a link that leads outside."""
+    for entry in folder.rglob("*"):
+        if not within(folder, entry.relative_to(folder).as_posix()).is_dir():
+            size_of(entry)
 
 
 def indexed(folder: Path) -> dict[str, Path] | None:
@@ -103,7 +112,7 @@ def check_header(path: Path) -> dict[str, int]:
     The library refuses all else: overlaps and gaps, offsets and shapes beyond the file, and what is not of the format.
     """
     try:
-        size = _size(path)
+        size = size_of(path)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MOST_BYTES):

@@ -14,14 +14,13 @@ import jax
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.display import megabytes, say, transfer
-from jaxdist.config.folder import LOCK
-from jaxdist.config.lock import Taken, alone
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
+from jaxdist.convert.replacing import check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, whole_or_nothing, writing
 from jaxdist.convert.verify import verify, verify_source, verify_tensors
@@ -32,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
     if a.inspect:
-        inspect(a.source, kind_of(a.source), a.json)
+        inspect(a.source, a.json)
         return
     if a.force:
-        check_replaceable(a)
+        check_replaceable(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like})
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
     with whole_or_nothing(a.target, a.force) as beside:
         check_room(a.target, conversion.bytes)
@@ -49,31 +48,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             for line in target.verify(beside, conversion):
                 say(line)
     say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
-
-
-def check_replaceable(a: Any) -> None:
-    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint."""
-    target = a.target.resolve()
-    if not target.exists():
-        return
-    for name, given in (("SOURCE", a.source), ("--mapping", a.mapping), ("--like", a.like)):
-        read = given and given.resolve()
-        if read and (read.is_relative_to(target) or target.is_relative_to(read)):
-            raise ConfigError(f"TARGET {a.target} with --force would replace {name} {given}; give another TARGET")
-    if (target / LOCK).exists():
-        try:
-            with alone(target / LOCK):
-                pass
-        except Taken:
-            raise ConfigError(
-                f"TARGET {a.target} is being written by a run; wait until it ends, or give another"
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"TARGET {a.target}: its {LOCK}: {error.strerror}; remove it, or give another") from None
-    if not (kind_at(target) or is_tree(target)) and (target.is_file() or any(target.iterdir())):
-        raise ConfigError(
-            f"TARGET {a.target} is no checkpoint, and --force replaces nothing else; remove it, or give another"
-        )
 
 
 class Target(NamedTuple):
@@ -199,9 +173,9 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
     return conversion, target
 
 
-def inspect(source: Path, kind: str, as_json: bool) -> None:
-    """Print every tensor of the source's model, and the totals."""
-    tensors = KINDS[kind].format.described(source)
+def inspect(source: Path, as_json: bool) -> None:
+    """Print every tensor of the source's model, and the totals; also of what only --mapping converts."""
+    kind, title, tensors = described(source)
     family = family_of(tensors)
     rows: list[Mapping[str, Any]] = [
         {"name": name, "shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.bytes}
@@ -216,7 +190,17 @@ def inspect(source: Path, kind: str, as_json: bool) -> None:
     for row in rows:
         shape = "×".join(map(str, row["shape"]))
         say(f"{row['name']:{width}}  {shape:>16}  {row['dtype']:>8}  {row['bytes']:>15,}")
-    say(f"{KINDS[kind].title}, family {family}: {len(rows)} tensors, {megabytes(total)}")
+    say(f"{title}, family {family}: {len(rows)} tensors, {megabytes(total)}")
+
+
+def described(source: Path) -> tuple[str, str, Leaves]:
+    """Its kind, what that is in words, and its tensors. Raises ConfigError."""
+    if kind_at(source) is None and is_tree(source):
+        tensors = source.is_file() or holds_tensors(source)
+        kind, title = ("safetensors", "safetensors") if tensors else ("pytree", "pytree of Orbax")
+        return kind, title, mapped.read_theirs(source) if tensors else Pytree(source).leaves
+    kind = kind_of(source)
+    return kind, KINDS[kind].title, KINDS[kind].format.described(source)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel
 
 from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
@@ -52,6 +53,19 @@ class Leaf:
 Leaves = Mapping[str, Leaf]
 
 
+class Said(BaseModel, strict=True, extra="forbid"):
+    """The fields of an Origin that are plain values, as they are kept beside weights that came from elsewhere."""
+
+    kind: str
+    naming: str
+    names: dict[str, str]
+    metadata: dict[str, str]
+    index: dict[str, Any]
+    step: int
+    own: bool
+    dtype: str = ""
+
+
 @dataclass(frozen=True)
 class Origin:
     """What only the kind that wrote a checkpoint knows of it. It travels along, for the way back to that kind."""
@@ -63,9 +77,20 @@ class Origin:
     index: Mapping[str, Any] = field(default_factory=dict)  # what that of a Hugging Face folder says besides its map
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
     buffers: Leaves = field(default_factory=dict)  # of the model, under the file's names: masks, frequencies
-    extras: Any = None  # what a torch training script saved besides: groups, schedule, scaler, RNG states
+    held: Callable[[], Any] = lambda: None  # reads `extras`
     step: int = 0  # steps done by then
+    dtype: str = ""  # of the first tensor
     own: bool = False  # whether a torch file had what we write into one: experiment, files
+
+    def said(self) -> dict[str, Any]:
+        """Its plain values, of which `Said` is made again."""
+        return {name: getattr(self, name) for name in Said.model_fields}
+
+    @property
+    def extras(self) -> Any:
+        """What a torch training script saved besides: groups, schedule, scaler, RNG states. Raises ConfigError where
+        torch is needed to read it, and missing."""
+        return self.held()
 
     @property
     def of_a_script(self) -> bool:
@@ -147,7 +172,7 @@ class Content:
             return self.origin
         say(
             f"{source}: {len(found)} buffers, {next(iter(found))} first, are no parameters: the model makes them anew, "
-            "and a run folder keeps them for the way back"
+            "and they wait for the way back"
         )
         return replace(self.origin, buffers={self.origin.names.get(n, n): leaf for n, leaf in found.items()})
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import operator
 import re
 import subprocess
@@ -417,6 +418,18 @@ class TestCommandLine:
         main(["--inspect", str(source)])
         shown = capsys.readouterr().out
         assert all(name in shown for name in parameters) and f"{len(parameters)} tensors" in shown
+
+    @pytest.mark.parametrize("place", ["hf/model.safetensors", "run/checkpoints/0/parameters"])
+    def test_inspect_what_only_a_mapping_converts(
+        self, place: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        saved(tmp_path / "hf", MODELS["Qwen3ForCausalLM"])
+        source = run / place.removeprefix("run/") if place.startswith("run") else tmp_path / place
+        main(["--inspect", str(source), "--json"])
+        listing = json.loads(capsys.readouterr().out)
+        assert sum(math.prod(row["shape"]) for row in listing["tensors"]) == sum(
+            array.size for array in draw(MODELS["Qwen3ForCausalLM"]).values()
+        )
 
     def test_a_name_with_escapes_is_inspected(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = saved(tmp_path / "hf", MODELS["Qwen3ForCausalLM"])

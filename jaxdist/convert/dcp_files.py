@@ -5,7 +5,6 @@
 """
 
 import math
-import re
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json
+from jaxdist.config.foreign import read_json, size_of
 from jaxdist.convert import buffers, optimizers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
@@ -62,7 +61,7 @@ class Tensors:
         outer = APP if all(name.startswith(APP) for name in entries) else ""
         optimizer = "optim." if any(name.startswith(f"{outer}optim.") for name in entries) else PREFIXES["optimizer"]
         self.names = {
-            re.sub(f"^{optimizer}", PREFIXES["optimizer"], name.removeprefix(outer)): name for name in entries
+            _renamed(name.removeprefix(outer), optimizer): name for name in entries
         }  # as we call them -> in the index
         self.leaves = {name: self._leaf(there, entries[there]) for name, there in self.names.items()}
         self.plain = [name for name, entry in found if name not in entries]
@@ -115,6 +114,7 @@ class Tensors:
     def _loaded(self, place: Any, **options: Any) -> tuple[Path, Any]:
         """What `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""
         path = self.folder / place.relative_path
+        size_of(path)
         with path.open("rb") as file:
             view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
             return path, torch_files.load(path, view, **options)
@@ -129,7 +129,7 @@ class Tensors:
         for name in self.plain:
             try:
                 found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], map_location="cpu")[1]
-            except (ConfigError, OSError, KeyError):
+            except (ConfigError, OSError, ValueError, KeyError):
                 behind.append(name)
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
         known = {name for name in self.given if name.startswith(self.inner)}
@@ -142,6 +142,11 @@ class Tensors:
         if behind:
             say(f"{self.folder}: {len(behind)} entries stay behind, {behind[0]} first: they cannot be read safely")
         return found
+
+
+def _renamed(name: str, optimizer: str) -> str:
+    """A name with our prefix in place of what the optimizer's begin with."""
+    return PREFIXES["optimizer"] + name.removeprefix(optimizer) if name.startswith(optimizer) else name
 
 
 def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
@@ -218,7 +223,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     carries = carried(names, naming, experiment.model)
-    origin = Origin("dcp", naming, carries, tensors.prefixes, extras=extras, step=step)
+    origin = Origin("dcp", naming, carries, tensors.prefixes, held=lambda: extras, step=step)
     return Content(experiment, naming, groups, step, updates, origin).checked(path)
 
 
@@ -240,11 +245,9 @@ def _counts(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> l
 
 def _number(path: str, name: str, value: Any) -> Any:
     """What a tensor holds; all else as it is. Raises ConfigError where it holds more than one number."""
-    if not isinstance(value, Leaf):
-        return value
-    if math.prod(value.shape) != 1:
+    if isinstance(value, Leaf | Tensor) and math.prod(value.shape) != 1:
         raise ConfigError(f"{path}: {name} is a tensor {list(value.shape)}; give one whole number")
-    return value.read().item()
+    return value.read().item() if isinstance(value, Leaf) else value
 
 
 def _scaling(leaves: Leaves) -> LossScale | None:

@@ -324,7 +324,7 @@ class TestCommandLine:
 
     def test_a_target_that_cannot_be(self, tmp_path: Path) -> None:
         source = written(tmp_path / "a", "hf", content_of(MODELS["Qwen2ForCausalLM"]))
-        with pytest.raises(ConfigError, match=r"TARGET .*: File name too long; give another"):
+        with pytest.raises(ConfigError, match=r"TARGET: .*File name too long"):
             main([str(source), str(tmp_path / ("x" * 300))])
 
     def test_what_was_carried_along(self, tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     names = inverted(str(path), {name: table.full_name(name) for name in there})
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
-    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), companions(path))
+    first = str(groups[PARAMETERS][table.rows[0].theirs].dtype) if table.rows[0].theirs in names else ""
+    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), companions(path), dtype=first)
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
 
 
@@ -88,7 +89,7 @@ def check(conversion: Conversion) -> bytes:
     content, described = conversion.content, conversion.groups[PARAMETERS]
     model = content.experiment.model
     first = described[HUGGINGFACE[model.family].rows[0].theirs]
-    return _config(model, str(first.dtype), content.origin.files.get(CONFIG))
+    return _config(model, str(first.dtype), content.origin.files.get(CONFIG), content.origin.dtype)
 
 
 def write(path: Path, conversion: Conversion) -> None:
@@ -121,12 +122,14 @@ def write(path: Path, conversion: Conversion) -> None:
         (path / name).write_bytes(file)
 
 
-def _config(model: Family, dtype: str, before: bytes | None) -> bytes:
-    """The config.json that came with the weights, where it is that of the model still; else ours."""
+def _config(model: Family, dtype: str, before: bytes | None, was: str) -> bytes:
+    """The config.json that came with the weights, where it is that of the model still; else ours. Its dtype changes
+    where that of the weights has, which it need not have told."""
     with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
         settings = parse(before or b"null")
         if isinstance(settings, dict) and experiment_for(from_settings(settings), CONFIG).model == model:
-            now = settings | {key: dtype for key in ("dtype", "torch_dtype") if settings.get(key)}
+            changed = dtype != was
+            now = settings | {key: dtype for key in ("dtype", "torch_dtype") if changed and settings.get(key)}
             return before if before and now == settings else _json(now)
     return _json(to_settings(model, dtype))
 

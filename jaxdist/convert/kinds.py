@@ -99,7 +99,10 @@ def kind_at(path: Path) -> str | None:
 
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`. Raises ConfigError where it is of none."""
-    found = kind_at(path)
+    try:
+        found = kind_at(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         raise ConfigError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json
+from jaxdist.config.foreign import read_json, within
 from jaxdist.config.hf import MOST_LAYERS, experiment_for
 from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
@@ -37,7 +37,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
 
 def _described(path: Path) -> tuple[Experiment, dict[str, Leaf]]:
     """What model it is, and its tensors."""
-    ranks = [torch_files.described(file) for file in sorted(path.glob(FILES))]
+    try:
+        files = [within(path, file.name) for file in sorted(path.glob(FILES))]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
+    ranks = [torch_files.described(file) for file in files]
     experiment = experiment_for(_model(path, ranks), source=str(path / PARAMS))
     shapes = {name: entry.shape for name, entry in entries("meta", experiment.model).items()}
     _, names = recognized(str(path), ranks[0], experiment.model)

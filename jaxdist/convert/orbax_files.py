@@ -5,6 +5,7 @@ itself: those of a run and those written here lie in chunks of one layer.
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,10 @@ import tensorstore as ts
 from orbax.checkpoint.type_handlers import get_json_tspec_read
 
 from jaxdist import checkpoint, models
+from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, unfinished
-from jaxdist.config.foreign import read_json, within
+from jaxdist.config.foreign import check_files, read_json, within
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
@@ -42,7 +44,7 @@ READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
     found = checkpoint.locate(path)
-    return {name: leaf(found, store) for name, store in stores(found / "parameters").items()}
+    return {name: leaf(found, store) for name, store in named(found, "parameters", stores(found, "parameters")).items()}
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
@@ -55,16 +57,19 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, shapes)
         return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
 
-    groups = {PARAMETERS: layers(str(path), stores(found / "parameters"))}
+    groups = {PARAMETERS: layers(str(path), named(found, "parameters", stores(found, "parameters")))}
     updates = scaling = None
     if training and (found / "optimizer").is_dir():
-        optimizer_item = stores(found / "optimizer")
-        kept = checkpoint.kept_in(optimizer_item)
-        groups |= {kind: layers(f"{path}, {kind}", arrays) for kind, arrays in kept.items()}
-        counts = (part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part)
-        updates = int(_read(found, next(counts)))
+        optimizer_item = stores(found, "optimizer")
+        with checkpoint.reading(found):
+            kept = checkpoint.kept_in(optimizer_item)
+            counts = [part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part]
+            updates = int(_read(found, named(found, "updates", dict(enumerate(counts)))[0]))
+        groups |= {kind: layers(f"{path}, {kind}", named(found, kind, arrays)) for kind, arrays in kept.items()}
         if (found / "scaling").is_dir():
-            scaling = state_of(**{name: _read(found, store) for name, store in stores(found / "scaling").items()})
+            scales = named(found, "scaling", stores(found, "scaling"))
+            with checkpoint.reading(found):
+                scaling = state_of(**{name: _read(found, store) for name, store in scales.items()})
     if not found.name.isdecimal():
         raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
     step = int(found.name)
@@ -85,7 +90,7 @@ class Opening(ocp.type_handlers.NumpyHandler):
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         for info in infos:
             within(Path(info.parent_dir), info.name)
-        return [
+        opened = [
             await ts.open(
                 get_json_tspec_read(info, info.is_ocdbt_checkpoint),
                 open=True,
@@ -93,17 +98,35 @@ class Opening(ocp.type_handlers.NumpyHandler):
             )
             for info in infos
         ]
+        for info, store in zip(infos, opened, strict=True):
+            numbers = math.prod(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
+            chunk, size = (count * store.dtype.numpy_dtype.itemsize for count in (numbers, math.prod(store.shape)))
+            if chunk > size + CHUNK:  # all of it is in memory while a part is read, and a few bytes may stand for it
+                raise ValueError(f"{info.name} has chunks of {chunk:,} bytes, and {size:,} itself")
+        return opened
 
 
-def stores(path: Path) -> Any:
-    """The pytree that Orbax wrote to a folder, its arrays not read yet. Raises ConfigError."""
+def named(path: Path, what: str, tree: Any) -> Any:
+    """A part of a checkpoint's pytree that is to be arrays by name. Raises ConfigError where it is something else."""
+    if isinstance(tree, dict) and tree and all(isinstance(store, ts.TensorStore) for store in tree.values()):
+        return tree
+    raise ConfigError(f"checkpoint {path} is damaged: its {what} are no arrays by name; use another, or a copy of it")
+
+
+def stores(root: Path, item: str = ".") -> Any:
+    """The pytree that Orbax wrote to a folder, or to an item of it, its arrays not read yet. Raises ConfigError."""
+    path = root / item
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray")), (float, Opening("scalar"))
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(handler) as reader, checkpoint.reading(path):
-        read_json(path / "_METADATA")  # Orbax would wait for a pipe, and take any size
-        tree = reader.metadata(path).item_metadata.tree
+        within(root, item)
+        check_files(path)
+        read_json(path / "_METADATA")  # Orbax would take any size
+        if (found := reader.metadata(path).item_metadata) is None:
+            raise ValueError("its tree cannot be read, or has leaves that are no arrays")
+        tree = found.tree
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
         return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
 
@@ -185,8 +208,9 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         """Writes them all."""
-        self.begun.append(ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos)))
-        await asyncio.to_thread(self.begun[-1].result)
+        writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos))
+        self.begun.append(writing)
+        await asyncio.to_thread(writing.result)
         return []
 
     async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:

@@ -2,31 +2,19 @@
 
 import json
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from jaxdist.config import ConfigError, RunFolder, read_metrics
 from jaxdist.config.checkpoints import damage, placed, run_of, seal
+from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, hf, safetensors_writer
-from jaxdist.convert.content import Content, Origin
+from jaxdist.convert.content import Content, Origin, Said
 from jaxdist.convert.safetensors_files import Tensors
 
 ORIGIN, EXTRAS, BUFFERS = "origin", "extras.pt", "buffers.safetensors"
-
-
-class Said(BaseModel, strict=True, extra="forbid"):
-    """What `origin.json` says, of the fields of an Origin."""
-
-    kind: str
-    naming: str
-    names: dict[str, str]
-    metadata: dict[str, str]
-    index: dict[str, Any]
-    step: int
-    own: bool
 
 
 def begin(path: Path, content: Content) -> RunFolder:
@@ -39,14 +27,16 @@ def begin(path: Path, content: Content) -> RunFolder:
     if origin.kind:
         beside = path / ORIGIN
         (beside / "files").mkdir(parents=True)
-        said = {name: getattr(origin, name) for name in Said.model_fields}
-        (beside / "origin.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        (beside / "origin.json").write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
             (beside / "files" / name).parent.mkdir(exist_ok=True)
             (beside / "files" / name).write_bytes(file)
-        if origin.extras:
-            _torch_files().save_plain(beside / EXTRAS, origin.extras)
-        if kept := {name: leaf for name, leaf in origin.buffers.items() if leaf.dtype in safetensors_writer.NAMES}:
+        if extras := origin.extras:
+            _torch_files().save_plain(beside / EXTRAS, extras)
+        kept = {name: leaf for name, leaf in origin.buffers.items() if leaf.dtype in safetensors_writer.NAMES}
+        for name in origin.buffers.keys() - kept.keys():
+            say(f"buffer {name} is {origin.buffers[name].dtype}, which safetensors has not: it stays behind")
+        if kept:
             places = safetensors_writer.lay_out_file(beside / BUFFERS, kept)
             for name, leaf in kept.items():
                 buffers.write(*places[name], leaf.contiguous())
@@ -66,11 +56,18 @@ def origin_of(checkpoint: Path) -> Origin:
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
-    extras = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True) if (beside / EXTRAS).exists() else None
-    if not isinstance(extras, dict | None):
-        raise ConfigError(f"{beside / EXTRAS} is damaged: it holds no dict; remove {beside}, or use a copy")
     kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
-    return Origin(**dict(said), files=hf.companions(beside / "files"), buffers=kept, extras=extras)
+    return Origin(**dict(said), files=hf.companions(beside / "files"), buffers=kept, held=partial(_extras, beside))
+
+
+def _extras(beside: Path) -> Any:
+    """What torch alone had. Raises ConfigError."""
+    if not (beside / EXTRAS).exists():
+        return None
+    found = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{beside / EXTRAS} is damaged: it holds no dict; remove {beside}, or use a copy")
+    return found
 
 
 def metrics_of(checkpoint: Path) -> bytes:
@@ -83,7 +80,7 @@ def metrics_of(checkpoint: Path) -> bytes:
 
 
 def _torch_files() -> Any:
-    """What torch alone had is for torch alone: it is imported where a run has some."""
-    from jaxdist.convert import torch_files
+    """What reads and writes it, imported where a run has some. Raises ConfigError where torch is missing."""
+    from jaxdist.convert.kinds import KINDS
 
-    return torch_files
+    return KINDS["torch"].format

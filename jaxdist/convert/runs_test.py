@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, checkpoint_in
@@ -47,6 +49,24 @@ class TestBuffers:
                 after[name].dtype, after[name].shape, after[name].tobytes(),
             )  # fmt: skip
 
+    def test_through_a_torch_file(self, tmp_path: Path) -> None:
+        """And with them names without a prefix, a tied head that was stored, metadata of file and index."""
+        pytest.importorskip("torch")
+        folder = written(tmp_path / "hf", "hf", content_of(GPT2))
+        weights = load_file(folder / "model.safetensors") | MASKS
+        before = {name.removeprefix("transformer."): array for name, array in weights.items()}
+        before["lm_head.weight"] = before["wte.weight"]
+        save_file(before, folder / "model.safetensors", {"format": "pt", "note": "mine"})
+        for source, target in (("hf", "a.pt"), ("a.pt", "run"), ("run", "b.pt"), ("b.pt", "back")):
+            main([str(tmp_path / source), str(tmp_path / target), *(["--to", "hf"] if target == "back" else [])])
+        with safe_open(tmp_path / "back" / "model.safetensors", "numpy") as file:
+            assert file.metadata() == {"format": "pt", "note": "mine"}
+        after = load_file(tmp_path / "back" / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(array.tobytes() == after[name].tobytes() for name, array in before.items())
+        config = (folder / "config.json").read_bytes()
+        assert (tmp_path / "back" / "config.json").read_bytes() == config
+
     def test_of_a_torch_file(self, tmp_path: Path) -> None:
         torch = pytest.importorskip("torch")
         weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(GPT2)), weights_only=True)["model"]
@@ -79,8 +99,35 @@ class TestBuffers:
         return ["--model", str(folder / "model.toml")]
 
 
+def test_what_torch_had_is_for_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that came from a torch file is converted where there is no torch; to torch's kinds it needs one."""
+    pytest.importorskip("torch")
+    source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
+    main([str(source), str(tmp_path / "run")])
+    assert (tmp_path / "run" / "origin" / "extras.pt").exists()
+    for name in [name for name in sys.modules if name.startswith("jaxdist.convert.torch_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    main([str(tmp_path / "run"), str(tmp_path / "hf")])
+    for kind in ("orbax", "torch"):
+        with pytest.raises(ConfigError, match="needs torch; pip install"):
+            main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", kind])
+
+
+def test_a_config_that_tells_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
+    """As many on the hub do: it stays as it is while the weights do, and is put right when they change."""
+    source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM"]))
+    config = source / "config.json"
+    config.write_text(config.read_text().replace("float32", "bfloat16"))
+    main([str(source), str(tmp_path / "run")])
+    for name, more in (("same", []), ("half", ["--dtype", "float16"])):
+        main([str(tmp_path / "run"), str(tmp_path / name), *more])
+    assert (tmp_path / "same" / "config.json").read_bytes() == config.read_bytes()
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
 @pytest.mark.parametrize("kind", ["orbax", "dcp"])
-@pytest.mark.parametrize("link", ["latest", "checkpoints", "run", "step"])
+@pytest.mark.parametrize("link", ["latest", "checkpoints", "run", "step", "latest of linked checkpoints"])
 def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path) -> None:
     """Whatever of the path is a link: to a checkpoint, of a folder's checkpoints, to a run, or of a step."""
     if kind == "dcp":
@@ -90,14 +137,14 @@ def test_a_linked_checkpoint_finds_its_run(kind: str, link: str, tmp_path: Path)
     content = replace(content, origin=Origin("hf", "huggingface", files={"tokenizer.json": b"{}"}, step=7))
     source = written(run, kind, content)
     right = tensors(run)
-    if link == "latest":
-        source = tmp_path / "latest"
-        source.symlink_to(run / "checkpoints" / "7")
-    elif link == "run":
+    if link == "run":
         source = tmp_path / "linked"
         source.symlink_to(run)
-    else:
-        moved = run / "checkpoints" if link == "checkpoints" else run / "checkpoints" / "7"
+    if link.startswith("latest"):
+        source = run / "latest"
+        source.symlink_to("checkpoints/7")
+    if link.endswith(("checkpoints", "step")):
+        moved = run / "checkpoints" if link.endswith("checkpoints") else run / "checkpoints" / "7"
         moved.rename(tmp_path / "elsewhere")
         moved.symlink_to(tmp_path / "elsewhere")
     found = opened(source)

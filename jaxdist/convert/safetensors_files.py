@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import SINGLE, check_header, indexed
+from jaxdist.config.foreign import SINGLE, check_header, indexed, within
 from jaxdist.convert import buffers
 
 # The format's names of dtypes; what holds no weights is here to be listed.
@@ -44,7 +44,7 @@ class Tensors:
         try:
             for path in self._paths():
                 self._add(path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
 
     def read(self, name: str) -> np.ndarray:
@@ -65,7 +65,7 @@ class Tensors:
         if self.folder.is_file():
             return [self.folder]
         if (self.folder / SINGLE).exists():  # transformers takes it before an index, too
-            return [self.folder / SINGLE]
+            return [within(self.folder, SINGLE)]
         places = indexed(self.folder)
         return [self.folder / SINGLE] if places is None else sorted(set(places.values()))
 

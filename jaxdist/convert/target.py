@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxdist.config import ConfigError, TrainingError, check_writable
 from jaxdist.config.checkpoints import synchronize
 from jaxdist.config.display import megabytes, say
+from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import Taken, alone
 
 TRIES = 100  # to remove a folder, 50 ms apart
@@ -70,7 +71,8 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                     synchronize(part)
                 try:
                     if path.exists():
-                        path.rename(old)
+                        with no_run_in(path):
+                            path.rename(old)
                     partial.rename(path)
                 except BaseException:  # a signal too
                     if old.exists() and not path.exists():
@@ -78,6 +80,24 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                     raise
                 synchronize(path.parent)
             remove(old)
+
+
+@contextmanager
+def no_run_in(target: Path) -> Iterator[None]:
+    """Within, no run writes to the folder. Raises ConfigError where one does."""
+    with ExitStack() as stack:
+        if (target / LOCK).exists():
+            try:
+                stack.enter_context(alone(target / LOCK))
+            except Taken:
+                raise ConfigError(
+                    f"TARGET {target} is being written by a run; wait until it ends, or give another"
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"TARGET {target}: its {LOCK}: {error.strerror}; remove it, or give another"
+                ) from None
+        yield
 
 
 def remove_empty(folders: Iterable[Path]) -> None:

@@ -9,6 +9,7 @@ import textwrap
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,9 +27,10 @@ from torch.utils._pytree import tree_map_only
 from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
+from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import buffers, grad_scaler, optimizers, torch_numpy
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
@@ -57,7 +59,7 @@ from jaxdist.convert.torch_zip import TorchFile, place
 from jaxdist.optim import learning_rate
 
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
-EXPERIMENT, METRICS, FILES = "experiment", "metrics.jsonl", "files"
+EXPERIMENT, METRICS, FILES, ORIGIN, BUFFERS = "experiment", "metrics.jsonl", "files", "origin", "buffers"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
 
@@ -67,6 +69,7 @@ def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
     file, unless `options` ask for them. Files of before torch 1.6 have no places: all of it is read.
     Raises ConfigError."""
     try:
+        size_of(path)
         device = "meta" if within or is_zip(path) else "cpu"
         with torch_numpy.allowed():
             tree = torch.load(within or path, weights_only=True, **({"map_location": device} | options))
@@ -242,7 +245,9 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         scaling = grad_scaler.scaling(scaler)
     extras = _extras(path, tree, order, kinds, averaged)
     files = companions(path.parent) | _files(path, tree)
-    origin = Origin("torch", naming, kept, files=files, extras=extras, step=step, own=_own(tree))
+    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=_own(tree))
+    if _own(tree) and ORIGIN in tree:
+        origin = replace(_origin(path, tree), files=files)
     logged = _logged(path, tree) if training and _own(tree) else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
 
@@ -328,8 +333,8 @@ def _extras(path: Path, tree: Any, order: optimizers.Order, kinds: Sequence[str]
     kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else copy.copy(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
-        kept.pop(METRICS, None)
-        kept.pop(FILES, None)
+        for key in (METRICS, FILES, ORIGIN):
+            kept.pop(key, None)
         if averaged:
             del kept[EMA]
     if is_flat(kept):
@@ -366,6 +371,18 @@ def _files(path: Path, tree: Any) -> dict[str, bytes]:
         if not isinstance(file, Tensor) or file.dtype != torch.uint8 or not is_companion(name):
             raise ConfigError(f"{path}: its {FILES} have {name!r}; leave it out")
     return {name: leaf(path, name, file).read().tobytes() for name, file in found.items()}
+
+
+def _origin(path: Path, tree: Mapping[str, Any]) -> Origin:
+    """Where the weights of a file of ours came from, if not from a torch file. Raises ConfigError."""
+    with reading(path, ORIGIN):
+        said, kept = Said.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
+        found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
+
+    def extras() -> Any:
+        return _contiguous(path, load(path, map_location="cpu", mmap=True)[ORIGIN]["extras"])
+
+    return Origin(**dict(said), buffers=found, held=extras)
 
 
 def _logged(path: Path, tree: Mapping[str, Any]) -> bytes:
@@ -416,6 +433,10 @@ def write(path: Path, conversion: Conversion) -> None:
         average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
         tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
     tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
+    if origin.kind not in ("", "torch"):
+        with FakeTensorMode():
+            masks = {name: empty(leaf) for name, leaf in origin.buffers.items()}
+        tree[ORIGIN] = {"said": origin.said(), BUFFERS: masks, "extras": origin.extras}
     file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
     for name, fake in masks.items():

@@ -53,6 +53,9 @@ def verify(target: Format, path: Path, conversion: Conversion) -> Iterator[str]:
     content = conversion.content
     written = target.opened(path, content.experiment)
     yield from verify_tensors(conversion, written.groups)
+    for name, leaf in written.origin.buffers.items():
+        if name in content.origin.buffers and not leaf.equals(content.origin.buffers[name]):
+            raise TrainingError(f"buffer {name} was written and read again as other numbers; nothing is kept")
     if (written.step, written.updates) != (content.step, content.updates):
         raise TrainingError(f"step {content.step} was written and read again as {written.step}; nothing is kept")
     here, there = logits(content), logits(written)
