@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from jaxdist.config import Experiment
 from torch_ref.optim import Optimizer
 from torch_ref.parallelize import accumulated, offloads
+from torch_ref.pipeline import Pipeline
 from torch_ref.weights import local
 
 
@@ -40,13 +41,19 @@ class Peak:
         self.context.enter_context(self.tracker)
 
     def _forget(self, module: nn.Module, _: Any) -> None:
-        if module is self.model:
-            self.tracker.reset_mod_stats()
+        if any(module is called for called in called_by_itself(self.model)):
+            for inner in module.modules():  # of no other part of a pipeline, whose backward pass is to come
+                self.tracker.memory_tracking.pop(inner, None)
 
     def __exit__(self, *_: object) -> None:
         self.context.close()
         tracked = self.tracker.get_tracker_snapshot("peak").values()
         self.bytes = torch.cuda.max_memory_allocated() if self.cuda else sum(device["Total"] for device in tracked)
+
+
+def called_by_itself(model: nn.Module) -> list[nn.Module]:
+    """The modules that a microbatch calls: a pipeline's parts one by one."""
+    return list(model) if isinstance(model, Pipeline) else [model]
 
 
 def held(

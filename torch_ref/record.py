@@ -152,11 +152,12 @@ def nonfinite_weight(model: nn.Module) -> str | None:
 
 
 def _first(tensors: Mapping[str, list[Tensor]]) -> str | None:
-    """The first of them that is not finite on some rank."""
-    found = [torch.stack([torch.isfinite(local(t)).all() for t in parts]).all() for parts in tensors.values()]
-    good = torch.stack([fine.to(found[0].device) for fine in found]).to(torch.int32)  # weights may be on the host
-    dist.all_reduce(good, dist.ReduceOp.MIN)
-    return next((name for name, fine in zip(tensors, good.tolist(), strict=True) if not fine), None)
+    """The first of them that is not finite on some rank; of a pipeline's, those of earlier stages come first."""
+    own = {name: all(bool(torch.isfinite(local(t)).all()) for t in parts) for name, parts in tensors.items()}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    names = dict.fromkeys(name for fine in found for name in fine)
+    return next((name for name in names if not all(fine.get(name, True) for fine in found)), None)
 
 
 class Recorder:
