@@ -27,6 +27,7 @@ class Peak:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str):
         self.model, self.optimizer, self.cuda = model, optimizer, device == "cuda"
+        self.parts = list(model) if isinstance(model, Pipeline) else []
         self.tracker, self.context = MemTracker(), ExitStack()
         self.bytes: int | None = None
 
@@ -41,7 +42,7 @@ class Peak:
         self.context.enter_context(self.tracker)
 
     def _forget(self, module: nn.Module, _: Any) -> None:
-        if any(module is called for called in called_by_itself(self.model)):
+        if module is self.model or any(module is part for part in self.parts):
             for inner in module.modules():  # of no other part of a pipeline, whose backward pass is to come
                 self.tracker.memory_tracking.pop(inner, None)
 
@@ -49,11 +50,6 @@ class Peak:
         self.context.close()
         tracked = self.tracker.get_tracker_snapshot("peak").values()
         self.bytes = torch.cuda.max_memory_allocated() if self.cuda else sum(device["Total"] for device in tracked)
-
-
-def called_by_itself(model: nn.Module) -> list[nn.Module]:
-    """The modules that a microbatch calls: a pipeline's parts one by one."""
-    return list(model) if isinstance(model, Pipeline) else [model]
 
 
 def held(

@@ -79,6 +79,11 @@ def part(model: nn.Module, index: int, parts: int) -> nn.Module:
     return model
 
 
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that a microbatch calls: a pipeline's parts one by one, or the model inside of DDP."""
+    return list(model) if isinstance(model, Pipeline) else [getattr(model, "module", model)]
+
+
 class Pipeline(nn.ModuleList):
     """This rank's parts of a model, laid out already, and how microbatches go through them."""
 
