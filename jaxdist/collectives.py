@@ -14,6 +14,7 @@ a strategy shards over fsdp it shards over expert and context too, but for exper
 | `leave`, sequence | reduce-scatter over tensor, x(n-1)/n | all-gather over tensor, x(n-1)/n |
 | `attend` | over context: `parallel/context.py` | the same |
 | `experts` | over expert: `parallel/experts.py` | the same |
+| `stages` | over pipeline: `parallel/pipeline.py` | the same |
 | `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
 | `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
 | `own_times` | nothing | nothing |
@@ -79,10 +80,10 @@ def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
 def _whole(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
     # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
     piece = on_device(piece)
-    # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over the batch axes before
+    # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over batch and stages before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
-    piece = piece.astype(parallel.precision.compute)
-    return gather(vary(piece, ("data",)), cut) if parallel.strategy.reshards else vary(piece, ("data", *cut.axes))
+    piece = vary(piece.astype(parallel.precision.compute), cut.replicas)
+    return gather(piece, cut) if parallel.strategy.reshards else vary(piece, cut.axes)
 
 
 def _whole_forward(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> Any:
@@ -112,6 +113,19 @@ class Context(Protocol):
 
 
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
+X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
+
+
+class Stages(Protocol):
+    """How a stack of blocks is split over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
+
+    def __call__(self, blocks: Callable[[X], X], x: X) -> X:
+        """What all stages make of `x`; `blocks` are this device's."""
+
+
+def one_stage(blocks: Callable[[X], X], x: X) -> X:
+    """All blocks are here."""
+    return blocks(x)
 
 
 class Dispatch(Protocol):
@@ -131,6 +145,7 @@ class Parallel:
     context: Context
     dispatch: Dispatch
     sequence: bool = False
+    stages: Stages = one_stage
 
     def use(self, module: M) -> M:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""

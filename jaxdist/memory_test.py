@@ -15,7 +15,7 @@ from jaxdist.mesh import make_mesh
 from jaxdist.metrics import held
 from jaxdist.models import llama
 from jaxdist.program import Program
-from jaxdist.sharding import TOKENS
+from jaxdist.sharding import PARTS
 from jaxdist.step import TrainState
 
 # With XLA's own code for fusions, which the conftest goes without: it decides on what is copied.
@@ -71,7 +71,7 @@ def test_what_is_reported_is_what_is_held() -> None:
 def gradients(p: Program, batch: Any) -> Any:
     """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
     sharded = p.strategy.gradients
-    apart = {n: tuple(a for a in TOKENS if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
+    apart = {n: tuple(a for a in PARTS if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
     specs = {n: P(apart[n], *layout.split(sharded)) for n, layout in p.layouts.items()}
 
     def function(parameters: Any, batch: Any) -> Any:

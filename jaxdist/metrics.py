@@ -15,6 +15,7 @@ from jaxdist.config import Experiment, Mixture, Optimizer
 from jaxdist.config.hardware import peak_flops
 from jaxdist.memory import HOST
 from jaxdist.mesh import axes_of
+from jaxdist.parallel.pipeline import Pipeline
 from jaxdist.program import Program
 from jaxdist.sharding import Layout
 from jaxdist.step import TrainState
@@ -71,7 +72,7 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
         "parameters": held(state.parameters),
-        "gradients": accumulated(traced.jaxpr),
+        "gradients": accumulated(program, traced.jaxpr),
         "optimizer_state": held(state.optimizer),
         "host": host,
         "temporary": analysis.temp_size_in_bytes,
@@ -83,13 +84,35 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     }
 
 
-def accumulated(closed: Any) -> int:
-    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device."""
+def accumulated(program: Program, closed: Any) -> int:
+    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device, but for
+    what stages of a pipeline send each other."""
     *_, scan = (equation for equation, *_ in traffic.equations(closed) if equation.primitive.name == "scan")
     # What is carried leaves in the shape of one turn, what is stacked with an axis more; parameters differ by version.
     ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
     carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
-    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.ndim)
+    mesh, sharded = axes_of(program.mesh), program.strategy.gradients
+    shapes = {layout.local_shape(mesh, sharded) for layout in program.layouts.values()}
+    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.shape in shapes)
+
+
+def pipeline(program: Program) -> dict[str, Any]:
+    """Of a pipeline its schedule, and the share of a stage's time in which it has nothing to do: `bubble` counted slot
+    by slot, `least_bubble` (p-1)/(mv + p-1) with m microbatches through p stages of v parts each."""
+    if not isinstance(program.schedule, Pipeline):
+        return {}
+    table = program.schedule.table
+    idle, busy = table.stages - 1, table.microbatches * table.chunks
+    return {
+        "pipeline": {
+            "schedule": program.experiment.parallel.pipeline_schedule,
+            "stages": table.stages,
+            "virtual_stages": table.chunks,
+            "microbatches": table.microbatches,
+            "bubble": table.bubble,
+            "least_bubble": idle / (busy + idle),
+        }
+    }
 
 
 def held(tree: Any, offloaded: bool = False) -> int:
@@ -131,6 +154,7 @@ def summary(
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),
+        **pipeline(program),
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
         "compile_seconds": compile_seconds,
         "tokens_per_second": rate,

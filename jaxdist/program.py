@@ -20,8 +20,9 @@ from jaxdist.memory import Rematerialize, offloaded, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.parallel.context import context
 from jaxdist.parallel.experts import dispatch
+from jaxdist.parallel.pipeline import AXIS, Schedule, schedule
 from jaxdist.processes import on_host
-from jaxdist.sharding import BATCH, TOKENS
+from jaxdist.sharding import BATCH, PARTS, TOKENS
 from jaxdist.step import Arrays, Step, TrainState
 
 
@@ -52,6 +53,16 @@ class Program:
         return context(self.experiment.parallel, axes_of(self.mesh)["context"])
 
     @cached_property
+    def stacked(self) -> frozenset[str]:
+        """The names of the parameters that all layers have."""
+        return frozenset(name for name, layout in self.layouts.items() if "layers" in layout.axes)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        e = self.experiment
+        return schedule(e.parallel, axes_of(self.mesh)[AXIS], e.train.accumulation, self.stacked)
+
+    @cached_property
     def step_function(self) -> Step:
         e = self.experiment
         optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts)
@@ -63,6 +74,7 @@ class Program:
             optimizer,
             Rematerialize.from_config(e.memory),
             e.train.accumulation,
+            self.schedule,
             e.train.skip,
         )
 
@@ -132,6 +144,11 @@ class Program:
         return self.context.order(length, axes_of(self.mesh)["context"])
 
     @cached_property
+    def layers(self) -> np.ndarray:
+        """The layers in the order in which devices hold them."""
+        return self.schedule.order(self.experiment.model.layers)
+
+    @cached_property
     def rows(self) -> slice:
         """The rows of the global batch that devices of this process have: what it reads of each batch."""
         size = self.experiment.train.batch
@@ -153,7 +170,27 @@ class Program:
 
     def initialize(self) -> TrainState:
         """The starting state, born sharded: no device holds more than its share."""
-        return jax.jit(self.initial, out_shardings=self.at_rest)()
+        return self.placed(jax.jit(self.initial, out_shardings=self.at_rest)())
+
+    def placed(self, tree: Any) -> Any:
+        """Arrays by parameter's name, whose layers are in order, in the order in which devices hold them."""
+        return self.reordered(tree, self.layers)
+
+    def in_order(self, tree: Any) -> Any:
+        """The inverse of `placed`: as checkpoints have them."""
+        return self.reordered(tree, np.argsort(self.layers))
+
+    def reordered(self, tree: Any, order: np.ndarray) -> Any:
+        """One array at a time: what moves is a copy until it has arrived."""
+        if (order == np.arange(len(order))).all():
+            return tree
+
+        def one(path: Any, a: jax.Array) -> jax.Array:
+            if getattr(path[-1], "key", "") not in self.stacked:
+                return a
+            return jax.jit(lambda a: a[order], out_shardings=a.sharding)(a)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
 
     @cached_property
     def step(self) -> Any:
@@ -178,8 +215,10 @@ class Program:
 
         def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
             step = self.step_function
-            loss, _ = step.loss(None, step.gathered(parameters), batch)
-            return lax.psum(loss, TOKENS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+            loss = self.schedule.forward(
+                lambda weights, stages: step.loss(None, weights, batch, stages)[0], step.gathered(parameters)
+            )
+            return lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         specs = (self.specs.parameters, self.batch_specs)
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
@@ -200,7 +239,10 @@ class Program:
 
         def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
             step = self.step_function
-            return step.forward(None, step.gathered(parameters), tokens)[0]
+            logits = self.schedule.forward(
+                lambda weights, stages: step.forward(None, weights, tokens, stages)[0], step.gathered(parameters)
+            )
+            return lax.psum(logits, AXIS)
 
         specs = (self.specs.parameters, self.batch_specs.tokens)
         logits = P(BATCH, "context", "tensor")

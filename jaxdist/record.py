@@ -2,7 +2,8 @@
 
 The step that trains stays as it is: a second program takes the same state and batch. Gradients and the update come from
 the step's own methods; activations from a forward pass in which the layers are unrolled, every module's result is
-noted, and a probe of zeros is added to it, whose gradient is the result's.
+noted, and a probe of zeros is added to it, whose gradient is the result's. For that pass each stage of a pipeline has
+the layers of all.
 """
 
 from collections import Counter
@@ -29,9 +30,10 @@ from jaxdist.memory import Rematerialize, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
 from jaxdist.optim import clip_by_norm, kept_of
+from jaxdist.parallel.pipeline import AXIS, of_first
 from jaxdist.processes import on_host
 from jaxdist.program import Program
-from jaxdist.sharding import BATCH, TOKENS
+from jaxdist.sharding import BATCH, PARTS, TOKENS
 from jaxdist.step import Arrays, TrainState
 
 OF_TIMES = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [B, T, ...]
@@ -131,8 +133,15 @@ class Recorder:
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
-        inverse = np.argsort(self.program.order(self.program.experiment.data.sequence))
-        return {n: a[:, inverse] if n.startswith(OF_TIMES) else a for n, a in found.items()}
+        e, stacked = self.program.experiment, self.program.stacked
+        times, layers = np.argsort(self.program.order(e.data.sequence)), np.argsort(self.program.layers)
+
+        def in_order(name: str, a: np.ndarray) -> np.ndarray:
+            if name.startswith(OF_TIMES):
+                return a[:, times]
+            return a[layers] if name.partition("/")[2] in stacked else a
+
+        return {name: in_order(name, a) for name, a in found.items()}
 
     def first_nonfinite(self, state: TrainState, batch: Batch) -> str | None:
         """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
@@ -180,7 +189,7 @@ class Recorder:
             return y
 
         def see(state: TrainState, batch: Batch) -> jax.Array:
-            return lax.psum(self.loss(look, state, batch), TOKENS)
+            return lax.psum(self.loss(look, state, batch), PARTS)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
@@ -208,7 +217,7 @@ class Recorder:
             gradients, noted = jax.grad(loss, has_aux=True)(probes)
             scale = loss_scale.factor(state.scaling)
             unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
-            return {"activation": noted, "activation_gradient": unscaled}
+            return of_first({"activation": noted, "activation_gradient": unscaled})
 
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
@@ -227,6 +236,11 @@ class Recorder:
         """
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+        of_all = np.argsort(self.program.layers)
+        weights = {
+            name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
+            for name, w in step.gathered(state.parameters).items()
+        }
         with Taps(note).installed(step.model) as model:
-            loss, added = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
+            loss, added = replace(step, model=model).loss(None, weights, batch)
         return (loss / count + added) * loss_scale.factor(state.scaling)

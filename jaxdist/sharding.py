@@ -1,8 +1,9 @@
 """Where every array lies: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
 
 A model declares each parameter once, with a logical axis per dimension (`models/layers.py`). The rules below send
-tensor-parallel axes to the mesh axis `tensor`, experts to `expert` and the residual width to `fsdp`; a strategy says
-which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are whole on each of its devices.
+tensor-parallel axes to the mesh axis `tensor`, experts to `expert`, layers to `pipeline` and the residual width to
+`fsdp`; a strategy says which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are whole
+on each of its devices.
 """
 
 import math
@@ -17,12 +18,13 @@ from jaxdist.config.errors import nearest
 
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split the global batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards: all hold other tokens
-GIVEN = ("tensor", "expert")  # those that split parameters under any strategy
+GIVEN = ("pipeline", "tensor", "expert")  # those that split parameters under any strategy
 TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients are summed
+PARTS = ("pipeline", *TOKENS)  # those over which the parts of the loss differ: its last stage has them all
 
 # Logical axis -> mesh axis. A parameter without an `embed` dimension is split over fsdp along its last one.
 RULES: dict[str, str | None] = {
-    "layers": None,
+    "layers": "pipeline",
     "positions": None,
     "head_dim": None,
     "embed": "fsdp",
@@ -36,10 +38,14 @@ RULES: dict[str, str | None] = {
 
 
 class Cut(NamedTuple):
-    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`."""
+    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`.
+
+    `replicas` are those whose devices use the same pieces for other tokens, or in other stages of a pipeline.
+    """
 
     dim: int
     axes: tuple[str, ...]
+    replicas: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,10 @@ class Layout:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
         dim = (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
-        return Cut(dim, tuple(axis for axis in SHARDS if axis not in self.given))
+        shards, replicas = (
+            [axis for axis in axes if axis not in self.given] for axes in (SHARDS, ("pipeline", "data"))
+        )
+        return Cut(dim, tuple(shards), tuple(replicas))
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -99,8 +108,9 @@ class Layout:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """The mesh axes over which its gradients are summed: devices with other tokens and the same weights."""
-        return ("data", *self.cut.axes)
+        """The mesh axes over which its gradients are summed: devices with the same weights, and other tokens or, of
+        what is outside of the layers, another stage."""
+        return (*self.cut.replicas, *self.cut.axes)
 
     @property
     def decays(self) -> bool:

@@ -1,7 +1,7 @@
 """One training step: a global batch in, updated parameters out. Runs on every device inside `jax.shard_map`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +12,14 @@ from flax import nnx
 from jax import lax
 
 from jaxdist import loss_scale
-from jaxdist.collectives import Parallel, gather, scatter, vary, wide
+from jaxdist.collectives import Parallel, Stages, gather, one_stage, scatter, vary, wide
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batch
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
 from jaxdist.optim import steps_done
-from jaxdist.sharding import TOKENS, Cut, Layout
+from jaxdist.parallel.pipeline import Schedule
+from jaxdist.sharding import PARTS, TOKENS, Cut, Layout
 
 Arrays = dict[str, jax.Array]
 
@@ -41,6 +42,7 @@ class Step:
     optimizer: optax.GradientTransformationExtraArgs
     rematerialize: Rematerialize
     accumulation: int
+    schedule: Schedule
     skip: tuple[int, ...]
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Arrays]:
@@ -69,15 +71,20 @@ class Step:
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
         return TrainState(self.whole(after), optimizer, scaling)
 
-    def loss(self, sinks: Arrays | None, weights: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array | int]:
+    def loss(
+        self, sinks: Arrays | None, weights: Arrays, batch: Batch, stages: Stages = one_stage
+    ) -> tuple[jax.Array, jax.Array | int]:
         """Sum of this device's cross-entropy, nats, and its part of what the model adds to the mean of a microbatch.
-        `weights`: parameters as `gathered`."""
-        logits, added = self.forward(sinks, weights, batch.tokens)
+        `weights`: parameters as `gathered`; `stages`: which of the blocks they are."""
+        logits, added = self.forward(sinks, weights, batch.tokens, stages)
         return self.parallel.cross_entropy(logits, batch.targets), added
 
-    def forward(self, sinks: Arrays | None, weights: Arrays, tokens: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+    def forward(
+        self, sinks: Arrays | None, weights: Arrays, tokens: jax.Array, stages: Stages = one_stage
+    ) -> tuple[jax.Array, jax.Array | int]:
         """This device's logits, and its part of what the model adds to the loss: a mixture its balance, others 0."""
-        made = bind(self.model, weights, sinks)(self.parallel, tokens, self.rematerialize)
+        parallel = replace(self.parallel, stages=stages)
+        made = bind(self.model, weights, sinks)(parallel, tokens, self.rematerialize)
         return made if isinstance(made, tuple) else (made, 0)
 
     def gathered(self, parameters: Arrays) -> Arrays:
@@ -98,18 +105,15 @@ class Step:
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
-        def scaled(sinks: Arrays, part: Batch) -> tuple[jax.Array, jax.Array]:
-            total, added = self.loss(sinks, weights, part)
+        def scaled(sinks: Arrays | None, weights: Arrays, part: Batch, stages: Stages) -> tuple[jax.Array, jax.Array]:
+            total, added = self.loss(sinks, weights, part, stages)
             return (total / count + added / self.accumulation) * scale, total / count
 
-        def microbatch(total: tuple[Arrays, jax.Array], part: Batch) -> tuple[tuple[Arrays, jax.Array], None]:
-            return jax.tree.map(jnp.add, total, jax.grad(scaled, has_aux=True)(sinks, part)), None
-
-        weights, sinks = self.gathered(parameters), self.sinks()
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
-        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), TOKENS)
-        (gradients, loss), _ = lax.scan(microbatch, (sinks, nothing), parts)
-        return lax.psum(loss, TOKENS), gradients
+        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), PARTS)
+        start = self.sinks(), nothing
+        gradients, loss = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
+        return lax.psum(loss, PARTS), gradients
 
     def sinks(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""
@@ -130,7 +134,7 @@ class Step:
             if not strategy.optimizer:
                 g = lax.psum(g, layout.tokens)
             else:
-                g = lax.psum(g if strategy.gradients else scatter(g, layout.cut), "data")
+                g = lax.psum(g if strategy.gradients else scatter(g, layout.cut), layout.cut.replicas)
             return g.astype(precision.parameters)
 
         return {name: one(self.layouts[name], g) for name, g in gradients.items()}

@@ -98,7 +98,7 @@ def train(experiment: Experiment, batches: Any, steps: int = STEPS) -> tuple[np.
     for batch in batches(experiment, steps):
         state, values = program.step(state, program.place(batch))
         curve.append((float(values["loss"]), float(values["grad_norm"])))
-    flat = jax.tree_util.tree_leaves_with_path(state)
+    flat = jax.tree_util.tree_leaves_with_path(program.in_order(state))
     return np.array(curve), {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
 
 
@@ -109,6 +109,51 @@ def error(
     curve: Any = np.abs(a[0] / b[0] - 1).max(0)
     states: list[Any] = [np.linalg.norm(a[1][k] - b[1][k]) / np.maximum(np.linalg.norm(b[1][k]), 1e-300) for k in b[1]]
     return curve[0], max(curve[1], *states)
+
+
+# Of four layers.
+STAGES: dict[str, dict[str, Any]] = {
+    "GPipe": {"parallel": {"mesh": "pipeline=4", "pipeline_schedule": "GPipe"}, "train": {"accumulation": 4}},
+    "1F1B": {"parallel": {"mesh": "pipeline=4"}, "train": {"accumulation": 8}, "memory": {"remat": "selective"}},
+    "1F1B, 2 of 4": {"parallel": {"mesh": "pipeline=4,data=2", "strategy": "ddp"}, "train": {"accumulation": 2}},
+    "interleaved": {
+        "parallel": {"mesh": "pipeline=2", "pipeline_schedule": "Interleaved1F1B", "virtual_stages": 2},
+        "train": {"accumulation": 4},
+    },
+    "interleaved, 3 of 2": {
+        "parallel": {
+            "mesh": "pipeline=2,data=2", "strategy": "ddp", "pipeline_schedule": "Interleaved1F1B",
+            "virtual_stages": 2,
+        },
+        "train": {"accumulation": 3, "batch": 12},
+    },
+    "2x2x2": {"parallel": {"mesh": "pipeline=2,fsdp=2,tensor=2"}, "train": {"accumulation": 4}},
+    "2x2x2 GPipe": {
+        "parallel": {"mesh": "pipeline=2,fsdp=2,tensor=2", "pipeline_schedule": "GPipe"},
+        "train": {"accumulation": 4},
+        "memory": {"remat": "full"},
+    },
+    "2x2x2 interleaved": {
+        "parallel": {
+            "mesh": "pipeline=2,fsdp=2,tensor=2", "pipeline_schedule": "Interleaved1F1B", "virtual_stages": 2,
+            "sequence": True,
+        },
+        "train": {"accumulation": 4},
+        "memory": {"remat": "full"},
+    },
+    "zero1": {"parallel": {"mesh": "pipeline=2,data=2,fsdp=2", "strategy": "zero1"}, "train": {"accumulation": 2}},
+    "zero2": {"parallel": {"mesh": "pipeline=2,fsdp=4", "strategy": "zero2"}, "train": {"accumulation": 2}},
+    "kept": {
+        "parallel": {"mesh": "pipeline=2,fsdp=2", "reshard_after_forward": False}, "train": {"accumulation": 4},
+    },
+    "ring": {"parallel": {"mesh": "pipeline=2,fsdp=2,context=2"}, "train": {"accumulation": 2}},
+    "scaled, offloaded": {
+        "parallel": {"mesh": "pipeline=2,fsdp=2"}, "train": {"accumulation": 2},
+        "precision": {"policy": "fp64", "loss_scale": 1024}, "memory": {"offload": "optimizer"},
+    },
+}  # fmt: skip
+FEW = ("1F1B", "interleaved, 3 of 2", "2x2x2 GPipe")
+MANY = [case for case in STAGES if case not in FEW]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +225,43 @@ def test_tokens_balanced_by_each_device_are_caught(batches: Any, alone: Any, mon
     monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: lax.stop_gradient(sums))
     loss, state = error(train(tiny(**EXPERT_CASES["sequence"], **sections), batches, STEPS), right)
     assert loss > LOSS and state > STATE
+
+
+def stages_differ(case: str, model: Any, batches: Any, alone: Any) -> float:
+    """A pipeline against one device, over the bounds of the contract."""
+    sections = {"model": dict(model, layers=4)}
+    whole = {"train": {"batch": STAGES[case]["train"].get("batch", 16)}}
+    first, second = train(tiny(**STAGES[case], **sections), batches), alone(batches, **sections, **whole)
+    kept = {name: a for name, a in second[1].items() if "k_proj.bias" not in name and ".scaling" not in name}
+    loss, state = error((first[0], first[1]), (second[0], kept))
+    return max(loss / LOSS, state / STATE)
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_pipeline_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
+    assert stages_differ(case, tiny().model.model_dump(), batches, alone) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY)
+def test_pipelines_train_as_one_device(case: str, batches: Any, alone: Any) -> None:
+    assert stages_differ(case, tiny().model.model_dump(), batches, alone) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["GPipe", "1F1B", "interleaved", "2x2x2"])
+def test_a_pipeline_of_gpt2_with_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
+    assert stages_differ(case, GPT2 | {"tied": True}, batches, alone) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [0.0, 1.0])
+def test_a_pipeline_of_mixtures(capacity: float, batches: Any) -> None:
+    """Balanced within each microbatch, so held against devices that have the same rows in each."""
+    sections = {"model": MIXTRAL | {"capacity": capacity, "layers": 4}, "train": {"accumulation": 2}}
+    meshes = ({"mesh": f"{stages}fsdp=2,expert=2"} for stages in ("pipeline=2,", ""))
+    loss, state = error(*(train(tiny(parallel=mesh, **sections), batches) for mesh in meshes))
+    assert loss <= LOSS and state <= STATE
 
 
 def test_equal_probabilities_choose_the_first_experts() -> None:

@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from jaxdist.config import Experiment, Mixture
-from jaxdist.sharding import BATCH, TOKENS, Layout, strategy
+from jaxdist.parallel.pipeline import Timetable
+from jaxdist.sharding import TOKENS, Layout, strategy
 
 KINDS = {
     "psum": "all_reduce",
@@ -91,39 +92,91 @@ def walk(jaxpr: Any, times: int, mesh: Mapping[str, int]) -> Iterator[tuple[Any,
         yield equation, times, mesh
 
 
+HEAD = ("norm.", "lm_head.")  # what the names of parameters begin with that come after the blocks
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often in a step a device goes through its blocks, `layers` of them at a time: so many times for `both` passes
+    of a microbatch, and so many times `forward` alone, `told` if also through the head."""
+
+    layers: int
+    both: int
+    forward: int
+    told: bool
+
+    @property
+    def losses(self) -> int:
+        """How often it goes through the head."""
+        return self.both + self.forward * self.told
+
+
+def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
+    """Of a pipeline one of either kind a tick (`parallel/pipeline.py`), since its backward pass computes a stage again;
+    without one, both together a microbatch."""
+    e, stages = experiment, mesh["pipeline"]
+    if stages == 1:
+        return Passes(e.model.layers, e.train.accumulation, 0, told=False)
+    table = Timetable(stages, e.parallel.virtual_stages, e.train.accumulation)
+    layers = e.model.layers // (stages * table.chunks)
+    return Passes(layers, table.ticks, table.ticks, told=e.parallel.pipeline_schedule == "GPipe")
 
 
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
-    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`.
+    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`, what
+    stages send each other at `least_of_stages`.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
     a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
+    A stage's forward pass by itself has two a block, and the embedding's; the loss computed again takes two numbers.
     """
-    e, model, tensor = experiment, experiment.model, mesh["tensor"]
+    e, model, tensor, p = experiment, experiment.model, mesh["tensor"], passes(experiment, mesh)
     compute = ITEMSIZE[str(e.precision.compute)]
-    tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS)  # all microbatches together
-    again = recomputed(e) * model.layers
+    tokens = tokens_of(e, mesh)
+    again = recomputed(e) * p.layers
     summed_again = again if e.memory.remat == "full" else 0
     activation = tokens * model.dim * compute
+    sums = p.both * (4 * p.layers + summed_again + 2) + p.forward * (2 * p.layers + 1)
     if not e.parallel.sequence:
-        total = ring_bytes("all_reduce", activation * (4 * model.layers + summed_again + 2), tensor)
+        total = ring_bytes("all_reduce", activation * sums, tensor)
     else:
-        total = ring_bytes("reduce_scatter", activation * (4 * model.layers + summed_again + 2), tensor)
-        total += ring_bytes("all_gather", activation * (4 * model.layers + 2 * again + 2), tensor)
-    total += ring_bytes("all_reduce", 3 * tokens * max(compute, 4), tensor)
-    used = {"positions": e.data.sequence}  # all of any other axis
+        entered = p.both * (4 * p.layers + 2 * again + 2) + p.forward * (2 * p.layers + p.told)
+        total = ring_bytes("reduce_scatter", activation * sums, tensor)
+        total += ring_bytes("all_gather", activation * entered, tensor)
+    numbers = 3 * p.losses - p.both * p.told
+    total += ring_bytes("all_reduce", numbers * tokens * max(compute, 4), tensor)
+    used = {"positions": e.data.sequence, "layers": p.layers}  # all of any other axis
     summed = sum(
         math.prod(used.get(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True))
         for layout in layouts.values()
         if partial_over_tensor(e, layout)
     )
-    total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
+    total += ring_bytes("all_reduce", summed * max(compute, 4) * p.both, tensor)
     found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
-    return dict(found + Counter({"context": least_of_attention(e, mesh)}) + Counter(least_of_experts(e, mesh)))
+    found += Counter({"context": least_of_attention(e, mesh)}) + Counter({"pipeline": least_of_stages(e, mesh)})
+    return dict(found + Counter(least_of_experts(e, mesh)))
+
+
+def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Tokens of a microbatch on one device."""
+    e = experiment
+    return e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
+
+
+def least_of_stages(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Least bytes a device must send per step for microbatches to go through the stages, and their gradients back:
+    those of the residual once a tick of either pass, 2(Mv + S-1)·B·T·D; a mixture's tally goes along."""
+    e, m = experiment, experiment.model
+    if mesh["pipeline"] == 1:
+        return 0.0
+    compute, p = ITEMSIZE[str(e.precision.compute)], passes(experiment, mesh)
+    numbers = tokens_of(e, mesh) * m.dim / (mesh["tensor"] if e.parallel.sequence else 1)
+    tally = 2 * m.experts * max(compute, 4) if isinstance(m, Mixture) else 0
+    return (p.both + p.forward) * (numbers * compute + tally)
 
 
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
@@ -136,16 +189,16 @@ def least_of_attention(experiment: Experiment, mesh: Mapping[str, int]) -> float
 
     What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
     """
-    e, m, n = experiment, experiment.model, mesh["context"]
+    e, m, n, p = experiment, experiment.model, mesh["context"], passes(experiment, mesh)
     if n == 1:
         return 0.0
-    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
-    tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
+    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * p.layers
+    tokens = tokens_of(e, mesh) * n
     queries, keys = (tokens * heads * m.head_dim / mesh["tensor"] for heads in (m.heads, 2 * m.kv_heads))
+    times = p.both * (2 * p.layers + again) + p.forward * p.layers
     if e.parallel.context == "ulysses":
-        return (2 * m.layers + again) * ring_bytes("all_to_all", (2 * queries + keys) / n * compute, n)
-    around = ring_bytes("all_gather", keys * compute, n)
-    return (2 * m.layers + again) * around + m.layers * keys * max(compute, 4)
+        return times * ring_bytes("all_to_all", (2 * queries + keys) / n * compute, n)
+    return times * ring_bytes("all_gather", keys * compute, n) + p.both * p.layers * keys * max(compute, 4)
 
 
 def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -158,26 +211,27 @@ def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[st
     Over tensor the gradients of the k weights are summed, or under sequence parallelism weights and choices gathered
     and gradients scattered. A microbatch's tallies cross all axes: E counts, and over tensor 2E sums under sequence.
     """
-    e, m, n, tensor = experiment, experiment.model, mesh["expert"], mesh["tensor"]
+    e, m, n, tensor, p = experiment, experiment.model, mesh["expert"], mesh["tensor"], passes(experiment, mesh)
     if not isinstance(m, Mixture):
         return {}
-    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
-    wide, rows = max(compute, 4), e.train.batch / math.prod(mesh[axis] for axis in BATCH)
-    tokens = rows * e.data.sequence / mesh["context"]
+    compute, tokens = ITEMSIZE[str(e.precision.compute)], tokens_of(e, mesh)
+    wide, blocks, forward = max(compute, 4), p.both * p.layers, p.forward * p.layers
+    again = recomputed(e) * blocks + forward
     x, weights, chosen = tokens * m.dim * compute, tokens * m.top_k * wide, tokens * m.top_k * 4
     if m.capacity:
+        rows = tokens / e.data.sequence * mesh["context"]
         boxes = rows * m.experts * m.room(e.data.sequence) * m.dim * compute
-        dispatched = ring_bytes("all_to_all", (4 * m.layers + 2 * again) * boxes, n)
+        dispatched = ring_bytes("all_to_all", (4 * blocks + 2 * again) * boxes, n)
     else:
-        gathered = (m.layers + again) * (x + weights + chosen) + m.layers * x
-        dispatched = ring_bytes("all_gather", (gathered + m.layers * (2 * x + weights)) * n, n)
-    tallies = 2 * m.experts * wide * e.train.accumulation
+        gathered = (blocks + again) * (x + weights + chosen) + (blocks + forward) * x
+        dispatched = ring_bytes("all_gather", (gathered + blocks * (2 * x + weights)) * n, n)
+    tallies = 2 * m.experts * wide * p.losses
     everywhere = ring_bytes("all_reduce", tallies / 2, math.prod(mesh[axis] for axis in TOKENS))
     if e.parallel.sequence:
-        entered = ring_bytes("all_gather", (m.layers + again) * (weights + chosen) + m.layers * weights, tensor)
+        entered = ring_bytes("all_gather", (blocks + again) * (weights + chosen) + blocks * weights, tensor)
         entered += ring_bytes("all_reduce", tallies, tensor)
     else:
-        entered = ring_bytes("all_reduce", m.layers * weights, tensor)
+        entered = ring_bytes("all_reduce", blocks * weights, tensor)
     return dict(
         Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
     )
@@ -203,26 +257,34 @@ def least_of_parameters(
     As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits, and 1/expert of experts, which go
     over the other axes alone; what goes over several axes at once counts under the first of them. fsdp gathers each
     block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
-    head) once; or, where it does not reshard, all once a step. A replica axis adds one all-reduce of the fsdp pieces.
+    head) once; or, where it does not reshard, all once a step. A replica axis adds one all-reduce of the fsdp pieces;
+    of what is outside of the layers `pipeline` is one. A pipeline passes through a chunk of its blocks at a time, and
+    through embedding and head with each; GPipe's backward passes, a derivative, gather those once.
     """
-    e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
+    e, row, p = experiment, strategy(experiment.parallel), passes(experiment, mesh)
+    chunks = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
-    replicas = mesh["data"]
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
-        everywhere, shards = first(mesh, layout.tokens), first(mesh, layout.cut.axes)
-        n = math.prod(mesh[axis] for axis in layout.cut.axes)
+        cut, stacked = layout.cut, "layers" in layout.axes
+        everywhere, alike, shards = (first(mesh, axes) for axes in (layout.tokens, cut.replicas, cut.axes))
+        replicas, n = (math.prod(mesh[axis] for axis in axes) for axes in (cut.replicas, cut.axes))
         size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.given)
         if not row.optimizer:
             total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
             continue
-        total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
-        total[shards] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
+        total[alike] += ring_bytes("all_reduce", size / n * reduced, replicas)
+        part = size / chunks if stacked else size  # of a pass
+        scattered = part * p.both if row.gradients else size
+        total[shards] += ring_bytes("reduce_scatter", scattered * reduced, n)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
-            again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed(e)
-            total[shards] += ring_bytes("all_gather", size * compute, n) * ((1 + again) * m if row.reshards else 1)
+            again = 0.0 if not stacked else 1.0 if layout.decays else recomputed(e)
+            forward = p.forward if p.told or stacked or not layout.name.startswith(HEAD) else 0
+            both = 1 if p.told and not stacked else p.both
+            gathered = part * ((1 + again) * both + forward) if row.reshards else size
+            total[shards] += ring_bytes("all_gather", gathered * compute, n)
         else:
             total[shards] += ring_bytes("all_gather", size * at_rest, n)
     return {axis: size for axis, size in total.items() if size}

@@ -84,7 +84,7 @@ def starting_state(
     step = from_first(partial(folder.resume_from, marker="parameters")) if folder else None
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
-        return step, checkpoints.restore(step, program.abstract)
+        return step, program.placed(checkpoints.restore(step, program.abstract))
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
@@ -173,7 +173,7 @@ def keep(
         raise overflown(step, bad, folder.newest if folder else None)
     if folder and first():
         folder.synchronize()
-    checkpoints.save(step, program.experiment, state)
+    checkpoints.save(step, program.experiment, program.in_order(state))
 
 
 def validation_loss(program: Program, state: TrainState, dataset: Dataset, schedule: Saving) -> float | None:

@@ -90,7 +90,7 @@ def test_files_of_the_contract(straight: Path) -> None:
     assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.02)  # untrained
     summary = json.loads((straight / "summary.json").read_text())
     assert summary["backend"] == "jax" and summary["devices"] == 4
-    assert summary["mesh"] == {"data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    assert summary["mesh"] == {"pipeline": 1, "data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
     assert {
         "versions",
         "parameters",

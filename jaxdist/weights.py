@@ -37,11 +37,12 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     abstract = program.abstract.parameters
     if checkpoint.is_checkpoint(path) and not ema:
         same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
-        return checkpoint.restore(path, parameters=abstract).parameters
+        return program.placed(checkpoint.restore(path, parameters=abstract).parameters)
 
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
 
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = content.averaged(path) if ema else content
-    return {name: put(abstract[name], array) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
+    streamed = Conversion(content, OWN).stream(PARAMETERS)
+    return program.placed({name: put(abstract[name], array) for _, name, array in streamed})

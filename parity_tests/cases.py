@@ -64,6 +64,31 @@ EXPERT_MESHES: dict[str, dict[str, Any]] = {
     "kept": {"mesh": "fsdp=2,expert=4", "parallel.reshard_after_forward": False},
 }
 
+# Of four layers, so that each of two stages can have two parts.
+DEEP = {f"{name}, 4 layers": MODELS[name] | {"layers": 4, "tied": name == "gpt2"} for name in ("llama", "gpt2")}
+
+INTERLEAVED = {"parallel.pipeline_schedule": "Interleaved1F1B", "parallel.virtual_stages": 2}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "GPipe": {"mesh": "pipeline=2", "parallel.pipeline_schedule": "GPipe", "train.accumulation": 4},
+    "1F1B": {"mesh": "pipeline=4", "train.accumulation": 8},
+    "interleaved": {"mesh": "pipeline=2", "train.accumulation": 4, **INTERLEAVED},
+    "fsdp": {"mesh": "pipeline=2,fsdp=2", "train.accumulation": 4, "memory.remat": "full"},
+    "fsdp, GPipe": {
+        "mesh": "pipeline=2,fsdp=2", "train.accumulation": 2, "parallel.pipeline_schedule": "GPipe",
+    },
+    "fsdp, interleaved": {"mesh": "pipeline=2,fsdp=2", "train.accumulation": 4, **INTERLEAVED},
+    "tensor": {"mesh": "pipeline=2,tensor=2", "train.accumulation": 2},
+    "tensor, GPipe": {
+        "mesh": "pipeline=2,tensor=2", "train.accumulation": 4, "parallel.pipeline_schedule": "GPipe",
+    },
+    "tensor, interleaved": {"mesh": "pipeline=2,tensor=2", "train.accumulation": 2, **INTERLEAVED},
+    "ddp": {"mesh": "pipeline=2,data=2", "strategy": "ddp", "train.accumulation": 2},
+    "zero1": {"mesh": "pipeline=2,fsdp=2", "strategy": "zero1", "train.accumulation": 2},
+    "hybrid": {"mesh": "pipeline=2,data=2,fsdp=2", "train.accumulation": 2},
+    "2x2x2": {"mesh": "pipeline=2,fsdp=2,tensor=2", "train.accumulation": 4},
+    "context": {"mesh": "pipeline=2,fsdp=2,context=2", "train.accumulation": 2},
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "accumulation": {"train.accumulation": 2},
     "full": {"memory.remat": "full"},
@@ -89,9 +114,9 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 
 def experiment(model: str, documents: Path, steps: int) -> dict[str, Any]:
-    """The fields of a short run of one of MODELS or MIXTURES in float64, on `documents`."""
+    """The fields of a short run of one of MODELS, MIXTURES or DEEP in float64, on `documents`."""
     return {
-        "model": (MODELS | MIXTURES)[model],
+        "model": (MODELS | MIXTURES | DEEP)[model],
         "data": {"path": str(documents), "documents": "padded", "sequence": 32},
         "train": {"steps": steps, "batch": 16, "validation_batches": 0},
         "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},

@@ -14,7 +14,8 @@ import numpy as np
 from jaxdist import traffic
 from jaxdist.config import Experiment, Mixture
 from jaxdist.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
-from jaxdist.traffic import ITEMSIZE, first, partial_over_tensor, ring_bytes
+from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
+from parity_tests import stages
 from parity_tests.run import JAX
 
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
@@ -28,10 +29,12 @@ Counts = dict[str, dict[str, Range]]
 
 def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
+    if side != JAX and mesh["pipeline"] > 1:
+        return stages.expected(e, layouts, mesh)
     parameters = by_parameter(e, layouts, mesh) if side == JAX else by_block(e, layouts, mesh)
     found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
-    activations = ("tensor", of_activations(side, e, layouts)), ("context", of_attention(side, e, mesh))
-    for axis, ops in (*activations, *of_experts(side, e, mesh), *parameters):
+    activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", of_attention(side, e, mesh))
+    for axis, ops in (*activations, ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *parameters):
         for op, (least, most) in ops.items() if axis in found else ():
             fewest, more = found[axis].get(op, (0, 0))
             found[axis][op] = fewest + least, more + most
@@ -45,8 +48,11 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts
     hangs on what the router chooses: see `unknown`.
     """
+    if side != JAX and mesh["pipeline"] > 1:
+        found = stages.least(e, layouts, mesh)
+        return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
     found = defaultdict(float, traffic.least(e, layouts, mesh))
-    for axis in unknown(side, mesh):
+    for axis in unknown(side, mesh, e):
         found.pop(axis, None)
     if side != JAX and mesh["context"] > 1:
         again, m = traffic.recomputed(e) * e.model.layers, e.model
@@ -66,37 +72,51 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     return {axis: size for axis, size in found.items() if size > 1}
 
 
-def unknown(side: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of which no closed form tells the bytes that a side sends."""
-    return ("expert",) if side != JAX and mesh["expert"] > 1 else ()
+def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> tuple[str, ...]:
+    """The axes of which no closed form tells the bytes that a side sends: how often an interleaved schedule of torch
+    gathers what it has resharded follows from its actions."""
+    interleaved = mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1
+    known = {"expert": mesh["expert"] > 1, first(mesh, SHARDS): interleaved}
+    return tuple(axis for axis, hidden in known.items() if hidden and side != JAX)
+
+
+def of_stages(e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:
+    """JAX: activations, and a mixture's tally, each tick of a pass."""
+    p = passes(e, mesh)
+    arrays = 2 if isinstance(e.model, Mixture) else 1
+    return {"permute": exactly(arrays * (p.both + p.forward) * (mesh["pipeline"] > 1))}
 
 
 def exactly(count: int) -> Range:
     return count, count
 
 
-def of_activations(side: str, e: Experiment, layouts: Mapping[str, Layout]) -> dict[str, Range]:
+def of_activations(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> dict[str, Range]:
     """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
 
     Beside them the gradients of parameters that every tensor device has and uses in part. Under sequence parallelism a
     sum is a scatter and a gather, which a block that is computed again repeats where it enters a product.
     """
-    m, blocks, memory = e.train.accumulation, e.model.layers, e.memory
+    p, memory = passes(e, mesh), e.memory
+    m, blocks = p.both, p.layers
     again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
     sums, again_full = 4 * blocks + 2, again if memory.remat == "full" else 0
+    alone = p.forward * (2 * blocks + 1)  # of forward passes by themselves
     shared = [layout for layout in layouts.values() if partial_over_tensor(e, layout)]
     gathered = 0
     if side != JAX and e.parallel.sequence:
         # RowwiseParallel adds its bias before it scatters; the gradient of learned positions is gathered.
         shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
         gathered = sum("positions" in layout.axes for layout in layouts.values())
-    reduced = 3 + sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+    reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared) + 3 * p.losses - m * p.told
     if not e.parallel.sequence:
-        return {"all_reduce": exactly(m * (sums + again_full + reduced))}
+        return {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
     return {
-        "all_gather": exactly(m * (sums + 2 * again + gathered)),
-        "reduce_scatter": exactly(m * (sums + again_full)),
-        "all_reduce": exactly(m * reduced),
+        "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.told)),
+        "reduce_scatter": exactly(m * (sums + again_full) + alone),
+        "all_reduce": exactly(reduced),
     }
 
 
@@ -104,13 +124,15 @@ def of_attention(side: str, e: Experiment, mesh: Mapping[str, int]) -> dict[str,
     """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
     again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two.
     """
-    m, blocks, memory, n = e.train.accumulation, e.model.layers, e.memory, mesh["context"]
-    forward = blocks + (math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0)
+    p, memory, n = passes(e, mesh), e.memory, mesh["context"]
+    blocks = p.both * p.layers
+    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
+    forward = blocks + again + p.forward * p.layers
     if side != JAX:
-        return {"all_gather": exactly(2 * m * forward), "reduce_scatter": exactly(2 * m * blocks)}
+        return {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(2 * blocks)}
     if e.parallel.context == "ulysses":
-        return {"all_to_all": exactly(4 * m * (forward + blocks))}
-    return {"permute": exactly(m * (2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks))}
+        return {"all_to_all": exactly(4 * (forward + blocks))}
+    return {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
 
 
 def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
@@ -118,25 +140,27 @@ def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Se
     beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
     gathered. Tallies cross all axes that tokens differ over, in torch one by one.
     """
-    m, blocks, memory, model = e.train.accumulation, e.model.layers, e.memory, e.model
+    p, memory, model = passes(e, mesh), e.memory, e.model
     if not isinstance(model, Mixture):
         return
-    again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
-    forward, sequence = blocks + again, e.parallel.sequence
+    m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
+    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
+    forward, sequence = blocks + again + alone, e.parallel.sequence
     if side != JAX:
-        yield "expert", {"all_to_all": exactly(m * (3 * forward + 2 * blocks))}
+        yield "expert", {"all_to_all": exactly(3 * forward + 2 * blocks)}
         yield from ((axis, {"all_reduce": (0, m)}) for axis in (*TOKENS, *["tensor"] * sequence))
     elif model.capacity:
-        yield "expert", {"all_to_all": exactly(2 * m * (forward + blocks))}
+        yield "expert", {"all_to_all": exactly(2 * (forward + blocks))}
     else:
-        yield "expert", {"all_gather": exactly(m * (3 * forward + blocks)), "reduce_scatter": exactly(3 * m * blocks)}
+        scattered = 3 * blocks + alone
+        yield "expert", {"all_gather": exactly(3 * forward + blocks), "reduce_scatter": exactly(scattered)}
     if side == JAX:
         yield first(mesh, TOKENS), {"all_reduce": exactly(m)}
         yield "tensor", {"all_reduce": exactly(m * sequence)}
     if sequence:
-        yield "tensor", {"all_gather": exactly(2 * m * forward), "reduce_scatter": exactly(m * blocks)}
+        yield "tensor", {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(blocks)}
     else:
-        yield "tensor", {"all_reduce": exactly(m * blocks)}
+        yield "tensor", {"all_reduce": exactly(blocks)}
 
 
 def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
@@ -149,19 +173,21 @@ def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layou
 
 def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
-    row, m, blocks = strategy(e.parallel), e.train.accumulation, e.model.layers
+    row, p = strategy(e.parallel), passes(e, mesh)
+    blocks = p.layers
     recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
-    for axes, alike in cut_alike(layouts).items():
-        stacked = [layout for layout in alike if "layers" in layout.axes]
-        outside, every = len(alike), len(alike) + (blocks - 1) * len(stacked)
-        yield "data" if row.optimizer else first(mesh, ("data", *axes)), {"all_reduce": exactly(outside)}
-        if not row.optimizer:
-            continue
+    for layout in layouts.values():
         # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
-        again = sum(blocks if x.decays else recomputed for x in stacked if x.name != LAST)
-        gathers = m * (every + again) if row.reshards else outside
-        scatters = m * every if row.gradients else outside
-        yield first(mesh, axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
+        stacked, last = "layers" in layout.axes, layout.name == LAST
+        times = blocks if stacked else 1
+        again = (blocks if layout.decays else recomputed) if stacked and not last else 0
+        both = 1 if p.told and not stacked else p.both  # GPipe's derivative has once what is outside of its scan
+        alone = p.forward if p.told or not layout.name.startswith(HEAD) else 0
+        gathers = both * (times + again) + alone * times if row.reshards else 1
+        scatters = p.both * times if row.gradients else 1
+        yield first(mesh, layout.cut.replicas if row.optimizer else layout.tokens), {"all_reduce": exactly(1)}
+        if row.optimizer:
+            yield first(mesh, layout.cut.axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
 
 
 def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:

@@ -108,6 +108,34 @@ def runs(
     return get
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Runs:
+    """mixed(side, model, **settings) -> Run of 20 steps from a common start; the same settings are run once."""
+    from jaxdist.convert.__main__ import main as convert
+
+    quick = "" if pytestconfig.option.markexpr == "slow" else "--xla_backend_optimization_level=0"
+    folder, known, starts = tmp_path_factory.mktemp("mixed"), dict[Any, Run](), dict[str, Path]()
+    write_documents(folder / "documents.jsonl")
+
+    def start(model: str, config: Path) -> Path:
+        if model not in starts:
+            config.write_text(tomli_w.dumps(experiment(model, folder / "documents.jsonl", STEPS)), encoding="utf-8")
+            seed = run("jaxdist", folder / f"{model}-seed", config, {"steps": 0, "precision": "fp32"}, xla_flags=quick)
+            starts[model] = folder / f"{model}-hf"
+            convert([str(seed.path), str(starts[model]), "--to", "hf"])
+        return starts[model]
+
+    def get(side: str, model: str, settings: dict[str, Any]) -> Run:
+        key = (side, model, *sorted(settings.items()))
+        if key not in known:
+            config = folder / f"{model}.toml"
+            init = str(start(model, config))
+            known[key] = run(side, folder / f"{len(known)}", config, settings, "--init", init, xla_flags=quick)
+        return known[key]
+
+    return get
+
+
 def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
     """A torch checkpoint that claims another model, for planting what `--init` refuses; itself if nothing is wrong."""
     if not wrong:

@@ -27,7 +27,7 @@ from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from parity_tests import levels
-from parity_tests.cases import MIXTURES, MODELS, write_documents
+from parity_tests.cases import DEEP, MIXTURES, MODELS, write_documents
 from parity_tests.mistakes import FOLDER, Mistake, table
 from parity_tests.proof import Proof
 from parity_tests.run import Run
@@ -68,6 +68,13 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "mixture": {"model": MIXTURES["mixtral"]},
     "experts": {"model": MIXTURES["mixtral"], "parallel": {"mesh": "fsdp=2,expert=2"}},
     "capped": {"model": MIXTURES["qwen3_moe"], "parallel": {"mesh": "fsdp=2,expert=2"}},
+    "stages": {
+        "model": DEEP["gpt2, 4 layers"], "train": {"accumulation": 4}, "parallel": {"mesh": "pipeline=2,fsdp=2"},
+    },
+    "interleaved": {
+        "model": DEEP["llama, 4 layers"], "train": {"accumulation": 2},
+        "parallel": {"mesh": "pipeline=2", "pipeline_schedule": "Interleaved1F1B", "virtual_stages": 2},
+    },
     "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
@@ -140,7 +147,8 @@ class Benchmark:
 
     def start(self, trial: Trial) -> Path:
         """Starting weights of a model, none of which is at its neutral value: norms are not 1, biases not 0."""
-        family = trial.experiment.model.family
+        model = trial.experiment.model
+        family = f"{model.family}-{model.layers}"
         if family not in self.starts:
             folder = Trial(trial.experiment, self.folder / "starts" / family, "cpu").start()
             random = np.random.default_rng(0)

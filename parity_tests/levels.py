@@ -328,8 +328,18 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if parallel.strategy == "zero1":
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
+    stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
+    waits = stages > 1 and parallel.strategy in ("zero2", "fsdp") and experiment.train.accumulation > 1
+    if stages > 1:
+        why |= {kind: f"{said}; torch's ranks have of embedding and head what they use" for kind, said in why.items()}
+    if waits and parallel.reduce != "step":
+        why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them whole until the end of the step"
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind], b.summary["memory"][kind]
+        if stages > 1:
+            jax -= elsewhere * (kept if kind == "optimizer_state" else 1)
+        if waits and parallel.reduce != "step" and kind == "gradients":
+            torch /= n
         if parts > 1:
             jax = (jax - experts) / parts + experts / over_experts
         yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
@@ -338,6 +348,19 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
         held = run.summary["memory"]
         elsewhere = abs(held["host"] - sum(held[kind] for kind in offloaded))
         yield Check("memory", f"{run.side}, host, bytes from what memory.offload says", elsewhere, NUMBERS, COUNTS_STAY)
+
+
+def ends_elsewhere(run: Run, ways: int) -> float:
+    """Numbers of what is outside of the layers that a pipeline's fullest rank of torch has not, and JAX's devices have:
+    of the first rank's embedding and positions and the last one's norm and head it has the larger part."""
+    tied = run.experiment.model.tied
+    sizes = {n.partition("/")[2]: w.size for n, w in run.kept_states("weights").items()}
+    first, last = (
+        sum(size for name, size in sizes.items() if name.partition(".")[0] in names)
+        for names in (("embed", "positions"), ("norm", "lm_head", *(("embed",) if tied else ())))
+    )
+    all_ends = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+    return (all_ends - max(first, last)) / ways
 
 
 def peak(run: Run, scratch: Scratch) -> Iterator[Check]:

@@ -316,7 +316,7 @@ class Proof:
             counts = collectives.expected(run.side, self.experiment, self.layouts, mesh) if known else None
             backend = JAX if run.summary.get("backend") == "jax" else "torch_ref"
             least = collectives.least(backend, self.experiment, self.layouts, mesh)
-            yield from levels.traffic(run, least, counts, collectives.unknown(backend, mesh))
+            yield from levels.traffic(run, least, counts, collectives.unknown(backend, mesh, self.experiment))
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""

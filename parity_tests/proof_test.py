@@ -16,7 +16,7 @@ from parity_tests.run import JAX, Run
 from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
-ONE = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+ONE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
 MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0) | {"peak": 1}
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
 

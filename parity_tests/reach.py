@@ -84,7 +84,7 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
         yield "distribution: nothing to compare, the mesh is one device"
     if not proof.scratch.known:
         yield f"memory: peaks of {proof.experiment.model.family} have no closed form, as rows hang on the router"
-    for axis in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh):
+    for axis in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment):
         yield f"traffic: bytes of {proof.sides[1]} over {axis} have no closed form, as they hang on the router"
     for what in ("memory", "collectives"):
         if not proof.measured(what):

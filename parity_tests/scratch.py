@@ -81,8 +81,9 @@ class Scratch:
 
     @property
     def known(self) -> bool:
-        """Whether there is one: a mixture's rows are many or few as its router chooses."""
-        return (JAX, self.experiment.model.family) in KEPT
+        """Whether there is one: a mixture's rows are many or few as its router chooses, and of a pipeline's stages
+        none is told yet."""
+        return (JAX, self.experiment.model.family) in KEPT and self.mesh["pipeline"] == 1
 
     @property
     def tokens(self) -> int:

@@ -28,6 +28,7 @@ from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from jaxdist.config.foreign import read_json
 from torch_ref import hf
 from torch_ref.launch import from_first
+from torch_ref.models import build
 from torch_ref.optim import Optimizer
 from torch_ref.weights import fill, named
 
@@ -83,7 +84,9 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         load(found, {"model": dict(named(model))})
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
-        check_shapes(f"--init {path}", weights.shapes(), {name: tuple(p.shape) for name, p in named(model)})
+        with torch.device("meta"):
+            whole_model = build(config)
+        check_shapes(f"--init {path}", weights.shapes(), {n: tuple(p.shape) for n, p in named(whole_model)})
         fill(model, lambda name, _: weights.read(name))
     else:
         raise ConfigError(

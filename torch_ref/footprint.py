@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from jaxdist.config import Experiment
 from torch_ref.optim import Optimizer
 from torch_ref.parallelize import accumulated, offloads
+from torch_ref.pipeline import Pipeline
 from torch_ref.weights import local
 
 
@@ -26,6 +27,7 @@ class Peak:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str):
         self.model, self.optimizer, self.cuda = model, optimizer, device == "cuda"
+        self.parts = list(model) if isinstance(model, Pipeline) else []
         self.tracker, self.context = MemTracker(), ExitStack()
         self.bytes: int | None = None
 
@@ -40,8 +42,9 @@ class Peak:
         self.context.enter_context(self.tracker)
 
     def _forget(self, module: nn.Module, _: Any) -> None:
-        if module is self.model:
-            self.tracker.reset_mod_stats()
+        if module is self.model or any(module is part for part in self.parts):
+            for inner in module.modules():  # of no other part of a pipeline, whose backward pass is to come
+                self.tracker.memory_tracking.pop(inner, None)
 
     def __exit__(self, *_: object) -> None:
         self.context.close()

@@ -46,13 +46,14 @@ def learning_rate(o: Config, steps: int, step: int) -> float:
     return o.learning_rate
 
 
-def clip(parameters: Iterable[nn.Parameter], largest: float) -> Tensor:
+def clip(parameters: Iterable[nn.Parameter], largest: float, norm: Tensor | None = None) -> Tensor:
     """Scale gradients by min(1, largest / (norm + 1e-6)), as `clip_grad_norm_` does; 0 leaves them alone.
 
-    Returns the global L2 norm before the clip.
+    Returns the global L2 norm before the clip: `norm`, where they are not all here.
     """
     parameters = list(parameters)
-    norm = global_norm(p.grad for p in parameters if p.grad is not None)
+    if norm is None:
+        norm = global_norm(p.grad for p in parameters if p.grad is not None)
     meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch scales the gradients of one at once
     for p in parameters if largest else ():
         meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)

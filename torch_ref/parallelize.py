@@ -1,12 +1,15 @@
-"""A plain module laid out over a mesh: tensor, expert and context parallel, activation checkpointing, data parallel.
+"""A plain module laid out over a mesh: in stages, tensor, expert and context parallel, activation checkpointing, data
+parallel.
 
 What each strategy sends per step, with P parameter bytes over n devices, is told at
 `jaxdist.sharding.STRATEGIES`. Gradients are summed over ranks everywhere, never averaged: the loss is already
 divided by the global token count.
 """
 
+import fnmatch
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -36,14 +39,25 @@ from torch_ref.context import Context, Gathered
 from torch_ref.experts import AllToAll, Dispatch, spread
 from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
 from torch_ref.models import GPT2, Mixtral
+from torch_ref.pipeline import Pipeline, part
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """Lay `model`, built on the meta device, out over `mesh` (axes data, fsdp, expert, context, tensor); allocate its
-    pieces.
+    """Lay `model`, built on the meta device, out over `mesh` (axes pipeline, data, fsdp, expert, context, tensor);
+    allocate its pieces.
 
-    Returns the module to call, whose parameters hold no values yet: see `weights.fill`.
+    Returns the module to call, or a Pipeline, whose parameters hold no values yet: see `weights.fill`.
     """
+    if (stages := axis_size(mesh, "pipeline")) == 1:
+        return laid_out(model, experiment, mesh)
+    total = stages * experiment.parallel.virtual_stages
+    own = range(mesh.get_local_rank("pipeline"), total, stages)
+    parts = [laid_out(part(deepcopy(model), index, total), experiment, mesh) for index in own]
+    return Pipeline(parts, experiment, mesh)
+
+
+def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """A whole model, or one part of a pipeline's."""
     if axis_size(mesh, "tensor") > 1:
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     if isinstance(model, Mixtral):
@@ -119,10 +133,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
         "norm": Replicated(between, outputs=Replicate(), local=False),
         "lm_head": ColwiseParallel(use_local_output=False),
     }
-    present = {name for name, _ in model.named_modules()}
+    present = [name for name, _ in model.named_modules()]
     if isinstance(model, Mixtral):
         del plan["layers.*.mlp"]  # its experts are entered by themselves
-    parallelize_module(model, mesh, {name: plan[name] for name in plan if name.replace("*", "0") in present})
+    parallelize_module(model, mesh, {name: plan[name] for name in plan if fnmatch.filter(present, name)})
 
 
 def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
@@ -231,14 +245,16 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     device = torch.device(mesh.device_type)
     whole = parallel.strategy in ("ddp", "zero1")
     mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
-    if whole and not mixed and axis_size(mesh, "tensor") * axis_size(mesh, "expert") == 1:
+    split = axis_size(mesh, "pipeline") * axis_size(mesh, "tensor") * axis_size(mesh, "expert")
+    if whole and not mixed and split == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
         ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 
-    # DDP knows neither per-module precision nor DTensors: `replicate` is FSDP2's machinery without sharding.
+    # DDP knows neither per-module precision nor DTensors, and takes a backward pass to follow its forward pass:
+    # `replicate` is FSDP2's machinery without sharding.
     apply: Any = replicate if whole else fully_shard
     again: dict[str, Any] = {} if whole else {"reshard_after_forward": parallel.reshards}
     policy = offload_policy(experiment, mesh)
@@ -287,10 +303,11 @@ def reshard(model: nn.Module) -> None:
 def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     """A rank's gradients while they accumulate, in multiples of its pieces of the parameters.
 
-    FSDP2 holds them whole until the one reduction that parallel.reduce = step asks for.
+    FSDP2 holds them whole until the one reduction that parallel.reduce = step asks for, and a pipeline's schedule.
     """
     parallel, several = experiment.parallel, experiment.train.accumulation > 1
-    waits = parallel.strategy in ("zero2", "fsdp") and parallel.reduce == "step" and several
+    once = parallel.reduce == "step" or axis_size(mesh, "pipeline") > 1
+    waits = parallel.strategy in ("zero2", "fsdp") and once and several
     return over(mesh, *SHARDS).size() if waits else 1
 
 

@@ -5,6 +5,7 @@ taken before and after the clip, moments and weights after the update. Every ran
 them and writes.
 """
 
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import FAMILIES
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer
+from torch_ref.pipeline import parts_of
 from torch_ref.step import Tokens, Watch
 from torch_ref.weights import local, named, place
 
@@ -89,8 +91,9 @@ class Taps:
     def installed(self, model: nn.Module, namespace: ModuleType) -> Iterator[None]:
         """For the modules of `model` and the functions that they call by their names in `namespace`."""
         with ExitStack() as stack:
-            for path, module in model.named_modules():
-                self._hook(stack, path, module)
+            for part in parts_of(model):
+                for path, module in part.named_modules():
+                    self._hook(stack, path, module)
             for name in FUNCTIONS.keys() & vars(namespace).keys():
                 stack.callback(setattr, namespace, name, getattr(namespace, name))
                 setattr(namespace, name, self.function(name, getattr(namespace, name)))
@@ -104,7 +107,8 @@ class Taps:
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             self.path.pop()
-            self.note(path or LOGITS, output[0] if isinstance(output, tuple) else output)
+            if path or getattr(module, "norm", True):  # else it is no logits that a part returns
+                self.note(path or LOGITS, output[0] if isinstance(output, tuple) else output)
             if not path:
                 self.open = False
 
@@ -128,14 +132,13 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
 
     Called by all ranks; the step must not update.
     """
-    plain = getattr(model, "module", model)  # inside of DDP
     taps, gradients = Taps(), dict[str, Tensor]()
 
     def watch(stage: str) -> None:
         if stage == "gradient":
             gradients.update({n: p.grad.clone() for n, p in named(model) if p.grad is not None})
 
-    with taps.installed(plain, sys.modules[type(plain).__module__]):
+    with taps.installed(model, sys.modules[type(parts_of(model)[0]).__module__]):
         step(watch)
     kinds: dict[str, dict[str, list[Tensor]]] = {
         "weight": {n: [p] for n, p in named(model)},
@@ -152,11 +155,20 @@ def nonfinite_weight(model: nn.Module) -> str | None:
 
 
 def _first(tensors: Mapping[str, list[Tensor]]) -> str | None:
-    """The first of them that is not finite on some rank."""
-    found = [torch.stack([torch.isfinite(local(t)).all() for t in parts]).all() for parts in tensors.values()]
-    good = torch.stack([fine.to(found[0].device) for fine in found]).to(torch.int32)  # weights may be on the host
-    dist.all_reduce(good, dist.ReduceOp.MIN)
-    return next((name for name, fine in zip(tensors, good.tolist(), strict=True) if not fine), None)
+    """The first of them that is not finite on some rank; of a pipeline's, those of earlier stages come first."""
+    own = {name: all(bool(torch.isfinite(local(t)).all()) for t in parts) for name, parts in tensors.items()}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    names = dict.fromkeys(name for fine in found for name in fine)
+    return next((name for name in names if not all(fine.get(name, True) for fine in found)), None)
+
+
+def depth(name: str) -> float:
+    """The layer that a module belongs to; -1 of what comes before them all, infinite of what comes after."""
+    kind, _, rest = name.partition(".")
+    if kind == "layers":
+        return int(rest.partition(".")[0])
+    return math.inf if kind in ("norm", "lm_head", LOGITS) else -1
 
 
 class Recorder:
@@ -168,7 +180,6 @@ class Recorder:
         """Records go to `folder`; without one there are none."""
         self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
         self.steps = experiment.record.steps if folder else ()
-        self.plain = getattr(model, "module", model)  # inside of DDP
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
         self.length = experiment.data.sequence // mesh["context"].size()
@@ -188,12 +199,12 @@ class Recorder:
         if self.every:
             kinds["batch"] = self.joined({n: [t] for n, t in batch._asdict().items()})
             kinds["start"] = whole(dict(named(self.model)))
-        with taps.installed(self.plain, self.namespace) if self.every else nullcontext():
+        with taps.installed(self.model, self.namespace) if self.every else nullcontext():
             yield watch
         if self.every:
             kinds["activation"] = self.joined(taps.noted)
             backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
-            kinds["activation_gradient"] = self.joined(backward)
+            kinds["activation_gradient"] = self.joined(backward, backward=True)
             kinds |= self.moments()
             kinds["weights"] = whole(dict(named(self.model)))
         else:
@@ -202,8 +213,11 @@ class Recorder:
             flat = {f"{kind}/{name}": a for kind, arrays in kinds.items() for name, a in arrays.items()}
             self.folder.record(step, flat)
 
-    def joined(self, parts: dict[str, list[Tensor]]) -> Arrays:
-        """Microbatches and ranks put together, on the first rank; empty on the others. Called by all."""
+    def joined(self, parts: dict[str, list[Tensor]], backward: bool = False) -> Arrays:
+        """Microbatches and ranks put together, on the first rank; empty on the others. Called by all.
+
+        Of a pipeline each rank has some layers, whose order is that of a forward pass or of a backward pass.
+        """
         local = {n: [array(t.full_tensor() if isinstance(t, DTensor) else t) for t in ts] for n, ts in parts.items()}
         rows, ways = rank_over(self.mesh, *BATCH)
         place = (rows, self.mesh.get_local_rank("context"), self.mesh.get_local_rank("tensor"))
@@ -212,7 +226,9 @@ class Recorder:
         dist.gather_object((place, local), found if first else None)
         if not first:
             return {}
-        ranks = dict(found)
+        ranks: dict[Any, dict[str, list[np.ndarray]]] = {}
+        for at, arrays in found:
+            ranks.setdefault(at, {}).update(arrays)
         context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
 
         def join(name: str) -> np.ndarray:
@@ -228,7 +244,8 @@ class Recorder:
                 for row in range(ways) for i in range(len(ranks[row, 0, 0][name]))
             ])  # fmt: skip
 
-        return {name: join(name) for name in parts}
+        names = sorted(ranks[0, 0, 0], key=lambda name: -depth(name) if backward else depth(name))
+        return {name: join(name) for name in names}
 
     def moments(self) -> dict[str, Arrays]:
         """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""

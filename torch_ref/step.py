@@ -16,8 +16,9 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.mesh import TOKENS
 from torch_ref.models.layers import wide
-from torch_ref.optim import Optimizer, clip
+from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
+from torch_ref.pipeline import Pipeline
 
 
 class Tokens(NamedTuple):
@@ -67,17 +68,24 @@ def train_step(
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
     parts = experiment.train.accumulation
     total = torch.zeros((), dtype=torch.float64, device=count.device)
-    for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
-        with microbatch(model, experiment.parallel, last=i == parts - 1):
-            logits, added = forward(model, tokens)
-            loss = cross_entropy(logits, targets) / count
-            optimizer.scaler.scale(loss + added / parts).backward()
-        total += loss.detach()
+
+    def scaled(logits: Tensor, targets: Tensor, added: Tensor | int = 0) -> Tensor:
+        loss = cross_entropy(logits, targets) / count
+        total.add_(loss.detach())
+        return optimizer.scaler.scale(loss + added / parts)
+
+    if isinstance(model, Pipeline):
+        model.accumulate(scaled, batch.tokens, batch.targets)
+    else:
+        for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+            with microbatch(model, experiment.parallel, last=i == parts - 1):
+                logits, added = forward(model, tokens)
+                scaled(logits, targets, added).backward()
     scale = optimizer.unscale()
     watch("gradient")
-    norm = clip(model.parameters(), experiment.optimizer.clip)
+    norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
     watch("clipped")
-    values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
+    values = Values(sum_over_parts(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
     taken = values.finite and step not in experiment.train.skip
     return values._replace(learning_rate=optimizer.step(step, taken))
 
@@ -86,6 +94,15 @@ def forward(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Tensor | int]:
     """Logits, and this rank's part of what the model adds to the loss: a mixture its balance, others 0."""
     made = model(tokens_BT)
     return made if isinstance(made, tuple) else (made, 0)
+
+
+def of_all_stages(model: nn.Module) -> Tensor | None:
+    """The gradients' norm over all stages of a pipeline; None without one."""
+    if not isinstance(model, Pipeline):
+        return None
+    square = global_norm(p.grad for p in model.counted() if p.grad is not None).square()
+    dist.all_reduce(square, group=model.group)
+    return square.sqrt()
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -105,11 +122,27 @@ def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
     return value
 
 
+def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Parts of a loss summed over the batch and over stages, of which the last has them, in place."""
+    dist.all_reduce(loss, group=mesh.get_group("pipeline"))
+    return sum_over_batch(loss, mesh)
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, float]:
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
-    with loss_parallel():
-        loss = cross_entropy(forward(model, batch.tokens)[0], batch.targets)
-    reshard(model)
     count = (batch.targets != IGNORED).sum()
-    return sum_over_batch(loss.double(), mesh).item(), sum_over_batch(count, mesh).item()
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+
+    def told(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(logits, targets)
+        total.add_(loss)
+        return loss
+
+    if isinstance(model, Pipeline):
+        model.evaluate(told, batch.tokens, batch.targets)
+    else:
+        with loss_parallel():
+            told(forward(model, batch.tokens)[0], batch.targets)
+    reshard(model)
+    return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()

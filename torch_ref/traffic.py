@@ -25,8 +25,9 @@ KINDS = {
     "all_to_all_single": "all_to_all",
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
+    "send": "permute",
 }
-SILENT = {"barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}  # send no tensor
+SILENT = {"recv_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}  # send no tensor
 
 
 class Traffic(TorchDispatchMode):
@@ -34,10 +35,10 @@ class Traffic(TorchDispatchMode):
 
     Bytes are what a device sends with ring algorithms over n devices: all-gather, reduce-scatter and
     broadcast (n-1)/n of the whole array, all-reduce twice that. DDP's all-reduces are seen because its
-    communication hook calls c10d.
+    communication hook calls c10d. `ends`: a group of some ranks of `pipeline`.
     """
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, ends: dist.ProcessGroup | None = None):
         super().__init__()
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         wide = [axis for axis, size in sizes.items() if size > 1]
@@ -46,6 +47,7 @@ class Traffic(TorchDispatchMode):
         for axes in (TOKENS, SHARDS, ("data", *OF_EXPERTS), OF_EXPERTS, *((axis,) for axis in wide)):
             part = over(mesh, *axes)
             self.axes[part.get_group().group_name] = "+".join(part.mesh_dim_names or ())
+        self.axes |= {ends.group_name: "pipeline"} if ends else {}
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.sent: Counter[tuple[str, str, str]] = Counter()
 
@@ -70,7 +72,7 @@ class Traffic(TorchDispatchMode):
         whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
         key = (op, self.axes[group.group_name], dtype)
         self.counts[key] += 1
-        sent = (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
+        sent = whole if op == "permute" else (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
         if op == "all_to_all":  # in unequal parts, all but its own
             parts = args[2]
             sent = sizes[0] * (1 - parts[group.rank()] / max(1, sum(parts)))

@@ -18,7 +18,7 @@ from jaxdist.config import Experiment, RunFolder, check_validation, diverged, ex
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Dataset, in_steps, open_dataset
-from torch_ref import checkpoint, experts, footprint, launch, metrics
+from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
     experts.check(experiment, plan.axes)
+    pipeline.check(experiment, plan.axes)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = open_dataset(experiment.data, experiment.model.vocab)
     experiment = experiment.on_data(dataset.fingerprint)
@@ -56,8 +57,8 @@ def train(
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, folder or nullcontext():
         with Saving(experiment.checkpoint, agree=partial(launch.as_first, device=mesh.device_type)) as schedule:
             with torch.device("meta"):
-                plain = build(experiment.model).to(getattr(torch, str(experiment.precision.parameters)))
-            model = parallelize(plain, experiment, mesh)
+                plain, whole = (build(experiment.model) for _ in range(2))
+            model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
             optimizer = Optimizer(model, experiment, mesh)
             start = starting_state(model, optimizer, experiment, init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
@@ -68,23 +69,24 @@ def train(
                 launch.from_first(lambda: folder.create(experiment, from_step=start))
             if first:
                 say(str(plan))
-                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(model), notes(model, held))
-            traffic, arithmetic = Traffic(mesh), Arithmetic()
+                show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(whole), notes(model, held))
+            traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
             peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
             meters = traffic, arithmetic, peak
             with reporting(experiment, folder, start) as report:
                 records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
 
-            steps = experiment.train.steps
+            steps, held = experiment.train.steps, footprint.held(model, optimizer, experiment, mesh, peak.bytes)
             validation = validation_loss(model, dataset, experiment, mesh, schedule)
             check_validation(steps, validation, folder.newest if folder else None)
             if folder and newest(folder.checkpoints) != steps:
                 keep(folder, steps, model, optimizer, experiment)
             if schedule.stopping():
                 raise schedule.interrupted(steps, folder.checkpoints if folder else None)
-        held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
-        summary = metrics.summary(experiment, model, mesh, held, traffic.collectives(), records)
+        summary = metrics.summary(experiment, whole, mesh, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
+        if isinstance(model, pipeline.Pipeline):
+            summary["pipeline"] = {"schedule": experiment.parallel.pipeline_schedule, **model.bubble}
         if first:
             if folder and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)

@@ -1,6 +1,7 @@
 """Starting values: one whole tensor at a time, of which each rank keeps its piece."""
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -37,9 +38,9 @@ def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters with the names that they have in the plain model, inside of DDP too."""
+    """The parameters with the names that they have in the plain model, inside of DDP and in parts too."""
     for name, parameter in model.named_parameters():
-        yield name.removeprefix("module."), parameter
+        yield re.sub(r"^(module|\d+)\.", "", name), parameter
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -117,10 +117,13 @@ def test_another_policy_has_its_own_loss_scale(tmp_path: Path) -> None:
 )
 def test_mesh(mesh: str, strategy: str, sizes: tuple[int, ...]) -> None:
     parallel = experiment("--mesh", mesh, "--strategy", strategy).parallel
-    assert parallel.axes(16) == {"expert": 1, "context": 1} | dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    assert parallel.axes(16) == {"pipeline": 1, "expert": 1, "context": 1} | dict(
+        zip(("data", "fsdp", "tensor"), sizes, strict=True)
+    )
 
 
 MIXED = ["--model.family", "mixtral"]
+INTERLEAVED = ["--parallel.pipeline_schedule", "interleaved_1f1b", "--parallel.virtual_stages", "2"]
 BAD: list[tuple[list[str], str]] = [
     (["--model.layrs", "3"], r"'--model.layrs'; did you mean '--model.layers'"),
     (["--model.layers", "three"], r"model.layers = 'three': .*integer"),
@@ -177,6 +180,24 @@ BAD: list[tuple[list[str], str]] = [
     ),
     (["--mesh", "4x2", "--model.mlp_bias", "true", "--model.hidden", "20"], r"model.hidden = 20 .* tensor × fsdp = 8"),
     (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
+    (["--mesh", "pipeline=3"], r"model.layers = 4 .* axis pipeline = 3; the nearest size .* is 2, .* layers 3"),
+    (["--mesh", "pipeline=8"], r"model.layers = 4 .* axis pipeline = 8; the nearest size .* is 4, .* layers 8"),
+    (
+        [*INTERLEAVED, "--mesh", "pipeline=4"],
+        r"model.layers = 4 .* pipeline = 4 × parallel.virtual_stages = 2; the nearest size .* is 2, .* layers 8",
+    ),
+    (["--parallel.virtual_stages", "2"], r"virtual_stages = 2 with parallel.pipeline_schedule = 1F1B: .*; use Inter"),
+    (INTERLEAVED[:2], r"virtual_stages = 1 with .* Interleaved1F1B: .*; use virtual_stages = 2, or 1F1B"),
+    (["--parallel.pipeline_schedule", "ZBV"], r"parallel.pipeline_schedule = 'ZBV': input should be 'GPipe', '1F1B'"),
+    (
+        ["--mesh", "pipeline=2", "--memory.remat", "full", "--memory.remat_every", "4"],
+        r"memory.remat_every = 4 does not divide the 2 layers of a stage: .*; use 2",
+    ),
+    (
+        ["--mesh", "pipeline=2", "--memory.offload", "optimizer,parameters"],
+        r"memory.offload = optimizer,parameters with the mesh axis pipeline = 2: parameters .*; use .* = optimizer",
+    ),
+    (["--mesh", "pipeline=2", "--train.accumulation", "3"], r"train.batch = 16 cannot .* train.accumulation = 3"),
     (["--mesh", "expert=2"], r"axis expert = 2 splits experts, and model.family = llama has none; use the axis fsdp"),
     ([*MIXED, "--mesh", "expert=3"], r"model.experts = 8 .* mesh axis expert = 3; the nearest size .* is 2"),
     ([*MIXED, "--mesh", "fsdp=4,expert=8"], r"train.batch = 16 .* over data × fsdp × expert = 32 devices"),

@@ -81,9 +81,16 @@ class Train(Section):
     """Batches of the validation split evaluated after the last step; 0 for none."""
 
 
+def _schedule(value: Any) -> Any:
+    """A schedule's name in any case, as torch's `get_schedule_class` takes it, also with - or _ between its words."""
+    known = {name.lower(): name for name in ("GPipe", "1F1B", "Interleaved1F1B")}
+    plain = value.lower().replace("_", "").replace("-", "") if isinstance(value, str) else value
+    return known.get(plain, value) if isinstance(plain, str) else value
+
+
 CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-AXES = ("data", "fsdp", "expert", "context", "tensor")
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 MODELS: tuple[type[Model], ...] = get_args(Family)
 
 
@@ -92,7 +99,7 @@ class Parallel(Section):
 
     mesh: str = "1x1"
     """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left). `expert` splits
-    the experts of a mixture, and the batch as fsdp does."""
+    the experts of a mixture, and the batch as fsdp does; `pipeline` splits the layers into stages."""
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
     """What data-parallel devices split: ddp nothing, zero1 optimizer state, zero2 also gradients, fsdp all."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
@@ -113,6 +120,16 @@ class Parallel(Section):
     context: Literal["ring", "ulysses"] = "ring"
     """How the mesh axis context, which splits sequences, attends. ring: keys and values go round (arXiv:2310.01889);
     ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
+    pipeline_schedule: Annotated[Literal["GPipe", "1F1B", "Interleaved1F1B"], pydantic.BeforeValidator(_schedule)] = (
+        "1F1B"
+    )
+    """In which order the stages of the mesh axis pipeline work on the train.accumulation microbatches, as
+    torch.distributed.pipelining calls it. GPipe: all forward passes first (arXiv:1811.06965); 1F1B: of each microbatch
+    the backward pass as soon as it can be, so that memory does not grow with their number (arXiv:2104.04473);
+    Interleaved1F1B: of each of a stage's virtual_stages."""
+    virtual_stages: Count = 1
+    """Interleaved1F1B: parts of the layers that a device has, apart from each other; the bubble is so many times
+    shorter."""
 
     @model_validator(mode="after")
     def _fit_the_strategy(self) -> "Parallel":
@@ -125,6 +142,12 @@ class Parallel(Section):
             raise ValueError(
                 f"parallel.reshard_after_forward = false with parallel.strategy = {self.strategy}: only fsdp gathers "
                 "parameters that it could keep; leave it out, or use fsdp"
+            )
+        if (self.virtual_stages > 1) != (self.pipeline_schedule == "Interleaved1F1B"):
+            raise ValueError(
+                f"parallel.virtual_stages = {self.virtual_stages} with parallel.pipeline_schedule = "
+                f"{self.pipeline_schedule}: Interleaved1F1B alone has several, and has to; use "
+                + ("Interleaved1F1B" if self.virtual_stages > 1 else "virtual_stages = 2, or 1F1B")
             )
         return self
 
@@ -268,6 +291,7 @@ class Experiment(Section):
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
         self._check_experts(axes)
+        self._check_stages(axes["pipeline"])
         train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
         if train.batch % (ways * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
@@ -304,6 +328,35 @@ class Experiment(Section):
             raise ConfigError(
                 f"model.capacity = {model.capacity} counts the tokens of whole sequences, which the mesh axis context "
                 f"= {axes['context']} splits; use capacity = 0, or the axis expert or fsdp"
+            )
+
+    def _check_stages(self, stages: int) -> None:
+        """Raises ConfigError where the axis `pipeline` does not divide the layers, or with what it cannot serve."""
+        layers, chunks = self.model.layers, self.parallel.virtual_stages
+        if stages == 1:
+            return
+        parts, named = stages * chunks, f"the mesh axis pipeline = {stages}"
+        if chunks > 1:
+            named += f" × parallel.virtual_stages = {chunks}"
+        if layers % parts:
+            fitting = [n for n in range(1, layers + 1) if layers % (n * chunks) == 0] or [1]
+            nearest_size = min(fitting, key=lambda n: abs(n - stages))
+            also = f", the nearest number of layers {max(1, round(layers / parts)) * parts}"
+            without = "" if layers % chunks == 0 else " with 1F1B"
+            raise ConfigError(
+                f"model.layers = {layers} cannot be divided over {named}; the nearest size of the axis that divides "
+                f"them is {nearest_size}{without}{also}"
+            )
+        every = self.memory.remat_every
+        if layers // parts % every:
+            raise ConfigError(
+                f"memory.remat_every = {every} does not divide the {layers // parts} layers of a stage: model.layers = "
+                f"{layers} over {named}; use {math.gcd(every, layers // parts)}"
+            )
+        if moved := [part for part in self.memory.offload if part != "optimizer"]:
+            raise ConfigError(
+                f"memory.offload = {','.join(self.memory.offload)} with {named}: {' and '.join(moved)} cannot wait on "
+                "the host while a stage picks its own; use memory.offload = optimizer, or the axis fsdp in its place"
             )
 
     def check_times(self, field: str, times: int, axes: Mapping[str, int]) -> None:

@@ -37,7 +37,7 @@ def stacked(count: int, module: M) -> M:
     graph, state = nnx.split(module)
 
     def stack(p: nnx.Param) -> Any:
-        return p.replace(jax.ShapeDtypeStruct((count, *p.shape), p.dtype), axes=("layers", *p.axes))
+        return parameter((count, *p.shape), ("layers", *p.axes), p.std, p.mean)
 
     return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Param)))
 
@@ -45,8 +45,9 @@ def stacked(count: int, module: M) -> M:
 def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rematerialize, *rest: Any) -> X:
     """Apply a stack of blocks in order: one block is compiled, however many there are. A mixture's pass on a pair.
 
-    Each block's weights are gathered at its own start, and again in its backward pass, so that one block at a time is
-    whole on a device. `rest` is passed on to every block.
+    Of a pipeline's stages each has its own blocks, and all go through here. Each block's weights are gathered at its
+    own start, and again in its backward pass, so that one block at a time is whole on a device. `rest` is passed on to
+    every block.
     """
     graph, weights = nnx.split(layers)
 
@@ -63,7 +64,7 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
 
     if rematerialize.every > 1:
         weights = jax.tree.map(lambda w: w.reshape(-1, rematerialize.every, *w.shape[1:]), weights)
-    return lax.scan(body, x_BTD, weights)[0]
+    return par.stages(lambda x_BTD: lax.scan(body, x_BTD, weights)[0], x_BTD)
 
 
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -128,7 +128,7 @@ def balance(witness: Witness) -> float:
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
 
     def function(parameters: Any, tokens: jax.Array) -> jax.Array:
-        return jax.lax.psum(program.step_function.forward(None, parameters, tokens)[1], sharding.TOKENS)
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens)[1], sharding.PARTS)
 
     specs = (program.specs.parameters, program.batch_specs.tokens)
     added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))

@@ -293,7 +293,7 @@ def weights_gathered_before_the_cast() -> None:
     right = collectives.gather
 
     def whole(parallel: Parallel, cut: Cut, piece: jax.Array, sink: Any) -> jax.Array:
-        return right(vary(piece, ("data",)), cut).astype(parallel.precision.compute)
+        return right(vary(piece, cut.replicas), cut).astype(parallel.precision.compute)
 
     bare = jax.custom_vjp(whole, nondiff_argnums=(0, 1))
     bare.defvjp(lambda *inputs: (whole(*inputs), None), collectives._whole_backward)

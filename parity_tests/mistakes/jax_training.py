@@ -14,6 +14,7 @@ from jaxdist import loss_scale, optim, step, train, weights
 from jaxdist.collectives import Parallel
 from jaxdist.config import Optimizer
 from jaxdist.data import Batch, Dataset, dataset
+from jaxdist.parallel import pipeline
 from jaxdist.sharding import Layout
 from jaxdist.step import Step, TrainState
 from parity_tests.mistakes import altered, everywhere, mistake, plant
@@ -118,7 +119,7 @@ def last_microbatch_dropped() -> None:
     def scan(body: Any, start: Any, parts: Any) -> Any:
         return right(body, start, jax.tree.map(lambda x: x[:-1], parts))
 
-    plant(step, "lax", altered(lax, scan=scan))
+    plant(pipeline, "lax", altered(lax, scan=scan))
 
 
 @planted("accumulation", "mathematics", "gradient/*")

@@ -76,10 +76,16 @@ class GPT2(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(tokens_BT)
-        positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = x_BTD + self.positions(self.context.rows(positions))
+        """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
+        there is no norm."""
+        x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedded(tokens_BT)
         for block in self.layers:
             x_BTD = block(x_BTD)
+        if self.norm is None:
+            return x_BTD
         x_BTD = self.norm(x_BTD)
         return functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
+        return self.embed(tokens_BT) + self.positions(self.context.rows(positions))

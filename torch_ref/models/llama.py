@@ -84,10 +84,14 @@ class Llama(nn.Module):
         self.config = c
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(tokens_BT)
+        """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
+        there is no norm."""
+        x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)
         for block in self.layers:
             x_BTD = block(x_BTD, rotation)
+        if self.norm is None:
+            return x_BTD
         x_BTD = self.norm(x_BTD)
         return functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)

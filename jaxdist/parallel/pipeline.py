@@ -1,0 +1,316 @@
+"""Which stage of the mesh axis `pipeline` works on which microbatch when, and what stages send each other.
+
+S stages of v chunks of L/(Sv) blocks: chunk c of stage s is the (cS + s)-th part of the layers. One formula says when,
+for all schedules: stage s runs the forward pass of chunk c on microbatch gS + j at tick s + (gv + c)S + j, and the
+backward pass mirrored, from the last stage and chunk to the first, vS - 1 ticks later. Of one stage that is
+accumulation.
+
+| row | a tick is | a stage keeps | in torch |
+|---|---|---|---|
+| `Accumulation` | both passes: the axis has size 1 | nothing | a loop |
+| `GPipe` (arXiv:1811.06965) | a forward pass; when all are done, a backward pass | M + S - 1 inputs | `ScheduleGPipe` |
+| `OneFOneB` (arXiv:2104.04473) | both passes | 2S - 1 inputs, or with chunks 2S for each | `Schedule1F1B`, \
+`ScheduleInterleaved1F1B` |
+
+All stages run one program: a tick in which a stage has nothing to do costs as much as others, and is masked. M
+microbatches take Mv + S - 1 ticks of each pass, of which S - 1 are idle: the bubble, (S-1)/(Mv + S-1) of the time. What
+a stage keeps of a microbatch is its input; the backward pass computes the stage again. So each pass sends the x bytes
+of the activations of a microbatch once a tick, in all 2(Mv + S-1)x by `ppermute`; parameters outside of the blocks are
+those of all stages, and their gradients one all-reduce over `pipeline` a step. Embedding and head run in every stage,
+and count in the first and the last: no collective may stand in a branch that other devices do not take.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.collectives import Stages, one_stage, vary
+from jaxdist.config import ConfigError, Parallel
+
+AXIS = "pipeline"
+
+Arrays = dict[str, jax.Array]
+# (sinks, weights, part of the batch, stages) -> (loss to be differentiated, loss to be told), of this device
+Loss = Callable[[Arrays | None, Arrays, Any, Stages], tuple[jax.Array, jax.Array]]
+Sums = tuple[Arrays, jax.Array]  # gradients, and the loss that is told
+
+
+class Schedule(Protocol):
+    """In which order the microbatches go through the stages."""
+
+    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        """`start`, which is zero, plus the gradients by its sinks and the losses of all microbatches `parts` [M, ...],
+        as this device has them."""
+
+    def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        """What `function` of the weights makes of one microbatch that goes through all stages, on the last of them;
+        zeros on others."""
+
+    def order(self, layers: int) -> np.ndarray:
+        """The layers [L] in the order in which the devices hold them."""
+
+
+class Accumulation:
+    """One stage, which has all layers."""
+
+    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        def microbatch(total: Sums, part: Any) -> tuple[Sums, None]:
+            own = jax.grad(loss, has_aux=True)(start[0], weights, part, one_stage)
+            return jax.tree.map(jnp.add, total, own), None
+
+        return lax.scan(microbatch, start, parts)[0]
+
+    def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        return function(weights, one_stage)
+
+    def order(self, layers: int) -> np.ndarray:
+        return np.arange(layers)
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Which microbatch and chunk a stage has in its u-th slot: S stages, v chunks each, M microbatches."""
+
+    stages: int
+    chunks: int
+    microbatches: int
+
+    @property
+    def slots(self) -> int:
+        """Up to a stage's last one; some are empty where there are chunks and S does not divide the microbatches."""
+        groups, rest = divmod(self.microbatches - 1, self.stages)
+        return groups * self.chunks * self.stages + (self.chunks - 1) * self.stages + rest + 1
+
+    @property
+    def ticks(self) -> int:
+        """Of one pass, over all stages."""
+        return self.slots + self.stages - 1
+
+    def at(self, slot: Any) -> tuple[Any, Any, Any]:
+        """(microbatch, chunk, whether there is one), of arrays or numbers; within their ranges also where there is
+        none."""
+        group, place = slot // (self.chunks * self.stages), slot % self.stages
+        microbatch, chunk = group * self.stages + place, slot // self.stages % self.chunks
+        return microbatch.clip(0, self.microbatches - 1), chunk, (slot >= 0) & (microbatch < self.microbatches)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a stage's ticks in which it has nothing to do, counted."""
+        *_, busy = self.at(np.arange(self.ticks))
+        return 1 - float(busy.sum()) / self.ticks
+
+
+@dataclass(eq=False)
+class Stage:
+    """One of several stages: `received` goes into its blocks, or on the first what the model begins with; what they
+    make of it is `sent`, and on the last the model goes on with it. Others go on with zeros, of which no overflow
+    comes."""
+
+    received: Any
+    first: jax.Array
+    last: jax.Array
+    sent: Any = None
+
+    def __call__(self, blocks: Callable[[Any], Any], x: Any) -> Any:
+        self.sent = blocks(only(self.first, x, self.received))
+        return only(self.last, self.sent)
+
+
+def only(condition: jax.Array, tree: Any, other: Any = None) -> Any:
+    """`tree` where the condition holds, else `other` or zeros."""
+    if other is None:
+        other = jax.tree.map(jnp.zeros_like, tree)
+    return jax.tree.map(partial(jnp.where, condition), tree, other)
+
+
+def of_first(tree: Any) -> Any:
+    """On all stages what the first has."""
+    first = lax.axis_index(AXIS) == 0
+    return jax.tree.map(lambda a: lax.psum(jnp.where(first, a, jnp.zeros_like(a)), AXIS), tree)
+
+
+def pick(tree: Any, index: jax.Array) -> Any:
+    """One along the first axis."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+
+
+def shift(tree: Any, by: int) -> Any:
+    """From each stage to the one `by` further on; the last is followed by the first."""
+    n = lax.axis_size(AXIS)
+    return jax.tree.map(lambda a: lax.ppermute(a, AXIS, [(i, (i + by) % n) for i in range(n)]), tree)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Several stages. `stacked`: the names of the parameters of the layers."""
+
+    table: Timetable
+    stacked: frozenset[str]
+
+    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        raise NotImplementedError
+
+    def order(self, layers: int) -> np.ndarray:
+        parts = np.arange(layers).reshape(self.table.chunks, self.table.stages, -1)
+        return parts.swapaxes(0, 1).reshape(-1)
+
+    def chunk(self, arrays: Arrays, c: Any) -> Arrays:
+        """Those of one chunk of this stage, and what is outside of the layers."""
+
+        def own(a: jax.Array) -> jax.Array:
+            size = a.shape[0] // self.table.chunks
+            return lax.dynamic_slice_in_dim(a, c * size, size)
+
+        return {name: own(a) if name in self.stacked else a for name, a in arrays.items()}
+
+    def add(self, total: Arrays, own: Arrays, c: Any) -> Arrays:
+        """`total`, and the gradients of one chunk in their places."""
+
+        def placed(a: jax.Array, b: jax.Array) -> jax.Array:
+            size = b.shape[0]
+            sums = lax.dynamic_slice_in_dim(a, c * size, size) + b
+            return lax.dynamic_update_slice_in_dim(a, sums, c * size, 0)
+
+        return {name: placed(a, own[name]) if name in self.stacked else a + own[name] for name, a in total.items()}
+
+    def stage(self, received: Any, c: Any) -> Stage:
+        """This device's, with chunk c."""
+        i, ends = lax.axis_index(AXIS), (self.table.stages - 1, self.table.chunks - 1)
+        return Stage(received, first=(i == 0) & (c == 0), last=(i == ends[0]) & (c == ends[1]))
+
+    def nothing(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        """Zeros of the shape, dtype and type of what stages send each other."""
+        kinds: list[Any] = []
+
+        def look(blocks: Callable[[Any], Any], x: Any) -> Any:
+            y = blocks(x)
+            kinds.append(jax.tree.map(jax.typeof, y))
+            return y
+
+        jax.eval_shape(lambda: function(self.chunk(weights, 0), look))
+        if not kinds:
+            raise ConfigError(
+                f"parallel.mesh: axis pipeline = {self.table.stages} splits a stack of blocks, and the model applies "
+                "none by jaxdist.models.layers.scan_layers; use the axis fsdp"
+            )
+
+        def zeros(kind: Any) -> jax.Array:
+            return vary(jnp.zeros(kind.shape, kind.dtype), tuple(kind.manual_axis_type.varying))
+
+        return jax.tree.map(zeros, kinds[0])
+
+    def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
+        table = replace(self.table, microbatches=1)
+
+        def tick(x: Any, t: Any) -> tuple[Any, Any]:
+            here = self.stage(x, c := table.at(t - lax.axis_index(AXIS))[1])
+            made = function(self.chunk(weights, c), here)
+            return here.sent, only(here.last, made)
+
+        def on(x: Any, t: jax.Array) -> tuple[Any, None]:
+            return shift(tick(x, t)[0], 1), None
+
+        x, _ = lax.scan(on, self.nothing(function, weights), jnp.arange(table.ticks - 1))
+        return tick(x, table.ticks - 1)[1]
+
+    def run(self, loss: Loss, sinks: Arrays | None, weights: Arrays, parts: Any, x: Any, m: Any, c: Any) -> Any:
+        """A stage's forward pass: (what it sends, its parts of the losses)."""
+        here = self.stage(x, c)
+        losses = loss(sinks, self.chunk(weights, c), pick(parts, m), here)
+        return here.sent, only(here.last, losses)
+
+    def start(self, loss: Loss, weights: Arrays, parts: Any) -> Any:
+        """What there is to receive before anything was sent."""
+        return self.nothing(lambda weights, look: loss(None, weights, pick(parts, jnp.int32(0)), look), weights)
+
+
+class GPipe(Pipeline):
+    """All forward passes, then all backward passes: those of the derivative."""
+
+    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        def stage(sinks: Arrays, x: Any, m: jax.Array, c: jax.Array) -> Any:
+            # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
+            return self.run(loss, self.chunk(sinks, c), weights, parts, x, m, c)
+
+        def total(sinks: Arrays) -> tuple[jax.Array, jax.Array]:
+            def tick(x: Any, t: jax.Array) -> tuple[Any, Any]:
+                m, c, busy = self.table.at(t - lax.axis_index(AXIS))
+                sent, losses = jax.checkpoint(stage, prevent_cse=False)(sinks, x, m, c)
+                return shift(sent, 1), only(busy, losses)
+
+            losses = lax.scan(tick, self.start(loss, weights, parts), jnp.arange(self.table.ticks))[1]
+            scaled, told = (a.sum() for a in losses)
+            return scaled, told
+
+        return jax.tree.map(jnp.add, start, jax.grad(total, has_aux=True)(start[0]))
+
+
+class OneFOneB(Pipeline):
+    """One forward and one backward pass a tick, each of another microbatch: three scans of one tick, which begins
+    without the backward pass and ends without the forward pass."""
+
+    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        S, v, i = self.table.stages, self.table.chunks, lax.axis_index(AXIS)
+        behind = v * S - 1  # ticks from a microbatch's first forward pass to its first backward pass
+        places = 2 * S - 1 if v == 1 else 2 * S  # microbatches that a chunk has begun and not ended
+        sinks = self.chunk(start[0], 0)
+
+        def forward(x: Any, kept: Any, t: jax.Array) -> tuple[Any, Any]:
+            m, c, busy = self.table.at(t - i)
+            sent, _ = self.run(loss, None, weights, parts, x, m, c)
+
+            def keep(all: jax.Array, a: jax.Array) -> jax.Array:
+                return all.at[c, m % places].set(jnp.where(busy, a, all[c, m % places]))
+
+            return shift(sent, 1), jax.tree.map(keep, kept, x)
+
+        def backward(dy: Any, kept: Any, total: Sums, t: jax.Array) -> tuple[Any, Sums]:
+            m, c, busy = self.table.at(t - behind - (S - 1 - i))
+            c = v - 1 - c
+
+            def stage(sinks: Arrays, x: Any) -> Any:
+                sent, (scaled, told) = self.run(loss, sinks, weights, parts, x, m, c)
+                return (sent, scaled), told
+
+            x = jax.tree.map(lambda all: all[c, m % places], kept)
+            (_, scaled), back, told = jax.vjp(stage, sinks, x, has_aux=True)
+            of_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
+            gradients, dx = only(busy, back((of_sent, jnp.ones_like(scaled))))
+            return shift(dx, -1), (self.add(total[0], gradients, c), total[1] + only(busy, told))
+
+        def tick(carried: Any, t: jax.Array, begins: bool, ends: bool) -> tuple[Any, None]:
+            x, dy, kept, total = carried
+            if begins:
+                x, kept = forward(x, kept, t)
+            if ends:
+                dy, total = backward(dy, kept, total, t)
+            return (x, dy, kept, total), None
+
+        x = self.start(loss, weights, parts)
+        kept = jax.tree.map(lambda a: jnp.zeros_like(a, shape=(v, places, *a.shape)), x)
+        carried = (x, x, kept, start)
+        last = self.table.ticks
+        for first, end, begins, ends in (
+            (0, behind, True, False),
+            (behind, last, True, True),
+            (last, last + behind, False, True),
+        ):
+            carried, _ = lax.scan(partial(tick, begins=begins, ends=ends), carried, jnp.arange(first, end))
+        return carried[3]
+
+
+SCHEDULES: dict[str, type[Pipeline]] = {"GPipe": GPipe, "1F1B": OneFOneB, "Interleaved1F1B": OneFOneB}
+
+
+def schedule(parallel: Parallel, stages: int, microbatches: int, stacked: frozenset[str]) -> Schedule:
+    """The row for `parallel.pipeline_schedule` over an axis of this size."""
+    if stages == 1:
+        return Accumulation()
+    table = Timetable(stages, parallel.virtual_stages, microbatches)
+    return SCHEDULES[parallel.pipeline_schedule](table, stacked)

@@ -1,0 +1,244 @@
+"""What a schedule promises: when what is done, how long stages wait, how much they keep, and where layers lie."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxdist import metrics, traffic
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config import Checkpoint, ConfigError
+from jaxdist.conftest import GPT2, tiny
+from jaxdist.mesh import axes_of, make_mesh
+from jaxdist.parallel import pipeline
+from jaxdist.parallel.pipeline import OneFOneB, Pipeline, Timetable
+from jaxdist.program import Program
+from jaxdist.step_test import LOSS, STAGES, STATE, error, train
+from jaxdist.traffic_test import BOUND, ratios
+
+DEEP = dict(tiny().model.model_dump(), layers=4)
+
+
+def program(**sections: Any) -> Program:
+    experiment = tiny(**{"model": DEEP} | sections)
+    return Program(experiment, make_mesh(experiment, "cpu")[0])
+
+
+TABLES = [Timetable(S, v, M) for S in (1, 2, 3, 4) for v in (1, 2, 3) for M in (1, 2, 3, 4, 6, 8, 9)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_every_microbatch_goes_through_every_chunk_once_and_in_order(table: Timetable) -> None:
+    """Each at the tick after the stage before it, which is what a message that is sent on at once takes."""
+    S, v, M = table.stages, table.chunks, table.microbatches
+    done: dict[tuple[int, int], list[int]] = {}
+    for stage in range(S):
+        microbatches, chunks, busy = table.at(np.arange(table.ticks) - stage)
+        for tick in np.flatnonzero(busy):
+            done.setdefault((int(microbatches[tick]), int(chunks[tick]) * S + stage), []).append(int(tick))
+    assert done.keys() == {(m, part) for m in range(M) for part in range(S * v)}
+    for m in range(M):
+        ticks = [done[m, part] for part in range(S * v)]
+        assert ticks == [[ticks[0][0] + part] for part in range(S * v)]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_the_bubble_is_the_closed_form(table: Timetable) -> None:
+    """(p-1)/(m+p-1), and with v parts a stage (p-1)/(mv+p-1); more only where p does not divide m."""
+    S, v, M = table.stages, table.chunks, table.microbatches
+    least = (S - 1) / (M * v + S - 1)
+    assert table.bubble >= least - 1e-15
+    if v == 1 or M % S == 0:
+        assert table.bubble == pytest.approx(least, abs=1e-15)
+
+
+def test_the_bubble_is_reported() -> None:
+    p = program(**STAGES["interleaved"])
+    assert metrics.pipeline(p)["pipeline"] == {
+        "schedule": "Interleaved1F1B", "stages": 2, "virtual_stages": 2, "microbatches": 4,
+        "bubble": pytest.approx(1 / 9), "least_bubble": pytest.approx(1 / 9),
+    }  # fmt: skip
+    assert metrics.pipeline(program()) == {}
+
+
+def temporary(schedule: str, microbatches: int) -> int:
+    """Bytes of scratch memory of a compiled step, of sequences that are long beside the weights."""
+    chunks = {"Interleaved1F1B": 2}.get(schedule, 1)
+    p = program(
+        model=dict(DEEP, layers=8, positions=128),
+        data={"sequence": 128},
+        train={"batch": 32, "accumulation": microbatches} | {"batch": microbatches},
+        parallel={"mesh": "pipeline=4", "pipeline_schedule": schedule, "virtual_stages": chunks},
+        precision={"policy": "fp32"},
+    )
+    compiled = p.step.lower(p.abstract, p.abstract_batch).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+INPUT = 128 * 40 * 4  # bytes of what a stage keeps of a microbatch: T · D numbers
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_memory_does_not_grow_with_microbatches(schedule: str) -> None:
+    few, many = temporary(schedule, 8), temporary(schedule, 32)
+    assert many - few < 24 * INPUT / 10  # of a tenth of the inputs of 24 microbatches more
+
+
+def test_memory_of_gpipe_grows_with_them() -> None:
+    """Which the bound above would see."""
+    few, many = temporary("GPipe", 8), temporary("GPipe", 32)
+    assert 24 * INPUT <= many - few < 3 * 24 * INPUT
+
+
+SENDS = ["interleaved, 3 of 2", "2x2x2", "2x2x2 GPipe"]
+
+
+@pytest.mark.parametrize("case", SENDS)
+def test_sends_the_least(case: str) -> None:
+    found = ratios(program(**{"precision": {"policy": "bf16"}} | STAGES[case]))
+    assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in STAGES if case not in SENDS])
+def test_all_send_the_least(case: str) -> None:
+    found = ratios(program(**{"precision": {"policy": "fp32"}} | STAGES[case]))
+    assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
+
+
+def test_activations_once_a_tick() -> None:
+    """2(Mv + S-1) times B·T·D numbers of a microbatch."""
+    p = program(**STAGES["interleaved"])
+    e = p.experiment
+    ticks, numbers = 2 * (4 * 2 + 1), e.train.batch // 4 * e.data.sequence * e.model.dim
+    assert traffic.least_of_stages(e, axes_of(p.mesh)) == ticks * numbers * 8
+
+
+def test_layers_lie_in_the_order_of_stages() -> None:
+    p = program(model=dict(DEEP, layers=8), **STAGES["interleaved"])
+    assert p.layers.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    state = p.initialize()
+    alone = program(model=dict(DEEP, layers=8)).initialize()
+    for name, w in alone.parameters.items():
+        own = np.asarray(state.parameters[name])
+        np.testing.assert_array_equal(own, np.asarray(w)[p.layers] if name in p.stacked else w)
+        np.testing.assert_array_equal(np.asarray(p.in_order(state).parameters[name]), w)
+
+
+def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
+    """A checkpoint has the layers in order: 3 steps interleaved, and 3 on another mesh, are 6 on one device."""
+    first, second, alone = program(**STAGES["interleaved"]), program(parallel={"mesh": "fsdp=2"}), program()
+    given = batches(first.experiment, 6)
+    state = first.initialize()
+    for batch in given[:3]:
+        state, _ = first.step(state, first.place(batch))
+    with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
+        checkpoints.save(3, first.experiment, first.in_order(state))
+        checkpoints.wait()
+        state = second.placed(checkpoints.restore(3, second.abstract))
+    for batch in given[3:]:
+        state, values = second.step(state, second.place(batch))
+    other = alone.initialize()
+    for batch in given:
+        other, expected = alone.step(other, alone.place(batch))
+    assert float(values["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-12)
+    for name, w in other.parameters.items():
+        difference = np.asarray(state.parameters[name]) - np.asarray(w)
+        assert np.linalg.norm(difference) <= 1e-12 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("case", ["interleaved", *(pytest.param(c, marks=pytest.mark.slow) for c in ("1F1B", "2x2x2"))])
+def test_evaluates_as_one_device(case: str, batches: Any) -> None:
+    p, alone = program(**STAGES[case]), program()
+    batch = batches(p.experiment, 1)[0]
+    state, whole = p.initialize(), alone.initialize()
+    found, expected = (
+        [float(x) for x in q.evaluate(s.parameters, q.place(batch))] for q, s in ((p, state), (alone, whole))
+    )
+    assert found == pytest.approx(expected, rel=1e-13)
+    logits, right = (q.logits(s.parameters, batch.tokens) for q, s in ((p, state), (alone, whole)))
+    np.testing.assert_allclose(logits, right, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.slow
+def test_bf16_loses_no_more_than_without_stages(batches: Any) -> None:
+    curves = {}
+    for policy in ("fp64", "bf16"):
+        for name, case in (("stages", "1F1B"), ("alone", "")):
+            sections = {"precision": {"policy": policy}, "model": DEEP} | STAGES.get(case, {})
+            curves[policy, name] = train(tiny(**sections), batches, 6)[0][:, 0]
+    stages, alone = (np.abs(curves["bf16", name] / curves["fp64", name] - 1).max() for name in ("stages", "alone"))
+    assert 0 < stages < 4 * alone
+
+
+# ---- planted mistakes
+
+
+def wrong_microbatch(at: Any) -> Any:
+    """Every stage but the first takes the tokens and targets of the microbatch after the one that it receives."""
+
+    def wrong(self: Pipeline, loss: Any, sinks: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
+        other = jnp.where(lax.axis_index("pipeline") > 0, (m + 1) % self.table.microbatches, m)
+        return at(self, loss, sinks, weights, parts, x, other, c)
+
+    return wrong
+
+
+def sent_twice_as_far(shift: Any) -> Any:
+    """Activations skip a stage."""
+    return lambda tree, by: shift(shift(tree, by), by)
+
+
+def busy_always(at: Any) -> Any:
+    """Ticks in which a stage has nothing to do count."""
+
+    def wrong(self: Timetable, slot: Any) -> Any:
+        m, c, busy = at(self, slot)
+        return m, c, busy | True
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake"),
+    [
+        (Pipeline, "run", wrong_microbatch),
+        pytest.param(pipeline, "shift", sent_twice_as_far, marks=pytest.mark.slow),
+        pytest.param(Timetable, "at", busy_always, marks=pytest.mark.slow),
+    ],
+    ids=["microbatch", "shift", "busy"],
+)
+def test_planted_mistakes_are_caught(
+    owner: Any, name: str, mistake: Any, batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = train(tiny(model=DEEP), batches, 2)
+    monkeypatch.setattr(owner, name, mistake(getattr(owner, name)))
+    loss, state = error(train(tiny(model=DEEP, **STAGES["1F1B"]), batches, 2), right)
+    assert loss > LOSS and state > STATE
+
+
+def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage's gradient goes for that of all; the loss of the first step cannot tell."""
+    sections = {"model": GPT2 | {"layers": 4, "tied": True}}
+    right = train(tiny(**sections), batches, 2)
+    add = OneFOneB.add
+
+    def first_alone(self: Any, total: Any, own: Any, c: Any) -> Any:
+        first = lax.axis_index("pipeline") == 0
+        return add(self, total, own | {"embed.embedding": own["embed.embedding"] * first}, c)
+
+    monkeypatch.setattr(OneFOneB, "add", first_alone)
+    found = train(tiny(**sections, **STAGES["1F1B"]), batches, 2)
+    assert found[0][0, 0] == pytest.approx(right[0][0, 0], rel=LOSS)
+    assert math.fabs(found[0][1, 0] / right[0][1, 0] - 1) > LOSS
+
+
+def test_a_model_without_a_stack_is_refused(monkeypatch: pytest.MonkeyPatch, batches: Any) -> None:
+    monkeypatch.setattr("jaxdist.models.llama.scan_layers", lambda par, layers, x, *rest: x)
+    p = program(**STAGES["1F1B"])
+    with pytest.raises(ConfigError, match=r"axis pipeline = 4 splits a stack of blocks, .* use the axis fsdp"):
+        p.step.trace(p.abstract, p.abstract_batch)
