@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import loss_scale
 from jaxdist.collectives import TIME, Parallel, vary, wide
 from jaxdist.config.record import FUNCTIONS, LOGITS
-from jaxdist.data import IGNORED, Batch
+from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
@@ -123,7 +123,7 @@ class Recorder:
 
     program: Program
 
-    def __call__(self, state: TrainState, batch: Batch) -> dict[str, np.ndarray]:
+    def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
         """What `record.tensors` asks for of the step that begins with `state`, on the host."""
         every = self.program.experiment.record.tensors == "all"
         before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
@@ -134,7 +134,7 @@ class Recorder:
         inverse = np.argsort(self.program.order(self.program.experiment.data.sequence))
         return {n: a[:, inverse] if n.startswith(OF_TIMES) else a for n, a in found.items()}
 
-    def first_nonfinite(self, state: TrainState, batch: Batch) -> str | None:
+    def first_nonfinite(self, state: TrainState, batch: Batches) -> str | None:
         """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
         activations = self.forward(state, batch)
         kinds = {"weight": state.parameters, "activation": activations["activation"]}
@@ -157,15 +157,16 @@ class Recorder:
         step, program = self.program.step_function, self.program
         clip = clip_by_norm(program.experiment.optimizer.clip)
 
-        def function(state: TrainState, batch: Batch) -> dict[str, Any]:
-            loss, gradients = step.gradient(state, batch)
+        def function(state: TrainState, batch: Batches) -> dict[str, Any]:
+            loss, gradients, statistics = step.gradient(state, batch)
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
-            after = step.update(state, gradients, loss, norm)
+            after = step.update(state, gradients, statistics, loss, norm)
             stages = {"gradient": gradients, "clipped": clipped, **kept_of(after.optimizer)}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
 
-        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in program.layouts.items()}
+        layouts = {name: layout for name, layout in program.layouts.items() if not layout.statistic}
+        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in layouts.items()}
         specs = dict.fromkeys(("gradient", "clipped", *program.experiment.optimizer.kept), pieces)
         return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
 
@@ -179,7 +180,7 @@ class Recorder:
             shapes[name] = jax.typeof(y)
             return y
 
-        def see(state: TrainState, batch: Batch) -> jax.Array:
+        def see(state: TrainState, batch: Batches) -> jax.Array:
             return lax.psum(self.loss(look, state, batch), TOKENS)
 
         def axes(value: Any) -> tuple[str, ...]:
@@ -194,7 +195,7 @@ class Recorder:
 
         jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
 
-        def function(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+        def function(state: TrainState, batch: Batches) -> dict[str, Arrays]:
             def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
                 noted: Arrays = {}
 
@@ -213,14 +214,14 @@ class Recorder:
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
 
-        def ordered(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+        def ordered(state: TrainState, batch: Batches) -> dict[str, Arrays]:
             found = run(state, batch)  # jit sorts by name
             orders = {"activation": list(shapes), "activation_gradient": list(shapes)[::-1]}
             return {kind: {name: found[kind][name] for name in order} for kind, order in orders.items()}
 
         return ordered
 
-    def loss(self, note: Note, state: TrainState, batch: Batch) -> jax.Array:
+    def loss(self, note: Note, state: TrainState, batch: Batches) -> jax.Array:
         """This device's part of the scaled loss of the global batch, its activations passed through `note`.
 
         What a model adds is here that of one microbatch, whatever `train.accumulation` is.
@@ -228,5 +229,5 @@ class Recorder:
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
-            loss, added = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
-        return (loss / count + added) * loss_scale.factor(state.scaling)
+            loss, made = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
+        return (loss / count + made.added) * loss_scale.factor(state.scaling)

@@ -32,14 +32,23 @@ RULES: dict[str, str | None] = {
     "hidden": "tensor",
     "experts": "expert",
     "choices": None,
+    "kernel": None,
+    "channels": None,
+    "filters": None,
+    "classes": None,
+    "statistic": None,
 }
+WHOLE = ("classes",)  # a vector of these is whole on each device: there are as many as the data have
+BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are gathered again for the backward pass
 
 
 class Cut(NamedTuple):
-    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`."""
+    """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`; over
+    `copies` it is the same on devices with other tokens."""
 
     dim: int
     axes: tuple[str, ...]
+    copies: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,20 +86,26 @@ def strategy(parallel: Parallel) -> Strategy:
 
 @dataclass(frozen=True)
 class Layout:
-    """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation."""
+    """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation.
+
+    A `statistic` is not trained, but counted or averaged in the forward pass; it is whole on each device.
+    """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     mean: float
     std: float
+    statistic: bool = False
 
     @property
     def cut(self) -> Cut:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
         dim = (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
-        return Cut(dim, tuple(axis for axis in SHARDS if axis not in self.given))
+        whole = self.statistic or self.axes in [(axis,) for axis in WHOLE]
+        axes = () if whole else tuple(axis for axis in SHARDS if axis not in self.given)
+        return Cut(dim, axes, tuple(axis for axis in TOKENS if axis not in (*axes, *self.given)))
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -100,7 +115,7 @@ class Layout:
     @property
     def tokens(self) -> tuple[str, ...]:
         """The mesh axes over which its gradients are summed: devices with other tokens and the same weights."""
-        return ("data", *self.cut.axes)
+        return (*self.cut.copies, *self.cut.axes)
 
     @property
     def decays(self) -> bool:

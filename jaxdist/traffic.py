@@ -14,9 +14,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
-from jaxdist.config import Experiment, Mixture
-from jaxdist.sharding import BATCH, TOKENS, Layout, strategy
+from jaxdist.config import GPT2, Experiment, Llama, Mixture, ResNet
+from jaxdist.sharding import BATCH, BLOCKS, TOKENS, Layout, strategy
 
+Attends = Llama | GPT2 | Mixture
 KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -97,13 +98,16 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
-    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`.
+    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`, and
+    what batch norms do, the only activations of a ResNet that meet, at `least_of_statistics`.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
     a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
     """
     e, model, tensor = experiment, experiment.model, mesh["tensor"]
+    if isinstance(model, ResNet):
+        return dict(Counter(least_of_parameters(e, layouts, mesh)) + Counter(least_of_statistics(e, layouts, mesh)))
     compute = ITEMSIZE[str(e.precision.compute)]
     tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS)  # all microbatches together
     again = recomputed(e) * model.layers
@@ -123,7 +127,26 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * e.train.accumulation, tensor)
     found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
-    return dict(found + Counter({"context": least_of_attention(e, mesh)}) + Counter(least_of_experts(e, mesh)))
+    found += Counter({"context": least_of_attention(e, model, mesh)})
+    return dict(found + Counter(least_of_experts(e, mesh)))
+
+
+def least_of_statistics(
+    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """Least bytes a device must send per step for batch norms, by mesh axis.
+
+    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
+    own the first's running statistics are sent to the others, once a step.
+    """
+    e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
+    running = max(ITEMSIZE[str(e.precision.parameters)], 4)
+    statistics = [math.prod(layout.shape) for layout in layouts.values() if layout.statistic]
+    counts = statistics.count(1)
+    sums = 2 * (sum(statistics) - counts) * wide * e.train.accumulation
+    kept = (sum(statistics) - counts) * running + counts * 4
+    size = sums if e.parallel.batch_norm == "global" else kept
+    return {first(mesh, TOKENS): ring_bytes("all_reduce", size, math.prod(mesh[axis] for axis in TOKENS))}
 
 
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
@@ -131,12 +154,12 @@ def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
     return next((axis for axis in axes if mesh[axis] > 1), axes[0])
 
 
-def least_of_attention(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+def least_of_attention(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:
     """Least bytes a device must send per step for all times to meet, as `parallel/context.py` says of each block.
 
     What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
     """
-    e, m, n = experiment, experiment.model, mesh["context"]
+    e, m, n = experiment, model, mesh["context"]
     if n == 1:
         return 0.0
     compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * m.layers
@@ -208,20 +231,24 @@ def least_of_parameters(
     e, row, m = experiment, strategy(experiment.parallel), experiment.train.accumulation
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
-    replicas = mesh["data"]
     total: dict[str, float] = defaultdict(float)
     for layout in layouts.values():
-        everywhere, shards = first(mesh, layout.tokens), first(mesh, layout.cut.axes)
+        if layout.statistic:
+            continue
+        everywhere, shards = first(mesh, layout.tokens), first(mesh, layout.cut.axes or layout.tokens)
         n = math.prod(mesh[axis] for axis in layout.cut.axes)
         size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.given)
         if not row.optimizer:
-            total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
+            total[everywhere] += ring_bytes(
+                "all_reduce", size * reduced, math.prod(mesh[axis] for axis in layout.tokens)
+            )
             continue
-        total["data"] += ring_bytes("all_reduce", size / n * reduced, replicas)
+        copies = math.prod(mesh[axis] for axis in layout.cut.copies)
+        total[first(mesh, layout.cut.copies)] += ring_bytes("all_reduce", size / n * reduced, copies)
         total[shards] += ring_bytes("reduce_scatter", size * reduced, n) * (m if row.gradients else 1)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
-            again = 0.0 if "layers" not in layout.axes else 1.0 if layout.decays else recomputed(e)
+            again = 0.0 if not layout.name.startswith(BLOCKS) else 1.0 if layout.decays else recomputed(e)
             total[shards] += ring_bytes("all_gather", size * compute, n) * ((1 + again) * m if row.reshards else 1)
         else:
             total[shards] += ring_bytes("all_gather", size * at_rest, n)

@@ -18,7 +18,8 @@ LEAVES = {
     "embedding": ("weight", False),
     "scale": ("weight", False),
     "bias": ("bias", False),
-}
+} | {name: (name, False) for name in ("running_mean", "running_var", "num_batches_tracked")}
+CONVOLUTION = (3, 2, 0, 1)  # the axes of a kernel [Y, X, in, out] in torch's order
 
 # Modules that hold others, beside those with parameters, by family: ours -> Hugging Face's.
 CONTAINERS = {
@@ -53,8 +54,13 @@ def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
             parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
         else:
             parts = {f"{module}.{new}": array}
-        named |= {key: w.swapaxes(-1, -2) if transposed else w for key, w in parts.items()}
+        named |= {key: turned(w) if transposed else w for key, w in parts.items()}
     return named
+
+
+def turned(kernel: np.ndarray) -> np.ndarray:
+    """A matrix, those of all experts, or a convolution's kernel as torch has it."""
+    return kernel.transpose(CONVOLUTION) if kernel.ndim == len(CONVOLUTION) else kernel.swapaxes(-1, -2)
 
 
 def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:

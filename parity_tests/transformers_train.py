@@ -45,7 +45,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
-from jaxdist.data import IGNORED, Dataset, in_steps, open_dataset
+from jaxdist.data import IGNORED, Dataset, dataset_of, in_steps
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_offload(experiment)
     plan = launch.plan(experiment.parallel, a.device)
     experiment.check_mesh(plan.axes)
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    dataset = dataset_of(experiment)
     folder = RunFolder(a.output, experiment)
     launch.start(plan, partial(train, experiment.on_data(dataset.fingerprint), plan, dataset, a.init, folder))
 

@@ -29,14 +29,14 @@ from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.optim import Optimizer
-from torch_ref.weights import fill, named
+from torch_ref.weights import fill, held
 
 DAMAGE = (OSError, EOFError, ValueError, KeyError, RuntimeError, AttributeError, UnpicklingError, CheckpointException)
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What is saved, sharing memory with model and optimizer."""
-    state = {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
+    state = {"model": dict(held(model)), "optimizer": {"state": optimizer.state_dict()}}
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
@@ -77,10 +77,10 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
         same_model(config, read_experiment(found).model, f"--init {path}")
-        load(found, {"model": dict(named(model))})
+        load(found, {"model": dict(held(model))})
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
-        check_shapes(f"--init {path}", weights.shapes(), {name: tuple(p.shape) for name, p in named(model)})
+        check_shapes(f"--init {path}", weights.shapes(), {name: tuple(p.shape) for name, p in held(model)})
         fill(model, lambda name, _: weights.read(name))
     else:
         raise ConfigError(

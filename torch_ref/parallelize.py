@@ -34,8 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from torch_ref.context import Context, Gathered
 from torch_ref.experts import AllToAll, Dispatch, spread
+from torch_ref.images import AllImages
 from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
-from torch_ref.models import GPT2, Mixtral
+from torch_ref.models import GPT2, Mixtral, ResNet
+from torch_ref.models.resnet import BatchNorm
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
@@ -48,6 +50,8 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> n
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     if isinstance(model, Mixtral):
         expert_parallel(model, mesh, experiment.parallel.sequence)
+    if experiment.parallel.batch_norm == "global":
+        model = of_all_images(model, mesh)
     if axis_size(mesh, "context") > 1:
         context_parallel(model, mesh["context"])
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
@@ -56,6 +60,8 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> n
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model, in order."""
+    if isinstance(model, ResNet):
+        return [block for stage in model.stages for block in stage.children()]
     return list(model.get_submodule("layers").children())
 
 
@@ -146,6 +152,19 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             module.context = Gathered(mesh)  # type: ignore[assignment]
 
 
+def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Batch norms over the images of all ranks: torch's own on GPUs, all-reduced sums on the CPU."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    if not norms:
+        return model
+    group = over(mesh, *TOKENS).get_group()
+    if mesh.device_type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    for norm in norms:
+        norm.images = AllImages(group)
+    return model
+
+
 KEPT = {
     # Results of matrix products and of the sums over ranks after them. Batched products are attention's own:
     # recomputed, but for the fused kernels.
@@ -234,7 +253,9 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     if whole and not mixed and axis_size(mesh, "tensor") * axis_size(mesh, "expert") == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
-        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
+        ddp = DistributedDataParallel(
+            model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
+        )
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 

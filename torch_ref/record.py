@@ -25,7 +25,7 @@ from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import FAMILIES
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer
-from torch_ref.step import Tokens, Watch
+from torch_ref.step import Rows, Watch
 from torch_ref.weights import local, named, place
 
 Arrays = dict[str, np.ndarray]
@@ -174,7 +174,7 @@ class Recorder:
         self.length = experiment.data.sequence // mesh["context"].size()
 
     @contextmanager
-    def watching(self, step: int, batch: Tokens) -> Iterator[Watch]:
+    def watching(self, step: int, batch: Rows) -> Iterator[Watch]:
         """Around a step: yields what it is to call between its stages; of a step in `steps` a record is written."""
         if step not in self.steps or self.folder is None:
             yield lambda stage: None

@@ -14,16 +14,18 @@ from torch.nn import functional
 
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
-from torch_ref.mesh import TOKENS
+from torch_ref.images import statistics_of_the_first
+from torch_ref.mesh import TOKENS, over
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer, clip
 from torch_ref.parallelize import microbatch, reshard
 
 
-class Tokens(NamedTuple):
-    """This rank's rows and times: tokens and targets, int64 [B, T]; IGNORED targets have no loss."""
+class Rows(NamedTuple):
+    """This rank's rows: tokens and targets, int64 [B, T], of its times; or images, float32 [B, Y, X, C], and classes,
+    int64 [B]. IGNORED targets have no loss."""
 
-    tokens: Tensor
+    inputs: Tensor
     targets: Tensor
 
 
@@ -48,7 +50,7 @@ Watch = Callable[[str], None]
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: Tokens,
+    batch: Rows,
     experiment: Experiment,
     mesh: DeviceMesh,
     step: int,
@@ -67,9 +69,10 @@ def train_step(
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
     parts = experiment.train.accumulation
     total = torch.zeros((), dtype=torch.float64, device=count.device)
-    for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+    before = [buffer.clone() for buffer in model.buffers()]
+    for i, (inputs, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
         with microbatch(model, experiment.parallel, last=i == parts - 1):
-            logits, added = forward(model, tokens)
+            logits, added = forward(model, inputs)
             loss = cross_entropy(logits, targets) / count
             optimizer.scaler.scale(loss + added / parts).backward()
         total += loss.detach()
@@ -78,22 +81,37 @@ def train_step(
     norm = clip(model.parameters(), experiment.optimizer.clip)
     watch("clipped")
     values = Values(sum_over_batch(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
-    taken = values.finite and step not in experiment.train.skip
+    met = step not in experiment.train.skip
+    taken = values.finite and met
+    keep_statistics(model, experiment, mesh, before, moved=met and math.isfinite(values.loss))
     return values._replace(learning_rate=optimizer.step(step, taken))
 
 
-def forward(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Tensor | int]:
+@torch.no_grad()
+def keep_statistics(
+    model: nn.Module, experiment: Experiment, mesh: DeviceMesh, before: list[Tensor], moved: bool
+) -> None:
+    """Running statistics as the forward passes moved them, of each rank's own the first's; or those of `before`, where
+    the step is to be skipped or its loss is not finite."""
+    if not moved:
+        for buffer, old in zip(model.buffers(), before, strict=True):
+            buffer.copy_(old)
+    elif before and experiment.parallel.batch_norm == "replica":
+        statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
+
+
+def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | int]:
     """Logits, and this rank's part of what the model adds to the loss: a mixture its balance, others 0."""
-    made = model(tokens_BT)
+    made = model(inputs)
     return made if isinstance(made, tuple) else (made, 0)
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [..., V]: sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
 
     Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
     """
-    logits, targets = wide(logits_BTV).flatten(0, 1), targets_BT.flatten()
+    logits, targets = wide(logits).flatten(0, -2), targets.flatten()
     loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
@@ -106,10 +124,12 @@ def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, float]:
-    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
+def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images."""
+    model.eval()  # by running statistics
     with loss_parallel():
-        loss = cross_entropy(forward(model, batch.tokens)[0], batch.targets)
+        loss = cross_entropy(forward(model, batch.inputs)[0], batch.targets)
+    model.train()
     reshard(model)
     count = (batch.targets != IGNORED).sum()
     return sum_over_batch(loss.double(), mesh).item(), sum_over_batch(count, mesh).item()

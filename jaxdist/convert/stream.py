@@ -87,11 +87,15 @@ class Recut(ABC):
 
     def _leaves(self, group: str) -> Leaves:
         found: dict[str, Leaf] = {}
-        for unit in self.units:
+        for unit in self.units_of(group):
             dtype = self._dtype(group, unit)
             for target in unit.targets:
                 found[target.name] = Leaf(target.shape, dtype, partial(self.read, group, unit, target.name))
-        return {name: found[name] for name in self.entries}
+        return {name: found[name] for name in self.entries if name in found}
+
+    def units_of(self, group: str) -> list[Unit]:
+        """Those of a group, which an optimizer's has not of what is not trained."""
+        return [unit for unit in self.units if unit.sources[0].name in self.given[group]]
 
     def read(self, group: str, unit: Unit, name: str) -> np.ndarray:
         """One tensor of the target, for which all of its unit is read."""
@@ -146,7 +150,9 @@ class Recut(ABC):
                 self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
-        return [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
+        found = product(self.units, groups)
+        jobs = ((unit, group) for unit, group in found if unit.sources[0].name in self.given[group])
+        return [Job(self._cost(group, unit), group, unit) for unit, group in jobs]
 
     def _cost(self, group: str, unit: Unit) -> int:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
