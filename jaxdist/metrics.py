@@ -73,11 +73,12 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     analysis = compiled.memory_analysis()
     state = state or program.abstract
     host = held((state.parameters, state.optimizer), offloaded=True)
-    statistics = held({n: a for n, a in state.parameters.items() if program.layouts[n].statistic})
+    running = {n: a for n, a in state.parameters.items() if program.layouts[n].statistic}
+    statistics = held(running)
     seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
         "parameters": held(state.parameters) - statistics,
-        "gradients": accumulated(traced.jaxpr),
+        "gradients": accumulated(traced.jaxpr) - held([a for a in running.values() if a.ndim]),
         "optimizer_state": held(state.optimizer),
         "host": host,
         "temporary": analysis.temp_size_in_bytes,

@@ -50,6 +50,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+class AsItIs(Rematerialize):
+    """Blocks as they are: what is noted within one must be seen outside of it."""
+
+    def block(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        return block
+
+
+KEPT = AsItIs("none", 1)
+
+
 @dataclass
 class Taps:
     """Within `installed`, what the modules of a model return passes through `note`, with the module's path.
@@ -126,11 +136,16 @@ class Recorder:
     def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
         """What `record.tensors` asks for of the step that begins with `state`, on the host."""
         every = self.program.experiment.record.tensors == "all"
+        # Where batch norms see one microbatch at a time, a forward pass of the whole batch is another.
+        looks = every and self.program.dealt is None
         before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
-        kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
+        kinds = before | (self.forward(state, batch) if looks else {}) | self.update(state, batch)
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+        if self.program.experiment.model.takes == "images":
+            rows = slice(None) if self.program.dealt is None else np.argsort(self.program.dealt)
+            return {n: a[rows] if n.startswith("batch/") else a for n, a in found.items()}
         inverse = np.argsort(self.program.order(self.program.experiment.data.sequence))
         return {n: a[:, inverse] if n.startswith(OF_TIMES) else a for n, a in found.items()}
 
@@ -187,6 +202,8 @@ class Recorder:
             return tuple(value.manual_axis_type.varying)
 
         def spec(value: Any) -> P:
+            if self.program.experiment.model.takes == "images":
+                return P(TOKENS)
             dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
             if "tensor" in axes(value):  # which splits heads or columns, or times
                 own_times = value.shape[TIME] < sequence // axes_of(self.program.mesh)["context"]
@@ -229,5 +246,7 @@ class Recorder:
         step = self.program.step_function
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         with Taps(note).installed(step.model) as model:
-            loss, made = replace(step, model=model).loss(None, step.gathered(state.parameters), batch)
+            loss, made = replace(step, model=model, rematerialize=KEPT).loss(
+                None, step.gathered(state.parameters), batch
+            )
         return (loss / count + made.added) * loss_scale.factor(state.scaling)

@@ -12,13 +12,16 @@ from torch_ref.hf import TABLES as MODULES
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # weights that are not trained
+
 # JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
 LEAVES = {
     "kernel": ("weight", True),
     "embedding": ("weight", False),
     "scale": ("weight", False),
     "bias": ("bias", False),
-} | {name: (name, False) for name in ("running_mean", "running_var", "num_batches_tracked")}
+} | {name: (name, False) for name in STATISTICS}
+IMAGES = ("stem", "stages.")  # modules whose outputs are [B, Y, X, C] in JAX, [B, C, Y, X] in torch
 CONVOLUTION = (3, 2, 0, 1)  # the axes of a kernel [Y, X, in, out] in torch's order
 
 # Modules that hold others, beside those with parameters, by family: ours -> Hugging Face's.
@@ -68,6 +71,8 @@ def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
     named: Arrays = {}
     for key, array in record.items():
         kind, _, name = key.partition("/")
+        if kind.startswith("activation") and name.startswith(IMAGES):
+            array = np.moveaxis(array, -1, 1)
         renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
         named |= {f"{kind}/{new}": a for new, a in renamed.items()}
     return named

@@ -4,21 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tomli_w
 
+from parity_tests.cases import IMAGES, write_images
 from parity_tests.conftest import FIGURES, STEPS, run
 from parity_tests.experts_test import misplaced, worst
 from parity_tests.parity_test import Record, measured
 from parity_tests.run import JAX, Run
 
 SIDES = ("jaxdist", "torch_ref")
-# Classes that no mesh divides: the head's bias is whole on each device.
-MODEL: dict[str, Any] = {
-    "family": "resnet", "block": "bottleneck", "depths": [2, 1], "widths": [32, 48], "stem": 8, "channels": 3,
-    "image": 12, "classes": 6, "init_std": 0.1,
-}  # fmt: skip
 ACCUMULATION = {"train.accumulation": 2}
 QUICK: dict[str, Any] = {"mesh": "4x1", **ACCUMULATION}
 SLOW: dict[str, dict[str, Any]] = {
@@ -36,15 +31,6 @@ SLOW: dict[str, dict[str, Any]] = {
 Imaged = Callable[..., Run]
 
 
-def write_images(file: Path) -> None:
-    """Images of uneven brightness, in which classes differ by a pattern."""
-    random = np.random.default_rng(0)
-    labels = random.integers(MODEL["classes"], size=200)
-    patterns = random.normal(size=(MODEL["classes"], 12, 12, 3))
-    images = patterns[labels] + random.normal(size=(200, 12, 12, 3)) + random.normal(size=(200, 1, 1, 1))
-    np.savez(file, images=images.astype(np.float32), labels=labels)
-
-
 @pytest.fixture(scope="module")
 def imaged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Imaged:
     """imaged(side, settings) -> Run of 20 steps from a common start; the same settings are run once."""
@@ -54,7 +40,7 @@ def imaged(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
     folder, known = tmp_path_factory.mktemp("images"), dict[Any, Run]()
     write_images(folder / "images.npz")
     values = {
-        "model": MODEL,
+        "model": IMAGES,
         "data": {"path": str(folder / "images.npz"), "pixel_mean": [0.1, 0.2, 0.3]},
         "train": {"steps": STEPS, "batch": 16, "validation_batches": 0},
         "optimizer": {"learning_rate": 0.01, "warmup": 3, "clip": 0.5},

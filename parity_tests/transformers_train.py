@@ -37,6 +37,7 @@ from jaxdist.config import (
     Mixture,
     Optimizer,
     Parallel,
+    ResNet,
     RunFolder,
     check_finite,
     exit_codes,
@@ -109,6 +110,10 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         raise ConfigError(
             f"model.family = {experiment.model.family}: transformers 5 stacks experts in tensors that the proof has no "
             "names for; use --against torch, or a run folder under the names of Hugging Face's files"
+        )
+    if isinstance(experiment.model, ResNet):
+        raise ConfigError(
+            "model.family = resnet: a loop of transformers' is proved with tokens alone; use --against torch"
         )
     axes = parallel.axes()
     mesh = f"data={axes['data']},fsdp={axes['fsdp']}"

@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
-from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
@@ -184,6 +184,12 @@ class Conversion(Recut):
     @cached_property
     def entries(self) -> dict[str, Entry]:
         return entries(self.naming, self.content.experiment.model)
+
+    def _dtype(self, group: str, unit: Unit) -> np.dtype:
+        """Counts of batches are of 64 bits in torch, of 32 in JAX."""
+        dtype = super()._dtype(group, unit)
+        counts = np.dtype(np.int32 if self.naming in (OWN, LAYERS) else np.int64)
+        return counts if dtype.kind == "i" else dtype
 
     def twins(self, kind: str) -> dict[str, str]:
         """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""

@@ -43,7 +43,7 @@ def test_pixels_are_normalized(tmp_path: Path) -> None:
     images = RANDOM.integers(0, 256, (3, 5, 5, 3), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(3, int))
     found = opened(tmp_path / "a.npz", MODEL | {"channels": 3}, validation=0, shuffle=False, pixel_mean="0.1,0.2,0.3")
-    order = found.batch(1, 3, 0).images + np.float32([0.1, 0.2, 0.3])
+    order = found.batch(1, 3, 0).images + np.array([0.1, 0.2, 0.3], np.float32)
     assert np.allclose(sorted(order.sum((1, 2, 3))), sorted(images.sum((1, 2, 3)) / 255))
 
 
@@ -61,7 +61,10 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     ("arrays", "told"),
     [
         ({"images": np.zeros((3, 6, 6)), "labels": np.zeros(3, int)}, r"images are \[6, 6, 1\], where model.image = 5"),
-        ({"images": np.zeros((3, 5, 5)), "labels": np.full(3, 7)}, r"labels from 7 to 7, where model.classes = 4; give 8"),
+        (
+            {"images": np.zeros((3, 5, 5)), "labels": np.full(3, 7)},
+            "labels from 7 to 7, where model.classes = 4; give 8",
+        ),
         (
             {"images": np.zeros((3, 5, 5)), "labels": np.zeros(2, int)},
             r"labels int64 \[2\]; give images \[N, Y, X, C\]",
@@ -70,7 +73,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_images(tmp_path: Path, arrays: dict[str, np.ndarray], told: str) -> None:
-    np.savez(tmp_path / "a.npz", **arrays)
+    np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=told):
         opened(tmp_path / "a.npz")
 
