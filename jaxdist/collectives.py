@@ -16,6 +16,7 @@ a strategy shards over fsdp it shards over expert and context too, but for exper
 | `experts` | over expert: `parallel/experts.py` | the same |
 | `stages` | over pipeline: `parallel/pipeline.py` | the same |
 | `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
+| `of_images`, but `replica` | all-reduce of 2C numbers a batch norm, over all axes that split images | the same |
 | `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
 | `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
@@ -35,11 +36,12 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
 
 from jaxdist.config import Precision
 from jaxdist.data import IGNORED
 from jaxdist.memory import on_device
-from jaxdist.sharding import TOKENS, Cut, Strategy
+from jaxdist.sharding import PARTS, TOKENS, Cut, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
 TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
@@ -146,16 +148,16 @@ class Parallel:
     dispatch: Dispatch
     sequence: bool = False
     stages: Stages = one_stage
+    batch_norm: str = "global"
 
     def use(self, module: M) -> M:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
         graph, state = nnx.split(module)
-        whole = jax.tree.map(
-            lambda p: p.replace(_whole(self, p.cut, *p.get_value())),
-            state,
-            is_leaf=lambda x: isinstance(x, nnx.Param),
-        )
-        return nnx.merge(graph, whole)
+
+        def whole(v: nnx.Variable) -> nnx.Variable:
+            return v.replace(_whole(self, v.cut, *v.get_value())) if isinstance(v, nnx.Param) else v
+
+        return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def enter(self, x: jax.Array) -> jax.Array:
         """Before a column-parallel product: the same x on each tensor device, whose gradients are summed.
@@ -193,6 +195,29 @@ class Parallel:
     def of_all_tokens(self, sums: jax.Array) -> jax.Array:
         """Sums over the microbatch of all devices. No gradient goes through it."""
         return lax.psum(lax.stop_gradient(sums), TOKENS)
+
+    def of_images(self, sums: jax.Array) -> jax.Array:
+        """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
+        return lax.psum(sums, PARTS) if self.batch_norm == "global" else sums
+
+    def normalized_together(self, count: int) -> int:
+        """How many images these are, of which this device has `count`."""
+        return count * int(lax.axis_size(PARTS)) if self.batch_norm == "global" else count
+
+    def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Running statistics as microbatches move them: one of all devices, or each device's own."""
+        if self.batch_norm == "global":
+            return statistics
+        return {name: vary(s, PARTS) if s.ndim else s for name, s in statistics.items()}  # all count alike
+
+    def kept_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Of each device's own those of the first, as DDP keeps them."""
+        if self.batch_norm == "global":
+            return statistics
+        vectors = {name: s for name, s in statistics.items() if s.ndim}
+        flat, whole = ravel_pytree(vectors)
+        kept = lax.psum(jnp.where(lax.axis_index(PARTS) == 0, flat, 0), PARTS)
+        return statistics | whole(kept)
 
     def own_times(self, table_TD: jax.Array) -> jax.Array:
         """The rows of the times that this device has between `leave` and `enter`."""

@@ -1,4 +1,4 @@
-"""Mean loss and perplexity of a checkpoint, or its logits: `python -m jaxdist.evaluate --checkpoint DIR`."""
+"""Loss and perplexity, or accuracy, of a checkpoint, or its logits: `python -m jaxdist.evaluate --checkpoint DIR`."""
 
 import argparse
 import json
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, perplexity, say
-from jaxdist.data import IGNORED, Split, open_dataset
+from jaxdist.data import IGNORED, Split, dataset_of
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
@@ -35,29 +35,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         from_first(partial(write, a.logits, logits))
         say(f"{where}: wrote logits {logits.shape} to {a.logits}")
         return
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    dataset = dataset_of(experiment)
     check_same("data.fingerprint", dataset.fingerprint)
     split: Split = "train" if a.data else "validation"
     sequences, size = dataset.sequences(split), experiment.train.batch
     if not sequences:
         raise ConfigError(f"the {split} split of {a.checkpoint} holds no sequence; give data by --data FILE")
     parameters = load_weights(program, a.checkpoint, a.ema)
-    total = count = 0.0
+    total = count = right = 0.0
     steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
         batch = dataset.batch(step, size, 0, split=split, rows=program.rows)
         left = sequences - (step - 1) * size - program.rows.start
         batch.targets[max(0, left) :] = IGNORED  # the last batch goes round to the first sequences
-        loss, tokens = program.evaluate(parameters, program.place(batch))
-        total, count = total + float(loss), count + float(tokens)
+        found = program.evaluate(parameters, program.place(batch))
+        total, count, right = total + float(found.loss), count + float(found.count), right + float(found.right)
     if not math.isfinite(total):
         raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {total}; use one from before it diverged")
-    result = {"loss": total / count, "perplexity": perplexity(total / count), "tokens": int(count)}
-    say(
-        json.dumps(result)
-        if a.json
-        else f"{where}: loss {result['loss']:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
-    )
+    loss = total / count
+    if experiment.model.takes == "images":
+        result = {"loss": loss, "accuracy": right / count, "images": int(count)}
+        told = f"loss {loss:.6f}, accuracy {right / count:.2%}, {int(count):,} images"
+    else:
+        result = {"loss": loss, "perplexity": perplexity(loss), "tokens": int(count)}
+        told = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
+    say(json.dumps(result) if a.json else f"{where}: {told}")
 
 
 def write(file: Path, logits: np.ndarray) -> None:
@@ -138,6 +140,8 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 2 or not tokens.size or tokens.dtype.kind not in "iu":
         found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "several arrays"
         raise ConfigError(f"--tokens {path}: {found}; give one array of integers [B, T]")
+    if not isinstance(experiment.model, Decoder):
+        raise ConfigError(f"--tokens {path}: model.family = {experiment.model.family} takes images; leave it out")
     if tokens.min() < 0 or tokens.max() >= experiment.model.vocab:
         raise ConfigError(
             f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}; "

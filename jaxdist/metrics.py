@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import __version__, arithmetic, optim, traffic
-from jaxdist.config import Experiment, Mixture, Optimizer
+from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
 from jaxdist.config.hardware import peak_flops
 from jaxdist.memory import HOST
 from jaxdist.mesh import axes_of
@@ -24,7 +24,7 @@ WARM_UP = 2  # steps left out of medians
 
 
 def parameter_count(layouts: Mapping[str, Layout]) -> int:
-    return sum(math.prod(layout.shape) for layout in layouts.values())
+    return sum(math.prod(layout.shape) for layout in layouts.values() if not layout.statistic)
 
 
 def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
@@ -32,9 +32,13 @@ def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> fl
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are halved for
     the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E experts those k
-    multiply that a token goes to, whatever a capacity leaves out.
+    multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at every
+    place of what it puts out.
     """
     model = experiment.model
+    if isinstance(model, ResNet):
+        kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
+        return 6.0 * sum(math.prod(k.shape) * model.places(path) for path, k in kernels.items())
     looked_up = {"positions.embedding"} | (set() if model.tied else {"embed.embedding"})
     chosen = model.top_k / model.experts if isinstance(model, Mixture) else 1.0
     multiplying = sum(
@@ -63,16 +67,19 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     `peak` is arguments + temporaries + outputs - reused arguments.
 
     Parameters and optimizer state are a device's of `state`; before there is one, as declared. `host` is what of them
-    lies in the host's memory and so not in the peak. Gradients are those that the traced step adds up over the
+    lies in the host's memory and so not in the peak, `statistics` the running ones of batch norms, where there are any.
+    Gradients are those that the traced step adds up over the
     microbatches.
     """
     analysis = compiled.memory_analysis()
     state = state or program.abstract
     host = held((state.parameters, state.optimizer), offloaded=True)
+    running = {n: a for n, a in state.parameters.items() if program.layouts[n].statistic}
+    statistics = held(running)
     seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
-        "parameters": held(state.parameters),
-        "gradients": accumulated(program, traced.jaxpr),
+        "parameters": held(state.parameters) - statistics,
+        "gradients": accumulated(program, traced.jaxpr) - held([a for a in running.values() if a.ndim]),
         "optimizer_state": held(state.optimizer),
         "host": host,
         "temporary": analysis.temp_size_in_bytes,
@@ -81,7 +88,7 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
         - (0 if seen else host),
-    }
+    } | ({"statistics": statistics} if statistics else {})
 
 
 def accumulated(program: Program, closed: Any) -> int:

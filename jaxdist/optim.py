@@ -162,5 +162,5 @@ def chain(o: Optimizer, steps: int, decays: Mapping[str, bool]) -> optax.Gradien
 
 
 def optimizer(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
-    """The chain over parameters of these layouts."""
-    return chain(o, steps, {name: layout.decays for name, layout in layouts.items()})
+    """The chain over those parameters of these layouts that are trained."""
+    return chain(o, steps, {name: layout.decays for name, layout in layouts.items() if not layout.statistic})

@@ -1,9 +1,10 @@
 """All that follows from an experiment and a mesh: the model, its layouts, and the compiled functions over them."""
 
+import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compiler, loss_scale, models, optim, sharding
-from jaxdist.collectives import Context, Parallel
-from jaxdist.config import Experiment
-from jaxdist.data import IGNORED, Batch
+from jaxdist.collectives import Context, Parallel, Stages
+from jaxdist.config import Experiment, ResNet
+from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.memory import Rematerialize, offloaded, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.parallel.context import context
@@ -24,6 +25,15 @@ from jaxdist.parallel.pipeline import AXIS, Schedule, schedule
 from jaxdist.processes import on_host
 from jaxdist.sharding import BATCH, PARTS, TOKENS
 from jaxdist.step import Arrays, Step, TrainState
+
+
+class Evaluated(NamedTuple):
+    """Of a batch: the sum of the loss in nats, the number of valid tokens or images, and of images how many are right:
+    those whose class has the largest logit."""
+
+    loss: Any
+    count: Any
+    right: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +76,14 @@ class Program:
     def step_function(self) -> Step:
         e = self.experiment
         optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts)
-        parallel = Parallel(self.strategy, e.precision, self.context, dispatch(e.model), e.parallel.sequence)
+        parallel = Parallel(
+            self.strategy,
+            e.precision,
+            self.context,
+            dispatch(e.model),
+            e.parallel.sequence,
+            batch_norm=e.parallel.batch_norm,
+        )
         return Step(
             self.model,
             self.layouts,
@@ -78,6 +95,13 @@ class Program:
             e.train.skip,
         )
 
+    @cached_property
+    def evaluation(self) -> Step:
+        """The step's model as it is evaluated: by running statistics, where it has such."""
+        model = models.build(self.experiment.model)
+        model.eval()
+        return replace(self.step_function, model=model)
+
     # ---- what and where
 
     def initial(self) -> TrainState:
@@ -86,7 +110,7 @@ class Program:
 
         def draw(layout: sharding.Layout) -> jax.Array:
             if not layout.std:
-                return jnp.full(layout.shape, layout.mean, self.experiment.precision.parameters)
+                return jnp.full(layout.shape, layout.mean, self.dtype_of(layout))
             named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
             values = layout.mean + layout.std * jax.random.normal(named, layout.shape, jnp.float32)
             return values.astype(self.experiment.precision.parameters)
@@ -95,8 +119,16 @@ class Program:
 
     def state_from(self, parameters: Arrays) -> TrainState:
         """A fresh state around given parameters."""
-        optimizer = self.step_function.optimizer.init(parameters)
+        trained = {name: w for name, w in parameters.items() if not self.layouts[name].statistic}
+        optimizer = self.step_function.optimizer.init(trained)
         return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
+
+    def dtype_of(self, layout: sharding.Layout) -> Any:
+        """The dtype at rest: of running statistics float32 or wider, of counts int32."""
+        parameters = jnp.dtype(self.experiment.precision.parameters)
+        if not layout.statistic:
+            return parameters
+        return jnp.promote_types(parameters, jnp.float32) if layout.shape else jnp.int32
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -133,11 +165,20 @@ class Program:
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.at_rest)
 
     @cached_property
-    def abstract_batch(self) -> Batch:
-        tokens = jax.ShapeDtypeStruct((self.experiment.train.batch, self.experiment.data.sequence), jnp.int32)
+    def abstract_batch(self) -> Batches:
+        e, rows = self.experiment, self.experiment.train.batch
+        if isinstance(e.model, ResNet):
+            images = rows, e.model.image, e.model.image, e.model.channels
+            return Images(jax.ShapeDtypeStruct(images, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+        tokens = jax.ShapeDtypeStruct((rows, e.data.sequence), jnp.int32)
         return Batch(tokens, tokens)
 
-    batch_specs = Batch(P(BATCH, "context"), P(BATCH, "context"))
+    @cached_property
+    def batch_specs(self) -> Batches:
+        """Rows over the axes BATCH; of tokens times over context, which no images are split by."""
+        if self.experiment.model.takes == "images":
+            return Images(P(TOKENS), P(TOKENS))
+        return Batch(P(BATCH, "context"), P(BATCH, "context"))
 
     def order(self, length: int) -> np.ndarray:
         """The times of sequences of `length` in the order in which devices hold them."""
@@ -149,22 +190,35 @@ class Program:
         return self.schedule.order(self.experiment.model.layers)
 
     @cached_property
-    def rows(self) -> slice:
-        """The rows of the global batch that devices of this process have: what it reads of each batch."""
+    def rows(self) -> Any:
+        """The rows of the global batch that devices of this process have: what it reads of each batch, a slice, or of
+        images in microbatches their numbers."""
         size = self.experiment.train.batch
         indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
         bounds = [index[0].indices(size) for index in indices if index]
-        return slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
+        own = slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
+        return own if self.dealt is None else self.dealt[own]
 
-    def place(self, batch: Batch) -> Batch:
-        """A batch [B, T], of which this process has its `rows`, on the devices: each has its rows and times."""
-        length = batch.tokens.shape[1]
-        ordered = Batch(*(x[:, self.order(length)] for x in batch))
+    @cached_property
+    def dealt(self) -> np.ndarray | None:
+        """The rows in the order in which devices hold them, where it is not their own."""
+        e, axes = self.experiment, axes_of(self.mesh)
+        if e.model.takes == "tokens" or e.train.accumulation == 1:
+            return None
+        return dealt(e.train.batch, math.prod(axes[axis] for axis in BATCH), e.train.accumulation)
+
+    def place(self, batch: Batches) -> Batches:
+        """A batch, of which this process has its `rows`, on the devices: each has its rows, and of tokens its times."""
+        if isinstance(batch, Batch):
+            batch = Batch(*(x[:, self.order(x.shape[1])] for x in batch))
         shardings = self.shardings(self.batch_specs)
         if not self.mesh.is_multi_process:
-            return jax.device_put(ordered, shardings)
-        shape = self.experiment.train.batch, length
-        return jax.tree.map(lambda x, s: jax.make_array_from_process_local_data(s, x, shape), ordered, shardings)
+            return jax.device_put(batch, shardings)
+
+        def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, x, (self.experiment.train.batch, *x.shape[1:]))
+
+        return jax.tree.map(put, batch, shardings)
 
     # ---- compiled functions
 
@@ -211,17 +265,23 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Any:
-        """(parameters, batch) -> (sum of the loss in nats, number of valid tokens), jitted."""
+        """(parameters, batch) -> Evaluated, jitted."""
 
-        def function(parameters: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            step = self.step_function
-            loss = self.schedule.forward(
-                lambda weights, stages: step.loss(None, weights, batch, stages)[0], step.gathered(parameters)
-            )
-            return lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+        def function(parameters: Arrays, batch: Batches) -> Evaluated:
+            step = self.evaluation
+
+            def scored(weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
+                loss, made = step.loss(None, weights, batch, stages)
+                return loss, made.logits
+
+            loss, logits = self.schedule.forward(scored, step.gathered(parameters))
+            right: Any = jnp.zeros((), jnp.int32)
+            if isinstance(batch, Images):
+                right = lax.psum(jnp.sum(logits.argmax(-1) == batch.targets), TOKENS)
+            return Evaluated(lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS), right)
 
         specs = (self.specs.parameters, self.batch_specs)
-        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=(P(), P())))
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P())))
 
     @cached_property
     def finite(self) -> Any:
@@ -229,21 +289,23 @@ class Program:
         return jax.jit(lambda parameters: {n: jnp.isfinite(w).all() for n, w in on_device(parameters).items()})
 
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
-        """Logits [B, T, V] of tokens [B, T], on the host."""
+        """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host."""
+        if self.experiment.model.takes == "images":
+            return on_host(self.forward(parameters, tokens))
         order = self.order(tokens.shape[1])
         return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order)]
 
     @cached_property
     def forward(self) -> Any:
-        """(parameters, tokens as devices hold them) -> their logits, jitted."""
+        """(parameters, tokens or images as devices hold them) -> their logits, jitted."""
 
-        def function(parameters: Arrays, tokens: jax.Array) -> jax.Array:
-            step = self.step_function
+        def function(parameters: Arrays, inputs: jax.Array) -> jax.Array:
+            step = self.evaluation
             logits = self.schedule.forward(
-                lambda weights, stages: step.forward(None, weights, tokens, stages)[0], step.gathered(parameters)
+                lambda weights, stages: step.forward(None, weights, inputs, stages).logits, step.gathered(parameters)
             )
             return lax.psum(logits, AXIS)
 
-        specs = (self.specs.parameters, self.batch_specs.tokens)
-        logits = P(BATCH, "context", "tensor")
+        specs = (self.specs.parameters, self.batch_specs[0])
+        logits = P(TOKENS) if self.experiment.model.takes == "images" else P(BATCH, "context", "tensor")
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits))

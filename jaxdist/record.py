@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import loss_scale
 from jaxdist.collectives import TIME, Parallel, vary, wide
 from jaxdist.config.record import FUNCTIONS, LOGITS
-from jaxdist.data import IGNORED, Batch
+from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.mesh import axes_of
 from jaxdist.models import layers
@@ -50,6 +50,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+class AsItIs(Rematerialize):
+    """Blocks as they are: what is noted within one must be seen outside of it."""
+
+    def block(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        return block
+
+
+KEPT = AsItIs("none", 1)
 
 
 @dataclass
@@ -125,25 +135,30 @@ class Recorder:
 
     program: Program
 
-    def __call__(self, state: TrainState, batch: Batch) -> dict[str, np.ndarray]:
+    def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
         """What `record.tensors` asks for of the step that begins with `state`, on the host."""
         every = self.program.experiment.record.tensors == "all"
+        # Where batch norms see one microbatch at a time, a forward pass of the whole batch is another.
+        looks = every and self.program.dealt is None
         before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
-        kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
+        kinds = before | (self.forward(state, batch) if looks else {}) | self.update(state, batch)
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
-        e, stacked = self.program.experiment, self.program.stacked
-        times, layers = np.argsort(self.program.order(e.data.sequence)), np.argsort(self.program.layers)
+        program, e = self.program, self.program.experiment
+        if e.model.takes == "images":
+            rows = slice(None) if program.dealt is None else np.argsort(program.dealt)
+            return {n: a[rows] if n.startswith("batch/") else a for n, a in found.items()}
+        times, layers = np.argsort(program.order(e.data.sequence)), np.argsort(program.layers)
 
         def in_order(name: str, a: np.ndarray) -> np.ndarray:
             if name.startswith(OF_TIMES):
                 return a[:, times]
-            return a[layers] if name.partition("/")[2] in stacked else a
+            return a[layers] if name.partition("/")[2] in program.stacked else a
 
         return {name: in_order(name, a) for name, a in found.items()}
 
-    def first_nonfinite(self, state: TrainState, batch: Batch) -> str | None:
+    def first_nonfinite(self, state: TrainState, batch: Batches) -> str | None:
         """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
         activations = self.forward(state, batch)
         kinds = {"weight": state.parameters, "activation": activations["activation"]}
@@ -166,15 +181,16 @@ class Recorder:
         step, program = self.program.step_function, self.program
         clip = clip_by_norm(program.experiment.optimizer.clip)
 
-        def function(state: TrainState, batch: Batch) -> dict[str, Any]:
-            loss, gradients = step.gradient(state, batch)
+        def function(state: TrainState, batch: Batches) -> dict[str, Any]:
+            loss, gradients, statistics = step.gradient(state, batch)
             norm = step.norm(gradients)
             clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
-            after = step.update(state, gradients, loss, norm)
+            after = step.update(state, gradients, statistics, loss, norm)
             stages = {"gradient": gradients, "clipped": clipped, **kept_of(after.optimizer)}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
 
-        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in program.layouts.items()}
+        layouts = {name: layout for name, layout in program.layouts.items() if not layout.statistic}
+        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in layouts.items()}
         specs = dict.fromkeys(("gradient", "clipped", *program.experiment.optimizer.kept), pieces)
         return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
 
@@ -188,13 +204,15 @@ class Recorder:
             shapes[name] = jax.typeof(y)
             return y
 
-        def see(state: TrainState, batch: Batch) -> jax.Array:
+        def see(state: TrainState, batch: Batches) -> jax.Array:
             return lax.psum(self.loss(look, state, batch), PARTS)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
 
         def spec(value: Any) -> P:
+            if self.program.experiment.model.takes == "images":
+                return P(TOKENS)
             dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
             if "tensor" in axes(value):  # which splits heads or columns, or times
                 own_times = value.shape[TIME] < sequence // axes_of(self.program.mesh)["context"]
@@ -203,7 +221,7 @@ class Recorder:
 
         jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
 
-        def function(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+        def function(state: TrainState, batch: Batches) -> dict[str, Arrays]:
             def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
                 noted: Arrays = {}
 
@@ -222,14 +240,14 @@ class Recorder:
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
 
-        def ordered(state: TrainState, batch: Batch) -> dict[str, Arrays]:
+        def ordered(state: TrainState, batch: Batches) -> dict[str, Arrays]:
             found = run(state, batch)  # jit sorts by name
             orders = {"activation": list(shapes), "activation_gradient": list(shapes)[::-1]}
             return {kind: {name: found[kind][name] for name in order} for kind, order in orders.items()}
 
         return ordered
 
-    def loss(self, note: Note, state: TrainState, batch: Batch) -> jax.Array:
+    def loss(self, note: Note, state: TrainState, batch: Batches) -> jax.Array:
         """This device's part of the scaled loss of the global batch, its activations passed through `note`.
 
         What a model adds is here that of one microbatch, whatever `train.accumulation` is.
@@ -242,5 +260,5 @@ class Recorder:
             for name, w in step.gathered(state.parameters).items()
         }
         with Taps(note).installed(step.model) as model:
-            loss, added = replace(step, model=model).loss(None, weights, batch)
-        return (loss / count + added) * loss_scale.factor(state.scaling)
+            loss, made = replace(step, model=model, rematerialize=KEPT).loss(None, weights, batch)
+        return (loss / count + made.added) * loss_scale.factor(state.scaling)

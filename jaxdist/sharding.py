@@ -34,7 +34,14 @@ RULES: dict[str, str | None] = {
     "hidden": "tensor",
     "experts": "expert",
     "choices": None,
+    "kernel": None,
+    "channels": None,
+    "filters": None,
+    "classes": None,
+    "statistic": None,
 }
+WHOLE = ("classes",)  # a vector of these is whole on each device: there are as many as the data have
+BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are gathered again for the backward pass
 
 
 class Cut(NamedTuple):
@@ -83,23 +90,26 @@ def strategy(parallel: Parallel) -> Strategy:
 
 @dataclass(frozen=True)
 class Layout:
-    """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation."""
+    """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation.
+
+    A `statistic` is not trained, but counted or averaged in the forward pass; it is whole on each device.
+    """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     mean: float
     std: float
+    statistic: bool = False
 
     @property
     def cut(self) -> Cut:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
         dim = (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
-        shards, replicas = (
-            [axis for axis in axes if axis not in self.given] for axes in (SHARDS, ("pipeline", "data"))
-        )
-        return Cut(dim, tuple(shards), tuple(replicas))
+        whole = self.statistic or self.axes in [(axis,) for axis in WHOLE]
+        shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.given)
+        return Cut(dim, shards, tuple(axis for axis in PARTS if axis not in (*shards, *self.given)))
 
     @property
     def given(self) -> tuple[str, ...]:

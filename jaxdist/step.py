@@ -14,7 +14,7 @@ from jax import lax
 from jaxdist import loss_scale
 from jaxdist.collectives import Parallel, Stages, gather, one_stage, scatter, vary, wide
 from jaxdist.config import AXES
-from jaxdist.data import IGNORED, Batch
+from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
 from jaxdist.optim import steps_done
@@ -32,6 +32,15 @@ class TrainState(NamedTuple):
     scaling: loss_scale.LossScale | None = None
 
 
+class Made(NamedTuple):
+    """What a model makes of a microbatch: logits, this device's part of what it adds to the loss (a mixture its
+    balance), and by name the running statistics from now on."""
+
+    logits: jax.Array
+    added: jax.Array | int = 0
+    statistics: Arrays = {}  # noqa: RUF012 - never written to
+
+
 @dataclass(frozen=True)
 class Step:
     """The step of one model under one strategy."""
@@ -45,59 +54,71 @@ class Step:
     schedule: Schedule
     skip: tuple[int, ...]
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Arrays]:
+    def __call__(self, state: TrainState, batch: Batches) -> tuple[TrainState, Arrays]:
         """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token), `grad_norm`, and
         where it is scaled `loss_scale`."""
-        loss, gradients = self.gradient(state, batch)
+        loss, gradients, statistics = self.gradient(state, batch)
         norm = self.norm(gradients)
         metrics = {"loss": loss, "grad_norm": norm}
         if state.scaling:
             metrics["loss_scale"] = state.scaling.scale
-        return self.update(state, gradients, loss, norm), metrics
+        return self.update(state, gradients, statistics, loss, norm), metrics
 
-    def gradient(self, state: TrainState, batch: Batch) -> tuple[jax.Array, Arrays]:
-        """Loss of the global batch, and its gradient in the optimizer's layout."""
+    def gradient(self, state: TrainState, batch: Batches) -> tuple[jax.Array, Arrays, Arrays]:
+        """Loss of the global batch, its gradient in the optimizer's layout, and the running statistics after it."""
         scale = loss_scale.factor(state.scaling)
-        loss, gradients = self.accumulate(state.parameters, batch, scale)
-        return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients))
+        loss, gradients, statistics = self.accumulate(state.parameters, batch, scale)
+        return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients)), statistics
 
-    def update(self, state: TrainState, gradients: Arrays, loss: jax.Array, norm: jax.Array) -> TrainState:
-        """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule."""
+    def update(
+        self, state: TrainState, gradients: Arrays, statistics: Arrays, loss: jax.Array, norm: jax.Array
+    ) -> TrainState:
+        """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule.
+
+        Statistics have been moved by the forward pass, as in torch, whatever becomes of its gradients.
+        """
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        taken = finite & ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
-        pieces, before = self.pieces(on_device(state.parameters)), on_device(state.optimizer)
+        met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
+        taken = finite & met
+        trained = {name: state.parameters[name] for name in gradients}
+        pieces, before = self.pieces(on_device(trained)), on_device(state.optimizer)
         updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
         after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
-        return TrainState(self.whole(after), optimizer, scaling)
+        moved = {n: jnp.where(met & jnp.isfinite(loss), s, state.parameters[n]) for n, s in statistics.items()}
+        return TrainState(self.whole(after) | moved, optimizer, scaling)
 
     def loss(
-        self, sinks: Arrays | None, weights: Arrays, batch: Batch, stages: Stages = one_stage
-    ) -> tuple[jax.Array, jax.Array | int]:
-        """Sum of this device's cross-entropy, nats, and its part of what the model adds to the mean of a microbatch.
-        `weights`: parameters as `gathered`; `stages`: which of the blocks they are."""
-        logits, added = self.forward(sinks, weights, batch.tokens, stages)
-        return self.parallel.cross_entropy(logits, batch.targets), added
+        self, sinks: Arrays | None, weights: Arrays, batch: Batches, stages: Stages = one_stage
+    ) -> tuple[jax.Array, Made]:
+        """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
+        `stages`: which of the blocks they are."""
+        inputs, targets = batch
+        made = self.forward(sinks, weights, inputs, stages)
+        return self.parallel.cross_entropy(made.logits, targets), made
 
-    def forward(
-        self, sinks: Arrays | None, weights: Arrays, tokens: jax.Array, stages: Stages = one_stage
-    ) -> tuple[jax.Array, jax.Array | int]:
-        """This device's logits, and its part of what the model adds to the loss: a mixture its balance, others 0."""
+    def forward(self, sinks: Arrays | None, weights: Arrays, inputs: jax.Array, stages: Stages = one_stage) -> Made:
+        """What the model makes of this device's rows."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, sinks)(parallel, tokens, self.rematerialize)
-        return made if isinstance(made, tuple) else (made, 0)
+        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize)
+        return Made(*made) if isinstance(made, tuple) else Made(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:
         """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
         strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
         if strategy.reshards or not strategy.parameters:
             return parameters
-        cuts = {name: layout.cut for name, layout in self.layouts.items()}
-        pieces = on_device(parameters)
-        return {name: gather(w.astype(dtype), cuts[name], to="invarying") for name, w in pieces.items()}
+        pieces, layouts = on_device(parameters), self.layouts
+        return {
+            name: w if layouts[name].statistic else gather(w.astype(dtype), layouts[name].cut, to="invarying")
+            for name, w in pieces.items()
+        }
 
-    def accumulate(self, parameters: Arrays, batch: Batch, scale: jax.Array | int = 1) -> tuple[jax.Array, Arrays]:
-        """Loss of the global batch, and the gradient of `scale` times it as the microbatches leave it.
+    def accumulate(
+        self, parameters: Arrays, batch: Batches, scale: jax.Array | int = 1
+    ) -> tuple[jax.Array, Arrays, Arrays]:
+        """Loss of the global batch, the gradient of `scale` times it as the microbatches leave it, and the running
+        statistics, which these move one after the other.
 
         The loss is the sum over the global batch divided by its number of valid tokens, known before the first
         microbatch: uneven microbatches and devices weigh as their tokens do. What a model adds is trained on as the
@@ -105,15 +126,19 @@ class Step:
         """
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
-        def scaled(sinks: Arrays | None, weights: Arrays, part: Batch, stages: Stages) -> tuple[jax.Array, jax.Array]:
-            total, added = self.loss(sinks, weights, part, stages)
-            return (total / count + added / self.accumulation) * scale, total / count
+        def scaled(
+            sinks: Arrays | None, weights: Arrays, part: Batches, stages: Stages
+        ) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+            total, made = self.loss(sinks, weights, part, stages)
+            return (total / count + made.added / self.accumulation) * scale, (total / count, made.statistics)
 
+        sinks = self.sinks()
+        before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in sinks})
         parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
         nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), PARTS)
-        start = self.sinks(), nothing
-        gradients, loss = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
-        return lax.psum(loss, PARTS), gradients
+        start = sinks, nothing, before
+        gradients, loss, after = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
+        return lax.psum(loss, PARTS), gradients, self.parallel.kept_statistics(after)
 
     def sinks(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""
@@ -123,7 +148,7 @@ class Step:
         def zeros(layout: Layout) -> jax.Array:
             return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.tokens + layout.given)
 
-        return {name: zeros(layout) for name, layout in self.layouts.items()}
+        return {name: zeros(layout) for name, layout in self.layouts.items() if not layout.statistic}
 
     def reduce(self, gradients: Arrays) -> Arrays:
         """What the microbatches left unsummed, in the optimizer's layout: whole for ddp, else pieces over fsdp."""

@@ -14,10 +14,11 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
-from jaxdist.config import Experiment, Mixture
+from jaxdist.config import GPT2, Experiment, Llama, Mixture, ResNet
 from jaxdist.parallel.pipeline import Timetable
-from jaxdist.sharding import TOKENS, Layout, strategy
+from jaxdist.sharding import BLOCKS, TOKENS, Layout, strategy
 
+Attends = Llama | GPT2 | Mixture
 KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -127,7 +128,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
     What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`, what
-    stages send each other at `least_of_stages`.
+    stages send each other at `least_of_stages`, and what batch norms do, the only activations of a ResNet that meet, at
+    `least_of_statistics`.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
@@ -135,6 +137,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     A stage's forward pass by itself has two a block, and the embedding's; the loss computed again takes two numbers.
     """
     e, model, tensor, p = experiment, experiment.model, mesh["tensor"], passes(experiment, mesh)
+    if isinstance(model, ResNet):
+        return dict(Counter(least_of_parameters(e, layouts, mesh)) + Counter(least_of_statistics(e, layouts, mesh)))
     compute = ITEMSIZE[str(e.precision.compute)]
     tokens = tokens_of(e, mesh)
     again = recomputed(e) * p.layers
@@ -157,7 +161,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * p.both, tensor)
     found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
-    found += Counter({"context": least_of_attention(e, mesh)}) + Counter({"pipeline": least_of_stages(e, mesh)})
+    found += Counter({"context": least_of_attention(e, model, mesh)})
+    found += Counter({"pipeline": least_of_stages(e, model, mesh)})
     return dict(found + Counter(least_of_experts(e, mesh)))
 
 
@@ -167,10 +172,10 @@ def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     return e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
 
 
-def least_of_stages(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+def least_of_stages(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:
     """Least bytes a device must send per step for microbatches to go through the stages, and their gradients back:
     those of the residual once a tick of either pass, 2(Mv + S-1)·B·T·D; a mixture's tally goes along."""
-    e, m = experiment, experiment.model
+    e, m = experiment, model
     if mesh["pipeline"] == 1:
         return 0.0
     compute, p = ITEMSIZE[str(e.precision.compute)], passes(experiment, mesh)
@@ -179,17 +184,35 @@ def least_of_stages(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     return (p.both + p.forward) * (numbers * compute + tally)
 
 
+def least_of_statistics(
+    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """Least bytes a device must send per step for batch norms, by mesh axis.
+
+    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
+    own the first's running statistics are sent to the others, once a step.
+    """
+    e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
+    running = max(ITEMSIZE[str(e.precision.parameters)], 4)
+    statistics = [math.prod(layout.shape) for layout in layouts.values() if layout.statistic]
+    counts = statistics.count(1)
+    sums = 2 * (sum(statistics) - counts) * wide * e.train.accumulation
+    kept = (sum(statistics) - counts) * running + counts * 4
+    size = sums if e.parallel.batch_norm == "global" else kept
+    return {first(mesh, TOKENS): ring_bytes("all_reduce", size, math.prod(mesh[axis] for axis in TOKENS))}
+
+
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
     """Of axes that are crossed at once, the one that it counts as."""
     return next((axis for axis in axes if mesh[axis] > 1), axes[0])
 
 
-def least_of_attention(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+def least_of_attention(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:
     """Least bytes a device must send per step for all times to meet, as `parallel/context.py` says of each block.
 
     What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
     """
-    e, m, n, p = experiment, experiment.model, mesh["context"], passes(experiment, mesh)
+    e, m, n, p = experiment, model, mesh["context"], passes(experiment, mesh)
     if n == 1:
         return 0.0
     compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * p.layers
@@ -266,9 +289,10 @@ def least_of_parameters(
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     total: dict[str, float] = defaultdict(float)
-    for layout in layouts.values():
+    for layout in (layout for layout in layouts.values() if not layout.statistic):
         cut, stacked = layout.cut, "layers" in layout.axes
-        everywhere, alike, shards = (first(mesh, axes) for axes in (layout.tokens, cut.replicas, cut.axes))
+        sums = layout.tokens, cut.replicas, cut.axes or cut.replicas
+        everywhere, alike, shards = (first(mesh, axes) for axes in sums)
         replicas, n = (math.prod(mesh[axis] for axis in axes) for axes in (cut.replicas, cut.axes))
         size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.given)
         if not row.optimizer:
@@ -280,7 +304,7 @@ def least_of_parameters(
         total[shards] += ring_bytes("reduce_scatter", scattered * reduced, n)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
-            again = 0.0 if not stacked else 1.0 if layout.decays else recomputed(e)
+            again = 0.0 if not layout.name.startswith(BLOCKS) else 1.0 if layout.decays else recomputed(e)
             forward = p.forward if p.told or stacked or not layout.name.startswith(HEAD) else 0
             both = 1 if p.told and not stacked else p.both
             gathered = part * ((1 + again) * both + forward) if row.reshards else size

@@ -16,7 +16,7 @@ from jaxdist import checkpoint, metrics
 from jaxdist.config import RunFolder, check_validation, diverged, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
-from jaxdist.data import Batch, Dataset, in_steps, open_dataset
+from jaxdist.data import Batches, Dataset, dataset_of, in_steps
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.processes import check_same, first, from_first, greatest, run
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = folder.experiment if folder else experiment
 
     mesh, where = make_mesh(experiment, arguments.device)
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
     check_same("data.fingerprint", dataset.fingerprint)
     program = Program(experiment, mesh)
@@ -111,9 +111,9 @@ def loop(
     experiment = program.experiment
     train = experiment.train
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
-    tokens = train.batch * experiment.data.sequence
+    tokens = train.batch * experiment.per_row
 
-    def fetch(step: int) -> Batch:
+    def fetch(step: int) -> Batches:
         return program.place(dataset.batch(step, train.batch, train.seed, rows=program.rows))
 
     recorder = Recorder(program)
@@ -187,8 +187,8 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset, sched
         if schedule.stopping():
             return None
         batch = dataset.batch(step, train.batch, train.seed, split="validation", rows=program.rows)
-        total, tokens = program.evaluate(state.parameters, program.place(batch))
-        loss, count = loss + float(total), count + float(tokens)
+        found = program.evaluate(state.parameters, program.place(batch))
+        loss, count = loss + float(found.loss), count + float(found.count)
     return loss / count
 
 

@@ -19,7 +19,7 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.convert import orbax_files
-from jaxdist.data import Batch, open_dataset
+from jaxdist.data import Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
 from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
@@ -316,12 +316,12 @@ def test_a_step_that_is_not_finite_is_passed_over(tmp_path: Path, monkeypatch: p
     path, right = tmp_path / "run", Step.accumulate
     line = [*TINY, "--mesh", "2x2", "--steps", "5", "--checkpoint.every", "1", "--output", str(path)]
     experiment = parse(line, "jaxdist.train", "").experiment
-    third = open_dataset(experiment.data, experiment.model.vocab).batch(3, experiment.train.batch, 0).tokens.sum()
+    third = dataset_of(experiment).batch(3, experiment.train.batch, 0).tokens.sum()
 
     def accumulate(self: Step, parameters: Any, batch: Batch, *scale: Any) -> Any:
-        loss, gradients = right(self, parameters, batch, *scale)
+        loss, gradients, rest = right(self, parameters, batch, *scale)
         planted = jnp.where(lax.psum(batch.tokens.sum(), TOKENS) == int(third), jnp.inf, 1.0)
-        return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}
+        return loss, gradients | {"norm.scale": gradients["norm.scale"] * planted}, rest
 
     monkeypatch.setattr(Step, "accumulate", accumulate)
     main([*line, "--train.nonfinite", "skip"])

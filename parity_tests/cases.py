@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # Sizes all differ, so that a swapped pair cannot pass; the initial weights are large enough to matter.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -28,6 +30,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "vocab": 256, "positions": 64, "init_std": 0.1, "qk_norm": True, "norm_topk_prob": False, "experts": 8,
         "top_k": 3, "balance": 0.05, "capacity": 1.0,
     },
+}  # fmt: skip
+
+# Classes that no mesh divides: the head's bias is whole on each device.
+IMAGES: dict[str, Any] = {
+    "family": "resnet", "block": "bottleneck", "depths": [2, 1], "widths": [32, 48], "stem": 8, "channels": 3,
+    "image": 12, "classes": 6, "init_std": 0.1,
 }  # fmt: skip
 
 MESHES: dict[str, dict[str, Any]] = {
@@ -129,3 +137,12 @@ def write_documents(file: Path) -> None:
     words = ["the", "same", "model,", "trained", "the", "same", "way,", "with", "the", "same", "memory"]
     lines = (" ".join(words[(i * j) % len(words)] for j in range(1 + (7 * i) % 23)) for i in range(400))
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_images(file: Path) -> None:
+    """Images of uneven brightness, in which classes differ by a pattern."""
+    random, shape = np.random.default_rng(0), (12, 12, 3)
+    labels = random.integers(IMAGES["classes"], size=200)
+    patterns = random.normal(size=(IMAGES["classes"], *shape))
+    images = patterns[labels] + random.normal(size=(200, *shape)) + random.normal(size=(200, 1, 1, 1))
+    np.savez(file, images=images.astype(np.float32), labels=labels)

@@ -7,12 +7,12 @@ ZeroRedundancyOptimizer each updated parameter.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from jaxdist import traffic
-from jaxdist.config import Experiment, Mixture
+from jaxdist.config import Experiment, Mixture, ResNet
 from jaxdist.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
 from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
 from parity_tests import stages
@@ -31,9 +31,14 @@ def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
     if side != JAX and mesh["pipeline"] > 1:
         return stages.expected(e, layouts, mesh)
-    parameters = by_parameter(e, layouts, mesh) if side == JAX else by_block(e, layouts, mesh)
+    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
     found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
-    activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", of_attention(side, e, mesh))
+    if isinstance(e.model, ResNet):
+        activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
+    else:
+        attention = of_attention(side, e, mesh)
+        activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
     for axis, ops in (*activations, ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *parameters):
         for op, (least, most) in ops.items() if axis in found else ():
             fewest, more = found[axis].get(op, (0, 0))
@@ -54,17 +59,18 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     found = defaultdict(float, traffic.least(e, layouts, mesh))
     for axis in unknown(side, mesh, e):
         found.pop(axis, None)
-    if side != JAX and mesh["context"] > 1:
-        again, m = traffic.recomputed(e) * e.model.layers, e.model
+    m = e.model
+    if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
+        again = traffic.recomputed(e) * m.layers
         tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
         keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
-        found["context"] -= traffic.least_of_attention(e, mesh)
+        found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
     if side != JAX and e.parallel.strategy == "zero1":
         for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
             found[axis] -= size
         shards = mesh["fsdp"] * mesh["context"]
-        for layout in layouts.values():
+        for layout in (layout for layout in layouts.values() if not layout.statistic):
             numbers = math.prod(layout.shape) / (mesh["tensor"] if "tensor" in layout.mesh_axes(False) else 1)
             reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
@@ -135,6 +141,14 @@ def of_attention(side: str, e: Experiment, mesh: Mapping[str, int]) -> dict[str,
     return {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
 
 
+def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str, int]) -> Sent:
+    """Of each, which has three statistics, mean and variance and backward their gradients; of replicas' own statistics
+    the first's, in JAX all at once, as they are kept."""
+    if e.parallel.batch_norm == "global":
+        return first(mesh, TOKENS), {"all_reduce": exactly(4 * statistics // 3 * e.train.accumulation)}
+    return first(mesh, TOKENS), {"all_reduce": exactly(1)} if side == JAX else {"broadcast": exactly(statistics)}
+
+
 def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends rows,
     beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
@@ -181,12 +195,13 @@ def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str
         stacked, last = "layers" in layout.axes, layout.name == LAST
         times = blocks if stacked else 1
         again = (blocks if layout.decays else recomputed) if stacked and not last else 0
+        again += layout.name.startswith("stages.") and layout.decays
         both = 1 if p.told and not stacked else p.both  # GPipe's derivative has once what is outside of its scan
         alone = p.forward if p.told or not layout.name.startswith(HEAD) else 0
         gathers = both * (times + again) + alone * times if row.reshards else 1
         scatters = p.both * times if row.gradients else 1
         yield first(mesh, layout.cut.replicas if row.optimizer else layout.tokens), {"all_reduce": exactly(1)}
-        if row.optimizer:
+        if row.optimizer and layout.cut.axes:
             yield first(mesh, layout.cut.axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
 
 
@@ -200,7 +215,7 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
         buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if name == "zero1" else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
-        for axes in cut_alike(layouts):
+        for axes in filter(None, cut_alike(layouts)):
             whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
             yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SCALARS)}
         if updated:

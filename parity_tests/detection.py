@@ -27,7 +27,7 @@ from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
 from parity_tests import levels
-from parity_tests.cases import DEEP, MIXTURES, MODELS, write_documents
+from parity_tests.cases import DEEP, IMAGES, MIXTURES, MODELS, write_documents, write_images
 from parity_tests.mistakes import FOLDER, Mistake, table
 from parity_tests.proof import Proof
 from parity_tests.run import Run
@@ -75,6 +75,8 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
         "model": DEEP["llama, 4 layers"], "train": {"accumulation": 2},
         "parallel": {"mesh": "pipeline=2", "pipeline_schedule": "Interleaved1F1B", "virtual_stages": 2},
     },
+    "images": {"model": IMAGES},
+    "images on a mesh": {"model": IMAGES, "parallel": {"mesh": "2x1"}},
     "scaled": {"precision": {"policy": "fp64", "loss_scale": 1024, "growth_interval": 2}},
     "fp32": {"precision": {"policy": "fp32"}, "parallel": {"mesh": "2x1"}},
     # Steps as small as those of a real run: less than bfloat16 resolves.
@@ -144,6 +146,8 @@ class Benchmark:
         self.documents = self.folder / "documents.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
         write_documents(self.documents)
+        self.images = self.folder / "images.npz"
+        write_images(self.images)
 
     def start(self, trial: Trial) -> Path:
         """Starting weights of a model, none of which is at its neutral value: norms are not 1, biases not 0."""
@@ -153,8 +157,10 @@ class Benchmark:
             folder = Trial(trial.experiment, self.folder / "starts" / family, "cpu").start()
             random = np.random.default_rng(0)
             for file in folder.glob("*.safetensors"):
-                arrays = {n: w + (w.ndim == 1) * 0.1 * random.standard_normal(w.shape) for n, w in read(file)}
-                save_file({n: w.astype(np.float32) for n, w in arrays.items()}, file)
+                found = {n: w for n, w in read(file) if w.ndim}
+                arrays = {n: w + (w.ndim == 1) * 0.1 * random.standard_normal(w.shape) for n, w in found.items()}
+                counts = {n: w for n, w in read(file) if not w.ndim}
+                save_file({n: w.astype(np.float32) for n, w in arrays.items()} | counts, file)
             self.starts[family] = folder
         return self.starts[family]
 
@@ -164,7 +170,8 @@ class Benchmark:
             changes = CONFIGURATIONS[configuration]
             values = {s: BASE.get(s, {}) | changes.get(s, {}) for s in BASE.keys() | changes.keys()}
             values |= {s: changes[s] for s in ("model", "precision") if s in changes}
-            values["data"] |= {"path": str(self.documents)}
+            family = values["model"]["family"]
+            values["data"] |= {"path": str(self.images if family == "resnet" else self.documents)}
             experiment = Experiment.parse(values, source=configuration)
             reference = configuration if configuration in MAKER else "torch"
             folder = self.folder / "right" / configuration

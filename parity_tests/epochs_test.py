@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import DistributedSampler
 
 from jaxdist.config import ConfigError, Data, Experiment
-from jaxdist.data import Dataset, in_steps, open_dataset
+from jaxdist.data import Dataset, dataset_of, in_steps, open_dataset
 from parity_tests.conftest import Runs
 from parity_tests.parity_test import differences
 
@@ -73,6 +73,6 @@ def test_epochs_become_steps(tmp_path: Path) -> None:
 def test_both_sides_train_an_epoch(runs: Runs) -> None:
     a, b = (runs(side, "llama", {"mesh": "1x1", "epochs": 1, "data.last": "pad"}) for side in ("jaxdist", "torch_ref"))
     e = a.experiment
-    steps = open_dataset(e.data, e.model.vocab).steps(e.train.batch, 1)
+    steps = dataset_of(e).steps(e.train.batch, 1)
     assert len(a.metrics) == steps == e.train.steps > 20
     assert max(differences(a, b, "llama").values()) <= 1

@@ -10,6 +10,7 @@ from jaxdist.config import Experiment
 from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
+from parity_tests.names import STATISTICS
 from parity_tests.run import Run
 from parity_tests.scratch import Scratch, state
 from parity_tests.verdict import Check
@@ -179,9 +180,12 @@ def vectors(run: Run, still: Collection[str] = ()) -> dict[str, Tensors]:
     """
     found = {f"gradients at step {step}": run.kept("gradient", step) for step in run.gradient_steps}
     states = {kind: run.kept_states(kind) for kind in run.state_kinds}
+    running = {name: w for name, w in states["weights"].items() if name.endswith(STATISTICS)}
+    states["weights"] = {name: w for name, w in states["weights"].items() if name not in running}
     rounded = {name: w for name, w in states["weights"].items() if name.endswith(tuple(still))}
     states["weights"] = {name: w for name, w in states["weights"].items() if name not in rounded}
-    found |= {f"{kind} at the end": tensors for kind, tensors in states.items()} | {ROUNDED: rounded}
+    found |= {f"{kind} at the end": tensors for kind, tensors in states.items()}
+    found |= {ROUNDED: rounded, "running statistics at the end": running}
     return {name: tensors for name, tensors in found.items() if tensors}
 
 
@@ -309,8 +313,10 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     over_experts, t = mesh["fsdp"] * mesh["context"], mesh["tensor"]
     n = over_experts * mesh["expert"]
     item = np.dtype(experiment.precision.parameters).itemsize
-    tensors = list(b.kept_states("weights").values())
+    tensors = [w for name, w in b.kept_states("weights").items() if not name.endswith(STATISTICS)]
     padding = sum(w[0].size for w in tensors if w.ndim < 3 and len(w) % (n * t)) * item  # experts are cut evenly
+    if parallel.strategy != "ddp":  # FSDP2 splits the bias of a head that no mesh divides, ours has it whole
+        padding += sum(w.size for name, w in b.kept_states("weights").items() if name == "weights/head.bias") * item
     largest = max(w.size for w in tensors) * item
     experts = sum(w.size for w in tensors if w.ndim == 3) * item / (mesh["expert"] * t)
 
@@ -328,6 +334,9 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if parallel.strategy == "zero1":
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
+    if running := sum(name.endswith(STATISTICS) for name in b.kept_states("weights")):
+        share["statistics"], bound["statistics"] = 1, 4 * running // len(STATISTICS)
+        why["statistics"] = "torch counts batches in 8 bytes, JAX in 4; all else of them is whole on each device"
     stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
     waits = stages > 1 and parallel.strategy in ("zero2", "fsdp") and experiment.train.accumulation > 1
     if stages > 1:

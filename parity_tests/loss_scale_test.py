@@ -81,8 +81,8 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
         bad = jnp.isin(done + 1, jnp.array(sorted(OVERFLOWS))) & (lax.axis_index("fsdp") == 1)
 
         def overflown(self: Step, *inputs: Any) -> Any:
-            loss, gradients = accumulate(self, *inputs)
-            return loss, gradients | {"norm.scale": gradients["norm.scale"] * jnp.where(bad, jnp.inf, 1.0)}
+            loss, gradients, rest = accumulate(self, *inputs)
+            return loss, gradients | {"norm.scale": gradients["norm.scale"] * jnp.where(bad, jnp.inf, 1.0)}, rest
 
         with monkeypatch.context() as patch:
             patch.setattr(Step, "accumulate", overflown)

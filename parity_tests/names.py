@@ -12,13 +12,17 @@ from torch_ref.hf import TABLES as MODULES
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # weights that are not trained
+
 # JAX parameter -> torch parameter: the last part of the name, and whether the matrix is stored transposed.
 LEAVES = {
     "kernel": ("weight", True),
     "embedding": ("weight", False),
     "scale": ("weight", False),
     "bias": ("bias", False),
-}
+} | {name: (name, False) for name in STATISTICS}
+IMAGES = ("stem", "stages.")  # modules whose outputs are [B, Y, X, C] in JAX, [B, C, Y, X] in torch
+CONVOLUTION = (3, 2, 0, 1)  # the axes of a kernel [Y, X, in, out] in torch's order
 
 # Modules that hold others, beside those with parameters, by family: ours -> Hugging Face's.
 CONTAINERS = {
@@ -53,8 +57,13 @@ def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
             parts = {f"layers.{i}.{module.removeprefix('layers.')}.{new}": w for i, w in enumerate(array)}
         else:
             parts = {f"{module}.{new}": array}
-        named |= {key: w.swapaxes(-1, -2) if transposed else w for key, w in parts.items()}
+        named |= {key: turned(w) if transposed else w for key, w in parts.items()}
     return named
+
+
+def turned(kernel: np.ndarray) -> np.ndarray:
+    """A matrix, those of all experts, or a convolution's kernel as torch has it."""
+    return kernel.transpose(CONVOLUTION) if kernel.ndim == len(CONVOLUTION) else kernel.swapaxes(-1, -2)
 
 
 def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
@@ -62,6 +71,8 @@ def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
     named: Arrays = {}
     for key, array in record.items():
         kind, _, name = key.partition("/")
+        if kind.startswith("activation") and name.startswith(IMAGES):
+            array = np.moveaxis(array, -1, 1)
         renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
         named |= {f"{kind}/{new}": a for new, a in renamed.items()}
     return named

@@ -183,9 +183,11 @@ class Proof:
             shutil.copytree(start, folder)
             random = np.random.default_rng(0)
             for file in folder.glob("*.safetensors"):
-                arrays = {name: w.astype(np.float64) for name, w in load_file(file).items()}
+                found = load_file(file)
+                arrays = {name: w.astype(np.float64) for name, w in found.items() if w.dtype.kind not in "iu"}
+                counts = {name: w for name, w in found.items() if name not in arrays}
                 off = {n: w * (1 + compare.PERTURBATION * random.standard_normal(w.shape)) for n, w in arrays.items()}
-                save_file(off, file)
+                save_file(off | counts, file)
         return folder
 
     def with_norm_eps(self, start: Path) -> Path:

@@ -152,6 +152,11 @@ class Run:
         zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
         return {name: w.shape for name, w in names.as_torch(zeros).items()}
 
+    def shapes_of(self, what: str) -> dict[str, tuple[int, ...]]:
+        """Of those that have a kind of tensors: running statistics are weights alone."""
+        weights = what.startswith("weights")
+        return {name: shape for name, shape in self.shapes.items() if weights or not name.endswith(names.STATISTICS)}
+
     def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
         """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""
         kinds = {f"{kind} at the end": self.kept_states(kind) for kind in self.state_kinds}
@@ -170,7 +175,7 @@ class Run:
         if absent := set(range(1, steps + 1)) - {record["step"] for record in self.metrics}:
             yield f"metrics of {len(absent)} of {steps} steps"
         for what, tensors in self.parameters(step for step in recorded if step not in self.overflown).items():
-            if missing := [name for name in self.shapes if name not in tensors]:
+            if missing := [name for name in self.shapes_of(what) if name not in tensors]:
                 yield f"{what} of {missing[0]} and {len(missing) - 1} others" if tensors else what
             elif not any(tensor.any() for tensor in tensors.values()):  # one alone may be zero, as a key's bias
                 yield f"{what} other than zeros"
@@ -178,7 +183,7 @@ class Run:
     def check_names(self) -> None:
         """Raises ConfigError where weights, moments or gradients are not those of the model, by name and shape."""
         for what, tensors in self.parameters(self.gradient_steps).items():
-            check_shapes(f"{self.path}, {what}", {name: t.shape for name, t in tensors.items()}, self.shapes)
+            check_shapes(f"{self.path}, {what}", {name: t.shape for name, t in tensors.items()}, self.shapes_of(what))
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
         """The tensors of one kind in the record of a step; none without a record."""

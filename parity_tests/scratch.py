@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, ResNet
 from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 from parity_tests.verdict import UNEXPLAINED, Cause
 
@@ -104,6 +104,8 @@ class Scratch:
     @property
     def sizes(self) -> Sizes:
         m, t, n = self.experiment.model, self.mesh["tensor"], self.mesh["context"]
+        if isinstance(m, ResNet):
+            raise ValueError("no closed form knows the activations of a ResNet")
         heads = m.heads // t
         kv_heads = getattr(m, "kv_heads", m.heads) // t
         times = t if self.experiment.parallel.sequence else 1

@@ -37,6 +37,7 @@ from jaxdist.config import (
     Mixture,
     Optimizer,
     Parallel,
+    ResNet,
     RunFolder,
     check_finite,
     exit_codes,
@@ -45,7 +46,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
-from jaxdist.data import IGNORED, Dataset, in_steps, open_dataset
+from jaxdist.data import IGNORED, Dataset, dataset_of, in_steps
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_offload(experiment)
     plan = launch.plan(experiment.parallel, a.device)
     experiment.check_mesh(plan.axes)
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    dataset = dataset_of(experiment)
     folder = RunFolder(a.output, experiment)
     launch.start(plan, partial(train, experiment.on_data(dataset.fingerprint), plan, dataset, a.init, folder))
 
@@ -109,6 +110,10 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         raise ConfigError(
             f"model.family = {experiment.model.family}: transformers 5 stacks experts in tensors that the proof has no "
             "names for; use --against torch, or a run folder under the names of Hugging Face's files"
+        )
+    if isinstance(experiment.model, ResNet):
+        raise ConfigError(
+            "model.family = resnet: a loop of transformers' is proved with tokens alone; use --against torch"
         )
     axes = parallel.axes()
     mesh = f"data={axes['data']},fsdp={axes['fsdp']}"

@@ -30,7 +30,7 @@ from torch_ref import hf
 from torch_ref.launch import from_first
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
-from torch_ref.weights import fill, named
+from torch_ref.weights import fill, held
 
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
@@ -40,7 +40,7 @@ DAMAGE = (
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What is saved, sharing memory with model and optimizer."""
-    state = {"model": dict(named(model)), "optimizer": {"state": optimizer.state_dict()}}
+    state = {"model": dict(held(model)), "optimizer": {"state": optimizer.state_dict()}}
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
@@ -81,12 +81,12 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
         same_model(config, read_experiment(found).model, f"--init {path}")
-        load(found, {"model": dict(named(model))})
+        load(found, {"model": dict(held(model))})
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
         with torch.device("meta"):
             whole_model = build(config)
-        check_shapes(f"--init {path}", weights.shapes(), {n: tuple(p.shape) for n, p in named(whole_model)})
+        check_shapes(f"--init {path}", weights.shapes(), {n: tuple(p.shape) for n, p in held(whole_model)})
         fill(model, lambda name, _: weights.read(name))
     else:
         raise ConfigError(

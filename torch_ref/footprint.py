@@ -62,7 +62,8 @@ def held(
     """Bytes on the fullest device after a step; called by all ranks.
 
     `host` is what of parameters and optimizer state lies in the host's memory, and so not in the `peak` of a step.
-    `temporary` is what else of the peak is none of the three; None without a peak.
+    `statistics` are the running ones of batch norms, where there are any. `temporary` is what else of the peak is none
+    of these; None without a peak.
     """
 
     def size(tensors: Iterable[Tensor]) -> int:
@@ -74,11 +75,15 @@ def held(
         size(p.grad for p in parameters if p.grad is not None) * accumulated(experiment, mesh),
         size(t for state in optimizer.state.values() for t in state.values()),
     ]
+    statistics = size(model.buffers())
     host = kinds[0] + kinds[2] if offloads(model) else 0
     if peak and mesh.device_type == "cpu":  # where all memory is the host's
         peak -= host
-    fullest = torch.tensor([*kinds, host, (peak or 0) - sum(kinds) + host, peak or 0], device=mesh.device_type)
+    fullest = torch.tensor(
+        [*kinds, host, (peak or 0) - sum(kinds) - statistics + host, peak or 0], device=mesh.device_type
+    )
     dist.all_reduce(fullest, dist.ReduceOp.MAX)
     names = ("parameters", "gradients", "optimizer_state", "host", "temporary", "peak")
     found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
+    found |= {"statistics": statistics} if statistics else {}
     return found if peak else found | {"temporary": None, "peak": None}

@@ -61,9 +61,19 @@ TABLES = {
     "gpt2": GPT2,
     "mixtral": mixture("block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2"),
     "qwen3_moe": mixture("mlp", gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj"),
+    "resnet": {
+        "stem.conv": "resnet.embedder.embedder.convolution",
+        "stem.norm": "resnet.embedder.embedder.normalization",
+        "stages.#.#.layer.#.conv": "resnet.encoder.stages.#.layers.#.layer.#.convolution",
+        "stages.#.#.layer.#.norm": "resnet.encoder.stages.#.layers.#.layer.#.normalization",
+        "stages.#.#.shortcut.conv": "resnet.encoder.stages.#.layers.#.shortcut.convolution",
+        "stages.#.#.shortcut.norm": "resnet.encoder.stages.#.layers.#.shortcut.normalization",
+        "head": "classifier.1",
+    },
 }
 THIRDS = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
 DTYPES = ("F64", "F32", "F16", "BF16")  # others hold quantized weights, whose scales lie elsewhere
+COUNTED, COUNTS = "num_batches_tracked", ("I64", "I32")
 
 
 def stacked(name: str) -> str:
@@ -114,13 +124,16 @@ class Weights:
             # GPT-2 files of old have no prefix, and attention masks beside the weights.
             full = name if not self.gpt2 or name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
             module, _, kind = full.rpartition(".")
-            layer, expert, *_ = *re.findall(r"\.(\d+)\.", module), "", ""
+            numbers = re.findall(r"\.(\d+)(?=\.)", module)
+            expert = numbers[1] if len(numbers) > 1 else ""
             if tied and module == "lm_head":
                 continue
-            for ours in theirs.get(re.sub(r"\.\d+\.", ".#.", module), ()):
+            for ours in theirs.get(re.sub(r"\.\d+(?=\.)", ".#", module), ()):
                 # Of experts, which ours has in one tensor, each by its number.
                 single = ours.replace(EXPERTS, f"{EXPERTS}{expert}.")
-                known = found.setdefault(f"{single.replace('#', layer)}.{kind}", name)
+                for number in numbers:
+                    single = single.replace("#", number, 1)
+                known = found.setdefault(f"{single}.{kind}", name)
                 if known != name:
                     raise ConfigError(
                         f"--init {self.path}: tensors {known} and {name} are the same parameter; give each once"
@@ -133,8 +146,9 @@ class Weights:
         for name, theirs in self.names.items():
             with self._reading(), safe_open(self.files[theirs], framework="pt") as file:
                 view = file.get_slice(theirs)
-                if (dtype := view.get_dtype()) not in DTYPES:
-                    raise ConfigError(f"--init {self.path}: tensor {theirs} is {dtype}; give {', '.join(DTYPES)}")
+                known = COUNTS if name.endswith(COUNTED) else DTYPES
+                if (dtype := view.get_dtype()) not in known:
+                    raise ConfigError(f"--init {self.path}: tensor {theirs} is {dtype}; give {', '.join(known)}")
                 shape = tuple(self._ours(name, torch.empty(view.get_shape(), device="meta")).shape)
             shapes |= {stacked(name): (len(self._parts(name)), *shape) if EXPERTS in name else shape}
         return shapes

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
-from jaxdist.config import Experiment, Mixture, Optimizer
+from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
 from jaxdist.config.hardware import peak_flops
 from torch_ref import optim
 from torch_ref.weights import named
@@ -36,9 +36,13 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are
     halved for the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E
-    experts those k multiply that a token goes to, whatever a capacity leaves out.
+    experts those k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel
+    multiplies at every place of what it puts out.
     """
     c = experiment.model
+    if isinstance(c, ResNet):
+        kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
+        return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
     looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
     chosen = c.top_k / c.experts if isinstance(c, Mixture) else 1.0
     multiplying = sum(

@@ -37,8 +37,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from torch_ref.context import Context, Gathered
 from torch_ref.experts import AllToAll, Dispatch, spread
+from torch_ref.images import AllImages
 from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
-from torch_ref.models import GPT2, Mixtral
+from torch_ref.models import GPT2, Mixtral, ResNet
+from torch_ref.models.resnet import BatchNorm
 from torch_ref.pipeline import Pipeline, part
 
 
@@ -62,6 +64,8 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
     if isinstance(model, Mixtral):
         expert_parallel(model, mesh, experiment.parallel.sequence)
+    if experiment.parallel.batch_norm == "global":
+        model = of_all_images(model, mesh)
     if axis_size(mesh, "context") > 1:
         context_parallel(model, mesh["context"])
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
@@ -70,6 +74,8 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of a model, in order."""
+    if isinstance(model, ResNet):
+        return [block for stage in model.stages for block in stage.children()]
     return list(model.get_submodule("layers").children())
 
 
@@ -158,6 +164,19 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "context", None), Context):
             module.context = Gathered(mesh)  # type: ignore[assignment]
+
+
+def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Batch norms over the images of all ranks: torch's own on GPUs, all-reduced sums on the CPU."""
+    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    if not norms:
+        return model
+    group = over(mesh, *TOKENS).get_group()
+    if mesh.device_type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+    for norm in norms:
+        norm.images = AllImages(group)
+    return model
 
 
 KEPT = {
@@ -249,7 +268,9 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     if whole and not mixed and split == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
-        ddp = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket)
+        ddp = DistributedDataParallel(
+            model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
+        )
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 

@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Experiment, RunFolder
 from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.data import dealt
 from torch_ref.mesh import BATCH, rank_over
-from torch_ref.models import FAMILIES
+from torch_ref.models import FAMILIES, ResNet
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer
 from torch_ref.pipeline import parts_of
-from torch_ref.step import Tokens, Watch
-from torch_ref.weights import local, named, place
+from torch_ref.step import Rows, Watch
+from torch_ref.weights import held, local, named, place
 
 Arrays = dict[str, np.ndarray]
 
@@ -52,8 +53,8 @@ def whole(tensors: dict[str, Tensor]) -> Arrays:
     pieces: list[Any] = [None] * size
     dist.gather_object({name: array(local(tensors[name])) for name in first}, None if rank else pieces)
     found: Arrays = {}
-    for layout, held in () if rank else zip(layouts, pieces, strict=True):
-        for name, piece in held.items():
+    for layout, own_pieces in () if rank else zip(layouts, pieces, strict=True):
+        for name, piece in own_pieces.items():
             shape, here = layout[name]
             found.setdefault(name, np.empty(shape, piece.dtype))[here] = piece
     return found
@@ -68,7 +69,9 @@ def array(tensor: Tensor) -> np.ndarray:
 class Taps:
     """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_times: bool = True) -> None:
+        """`of_times`: whether activations are [B, T, ...]."""
+        self.of_times = of_times
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.path: list[str] = []
@@ -76,7 +79,7 @@ class Taps:
         self.open = False  # a block that is recomputed in the backward pass is not noted again
 
     def note(self, name: str, y: Tensor) -> None:
-        if not self.open or y.ndim < 3:  # not over the batch: learned positions
+        if not self.open or (self.of_times and y.ndim < 3):  # not over the batch: learned positions
             return
         part = len(self.noted[name])
         self.noted[name].append(y.detach().clone())
@@ -132,7 +135,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
 
     Called by all ranks; the step must not update.
     """
-    taps, gradients = Taps(), dict[str, Tensor]()
+    taps, gradients = Taps(not isinstance(parts_of(model)[0], ResNet)), dict[str, Tensor]()
 
     def watch(stage: str) -> None:
         if stage == "gradient":
@@ -182,31 +185,37 @@ class Recorder:
         self.steps = experiment.record.steps if folder else ()
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
+        self.images = experiment.model.takes == "images"
+        # Of microbatches JAX keeps no activations where batch norms see one at a time; nor does this, then.
+        self.looks = self.every and not (self.images and experiment.train.accumulation > 1)
+        self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
         self.length = experiment.data.sequence // mesh["context"].size()
 
     @contextmanager
-    def watching(self, step: int, batch: Tokens) -> Iterator[Watch]:
+    def watching(self, step: int, batch: Rows) -> Iterator[Watch]:
         """Around a step: yields what it is to call between its stages; of a step in `steps` a record is written."""
         if step not in self.steps or self.folder is None:
             yield lambda stage: None
             return
         kinds: dict[str, Arrays] = {}
-        taps, scale = Taps(), self.optimizer.scaler.get_scale()
+        taps, scale = Taps(not self.images), self.optimizer.scaler.get_scale()
 
         def watch(stage: str) -> None:
             kinds[stage] = whole({n: p.grad for n, p in named(self.model) if p.grad is not None})
 
         if self.every:
-            kinds["batch"] = self.joined({n: [t] for n, t in batch._asdict().items()})
-            kinds["start"] = whole(dict(named(self.model)))
-        with taps.installed(self.model, self.namespace) if self.every else nullcontext():
+            parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
+            kinds["batch"] = self.joined(dict(parts))
+            kinds["start"] = whole(dict(held(self.model)))
+        with taps.installed(self.model, self.namespace) if self.looks else nullcontext():
             yield watch
-        if self.every:
+        if self.looks:
             kinds["activation"] = self.joined(taps.noted)
             backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward, backward=True)
+        if self.every:
             kinds |= self.moments()
-            kinds["weights"] = whole(dict(named(self.model)))
+            kinds["weights"] = whole(dict(held(self.model)))
         else:
             del kinds["clipped"]
         if dist.get_rank() == 0:
@@ -229,6 +238,9 @@ class Recorder:
         ranks: dict[Any, dict[str, list[np.ndarray]]] = {}
         for at, arrays in found:
             ranks.setdefault(at, {}).update(arrays)
+        if self.images:
+            rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
+            return {n: a[np.argsort(self.order)] for n, a in rows_of.items()}
         context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
 
         def join(name: str) -> np.ndarray:

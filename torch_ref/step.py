@@ -14,17 +14,19 @@ from torch.nn import functional
 
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
-from torch_ref.mesh import TOKENS
+from torch_ref.images import statistics_of_the_first
+from torch_ref.mesh import TOKENS, over
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
 from torch_ref.pipeline import Pipeline
 
 
-class Tokens(NamedTuple):
-    """This rank's rows and times: tokens and targets, int64 [B, T]; IGNORED targets have no loss."""
+class Rows(NamedTuple):
+    """This rank's rows: tokens and targets, int64 [B, T], of its times; or images, float32 [B, Y, X, C], and classes,
+    int64 [B]. IGNORED targets have no loss."""
 
-    tokens: Tensor
+    inputs: Tensor
     targets: Tensor
 
 
@@ -49,7 +51,7 @@ Watch = Callable[[str], None]
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batch: Tokens,
+    batch: Rows,
     experiment: Experiment,
     mesh: DeviceMesh,
     step: int,
@@ -68,6 +70,7 @@ def train_step(
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
     parts = experiment.train.accumulation
     total = torch.zeros((), dtype=torch.float64, device=count.device)
+    before = [buffer.clone() for buffer in model.buffers()]
 
     def scaled(logits: Tensor, targets: Tensor, added: Tensor | int = 0) -> Tensor:
         loss = cross_entropy(logits, targets) / count
@@ -75,24 +78,39 @@ def train_step(
         return optimizer.scaler.scale(loss + added / parts)
 
     if isinstance(model, Pipeline):
-        model.accumulate(scaled, batch.tokens, batch.targets)
+        model.accumulate(scaled, batch.inputs, batch.targets)
     else:
-        for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+        for i, (inputs, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
             with microbatch(model, experiment.parallel, last=i == parts - 1):
-                logits, added = forward(model, tokens)
+                logits, added = forward(model, inputs)
                 scaled(logits, targets, added).backward()
     scale = optimizer.unscale()
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
     watch("clipped")
     values = Values(sum_over_parts(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
-    taken = values.finite and step not in experiment.train.skip
+    met = step not in experiment.train.skip
+    taken = values.finite and met
+    keep_statistics(model, experiment, mesh, before, moved=met and math.isfinite(values.loss))
     return values._replace(learning_rate=optimizer.step(step, taken))
 
 
-def forward(model: nn.Module, tokens_BT: Tensor) -> tuple[Tensor, Tensor | int]:
+@torch.no_grad()
+def keep_statistics(
+    model: nn.Module, experiment: Experiment, mesh: DeviceMesh, before: list[Tensor], moved: bool
+) -> None:
+    """Running statistics as the forward passes moved them, of each rank's own the first's; or those of `before`, where
+    the step is to be skipped or its loss is not finite."""
+    if not moved:
+        for buffer, old in zip(model.buffers(), before, strict=True):
+            buffer.copy_(old)
+    elif before and experiment.parallel.batch_norm == "replica":
+        statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
+
+
+def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | int]:
     """Logits, and this rank's part of what the model adds to the loss: a mixture its balance, others 0."""
-    made = model(tokens_BT)
+    made = model(inputs)
     return made if isinstance(made, tuple) else (made, 0)
 
 
@@ -105,12 +123,12 @@ def of_all_stages(model: nn.Module) -> Tensor | None:
     return square.sqrt()
 
 
-def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [..., V]: sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
 
     Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
     """
-    logits, targets = wide(logits_BTV).flatten(0, 1), targets_BT.flatten()
+    logits, targets = wide(logits).flatten(0, -2), targets.flatten()
     loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
@@ -129,8 +147,8 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, float]:
-    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens."""
+def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images."""
     count = (batch.targets != IGNORED).sum()
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
@@ -139,10 +157,12 @@ def evaluate(model: nn.Module, batch: Tokens, mesh: DeviceMesh) -> tuple[float, 
         total.add_(loss)
         return loss
 
+    model.eval()  # by running statistics
     if isinstance(model, Pipeline):
-        model.evaluate(told, batch.tokens, batch.targets)
+        model.evaluate(told, batch.inputs, batch.targets)
     else:
         with loss_parallel():
-            told(forward(model, batch.tokens)[0], batch.targets)
+            told(forward(model, batch.inputs)[0], batch.targets)
+    model.train()
     reshard(model)
     return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()

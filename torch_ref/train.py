@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.saving import Due, Saving
-from jaxdist.data import Dataset, in_steps, open_dataset
+from jaxdist.data import Batch, Dataset, dataset_of, dealt, in_steps
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.mesh import BATCH, rank_over
@@ -25,7 +25,7 @@ from torch_ref.models import build
 from torch_ref.optim import Optimizer
 from torch_ref.parallelize import check_offload, parallelize
 from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
-from torch_ref.step import Tokens, evaluate, train_step
+from torch_ref.step import Rows, evaluate, train_step
 from torch_ref.traffic import Traffic
 from torch_ref.weights import draw, fill
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experts.check(experiment, plan.axes)
     pipeline.check(experiment, plan.axes)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
+    dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
     rank = partial(train, experiment, plan, dataset, arguments.init, folder)
     rank() if launch.launched() else launch.start(plan, rank)
@@ -128,7 +128,7 @@ def loop(
     Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
     """
     config = experiment.train
-    tokens = config.batch * experiment.data.sequence
+    tokens = config.batch * experiment.per_row
     recorder = Recorder(model, optimizer, experiment, mesh, folder)
     measured = metered(range(start + 1, config.steps + 1), recorder.steps)
     records: list[dict[str, Any]] = []
@@ -177,16 +177,20 @@ def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
     return next((step for step in (*steps[1:], *steps[:1]) if step not in recorded), None)
 
 
-def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Tokens:
+def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Rows:
     """This rank's part of the global batch: rank r of n over the axes BATCH reads rows r·B/n to (r+1)·B/n, and of them
-    keeps its times, as many on each rank of `context`."""
+    keeps its times, as many on each rank of `context`. Of images it reads those of each microbatch: see `dealt`."""
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
-    rows = slice(rank * size // ranks, (rank + 1) * size // ranks)
+    rows: Any = slice(rank * size // ranks, (rank + 1) * size // ranks)
+    if experiment.model.takes == "images":
+        rows = dealt(size, ranks, experiment.train.accumulation)[rows]
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
-    part, parts = mesh.get_local_rank("context"), mesh["context"].size()
-    times = (np.split(x, parts, axis=1)[part].astype(np.int64) for x in batch)
-    return Tokens(*(torch.from_numpy(x).to(mesh.device_type) for x in times))
+    if isinstance(batch, Batch):
+        part, parts = mesh.get_local_rank("context"), mesh["context"].size()
+        batch = Batch(*(np.split(x, parts, axis=1)[part].astype(np.int64) for x in batch))
+    inputs, targets = (torch.from_numpy(x).to(mesh.device_type) for x in batch)
+    return Rows(inputs, targets.long())
 
 
 def validation_loss(

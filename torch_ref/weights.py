@@ -10,21 +10,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from jaxdist.config import Model
+from jaxdist.config import Family
 
 
-def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
+def draw(model: Family, seed: int, name: str, shape: torch.Size) -> Tensor:
     """The initial value of parameter `name`, float32: a function of seed and name, never of mesh or strategy.
 
-    Matrices are drawn from N(0, init_std²), the residual projections from N(0, init_std² / 2L); norms are 1,
-    biases 0. Every policy starts from the same float32 numbers, fp64 too.
+    Matrices are drawn from N(0, init_std²), the residual projections from N(0, init_std² / 2L), convolutions from
+    N(0, 2/(Y·X·outputs)) (arXiv:1502.01852); norms are 1, biases 0. Every policy starts from the same float32 numbers,
+    fp64 too.
     """
     layer, kind = name.split(".")[-2:]
-    if kind == "bias":
+    if kind in ("bias", "running_mean", "num_batches_tracked"):
         return torch.zeros(shape)
     if "norm" in layer:
         return torch.ones(shape)
-    std = model.init_std / (math.sqrt(2 * model.layers) if layer in ("o_proj", "down_proj") else 1)
+    if layer == "conv":
+        std = math.sqrt(2 / (shape[0] * shape[2] * shape[3]))
+    else:
+        std = model.init_std / (math.sqrt(2 * model.layers) if layer in ("o_proj", "down_proj") else 1)
     # One number of 32 bits: torch's CPU generator ignores the others.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.normal(0.0, std, shape, generator=generator)
@@ -32,9 +36,16 @@ def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
-    """Give every parameter of `model` its value; `value(name, global shape)` is whole, freed after use."""
-    for name, parameter in named(model):
-        local(parameter).copy_(value(name, parameter.shape)[place(parameter)])
+    """Give every parameter and running statistic its value; `value(name, global shape)` is whole, freed after use."""
+    for name, tensor in held(model):
+        local(tensor).copy_(value(name, tensor.shape)[place(tensor)])
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and running statistics, named as `named` does: all that a checkpoint keeps of a model."""
+    yield from named(model)
+    for name, buffer in model.named_buffers():
+        yield name.removeprefix("module."), buffer
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ from jaxdist.config.experiment import (
     Train,
 )
 from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
-from jaxdist.config.model import GPT2, Family, Llama, Mixture, Model, Rotary, check_shapes, same_model
+from jaxdist.config.model import GPT2, Decoder, Family, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
@@ -40,6 +40,7 @@ __all__ = [
     "Checkpoint",
     "ConfigError",
     "Data",
+    "Decoder",
     "Experiment",
     "Family",
     "Llama",
@@ -51,6 +52,7 @@ __all__ = [
     "Parallel",
     "Precision",
     "Record",
+    "ResNet",
     "Rotary",
     "RunFolder",
     "Train",

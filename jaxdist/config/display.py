@@ -21,7 +21,7 @@ from rich.table import Table
 
 from jaxdist.config.errors import printable
 from jaxdist.config.experiment import Experiment
-from jaxdist.config.model import Mixture
+from jaxdist.config.model import Mixture, ResNet
 
 console = Console(highlight=False)
 
@@ -46,7 +46,13 @@ def show_start(
 ) -> None:
     """The start-up table: what is trained, how it is laid out, and a backend's own `notes`."""
     e, model, p = experiment, experiment.model, experiment.precision
-    sizes = f"{model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}"
+    if isinstance(model, ResNet):
+        depths = "+".join(map(str, model.depths))
+        sizes = f"{depths} {model.block} blocks, D {model.dim}, V {model.classes}"
+        rows_of = f"images of {model.image}×{model.image}×{model.channels}"
+    else:
+        sizes = f"{model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}"
+        rows_of = f"sequences of {e.data.sequence} tokens"
     if isinstance(model, Mixture):
         sizes += f", E {model.experts}, {model.top_k} a token"
     rows = {
@@ -55,7 +61,7 @@ def show_start(
         "mesh": " × ".join(f"{axis} {size}" for axis, size in axes.items()),
         "strategy": e.parallel.strategy,
         "precision": f"{p.policy} (weights {p.parameters}, compute {p.compute}, reduce {p.reduce})",
-        "batch": f"{e.train.batch} sequences of {e.data.sequence} tokens, {e.train.accumulation} microbatch(es)",
+        "batch": f"{e.train.batch} {rows_of}, {e.train.accumulation} microbatch(es)",
     }
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in (rows | dict(notes)).items():

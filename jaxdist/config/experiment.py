@@ -15,17 +15,35 @@ import tomli_w
 from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.model import Count, CountOrZero, Family, Fraction, Llama, Mixture, Model, NotNegative, Section, Seed
+from jaxdist.config.model import (
+    GPT2,
+    LISTED,
+    NUMBER,
+    Count,
+    CountOrZero,
+    Family,
+    Fraction,
+    Llama,
+    Mixture,
+    Model,
+    NotNegative,
+    ResNet,
+    Section,
+    Seed,
+)
 from jaxdist.config.optimizer import Optimizer
 from jaxdist.config.precision import Precision
-from jaxdist.config.record import Record, Steps, listed
+from jaxdist.config.record import Record, Steps
+
+Numbers = Annotated[tuple[Annotated[float, NUMBER, Field(allow_inf_nan=False)], ...], LISTED]
 
 
 class Data(Section):
-    """Where tokens come from. The batch of a step depends on these fields, the seed and the step alone."""
+    """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
 
     path: str = ""
-    """File or folder: text, .jsonl, or token ids in .npy or .bin; empty: the Python standard library's source."""
+    """File or folder: text, .jsonl, or token ids in .npy or .bin; empty: the Python standard library's source. Of
+    images, .npz with images and labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
     tokenizer: str = "bytes"
     """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json. Pre-tokenized files ignore it."""
     sequence: Count = 128
@@ -34,6 +52,10 @@ class Data(Section):
     """packed: one stream cut every T tokens. padded: each document starts a sequence; its last is filled up."""
     text_field: str = "text"
     """The key that holds the text in a JSONL line."""
+    pixel_mean: Numbers = (0.0,)
+    """What is taken from pixels, from 0 to 1 where they are bytes: one number, or one for each channel."""
+    pixel_std: Numbers = (1.0,)
+    """What they are divided by then; ImageNet's are 0.485,0.456,0.406 and 0.229,0.224,0.225."""
     bin_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
     """Integer type of a .bin file."""
     validation: Fraction = 0.05
@@ -117,6 +139,9 @@ class Parallel(Section):
     sequence: bool = False
     """Sequence parallelism: between products norms and residual are split over time on the axis tensor
     (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""
+    batch_norm: Literal["global", "replica"] = "global"
+    """Whose statistics a batch norm takes. global: those of the microbatch on all devices, as torch's SyncBatchNorm;
+    replica: each device those of its own rows, as under DDP without it, whose running statistics are the first's."""
     context: Literal["ring", "ulysses"] = "ring"
     """How the mesh axis context, which splits sequences, attends. ring: keys and values go round (arXiv:2310.01889);
     ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
@@ -213,7 +238,7 @@ class Memory(Section):
     """none; full: keep only the input of a block; selective: keep also the results of matrix products."""
     remat_every: Count = 1
     """Apply `remat` to every n-th block, from the first."""
-    offload: Annotated[tuple[Offloaded, ...], pydantic.BeforeValidator(listed)] = ()
+    offload: Annotated[tuple[Offloaded, ...], LISTED] = ()
     """What lies in the host's memory but while it is worked on, as optimizer,parameters,activations: Adam's moments;
     weights, of which a block's are fetched when it begins; what `remat` keeps of its blocks. torch, whose FSDP2 has one
     policy for both, takes optimizer,parameters together, and activations with remat = full."""
@@ -272,7 +297,9 @@ class Experiment(Section):
     @model_validator(mode="after")
     def _fits(self) -> "Experiment":
         model, train = self.model, self.train
-        if self.data.sequence > model.positions:
+        if isinstance(model, ResNet):
+            self._fits_images(model)
+        elif self.data.sequence > model.positions:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
                 "shorten the sequence or raise the positions"
@@ -288,24 +315,82 @@ class Experiment(Section):
             )
         return self
 
+    def _fits_images(self, model: ResNet) -> None:
+        """Raises ValueError for what is of decoders alone."""
+        if self.memory.remat != "none" or self.memory.offload:
+            field, value = ("remat", self.memory.remat) if self.memory.remat != "none" else ("offload", "...")
+            raise ValueError(
+                f"memory.{field} = {value} with model.family = resnet: a batch norm that is computed again would move "
+                "its running statistics twice, as in torch; use memory.remat = none without offload, and strategy fsdp"
+            )
+        for field, values in (("pixel_mean", self.data.pixel_mean), ("pixel_std", self.data.pixel_std)):
+            if len(values) not in (1, model.channels):
+                raise ValueError(
+                    f"data.{field} has {len(values)} numbers, and model.channels = {model.channels}; give one, or one "
+                    "for each channel"
+                )
+        if not all(self.data.pixel_std):
+            raise ValueError("data.pixel_std = 0 divides by nothing; use 1 for pixels as they are")
+
+    @property
+    def per_row(self) -> int:
+        """What a row of the batch counts as, where tokens are counted: its tokens, or one image."""
+        return self.data.sequence if self.model.takes == "tokens" else 1
+
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
+        if isinstance(self.model, ResNet):
+            self._check_images(self.model, axes)
+            return
         self._check_experts(axes)
         self._check_stages(axes["pipeline"])
-        train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
-        if train.batch % (ways * train.accumulation):
-            named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
-            raise ConfigError(
-                f"train.batch = {train.batch} sequences cannot be divided over {named} = {ways} devices and "
-                f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
-            )
+        self._check_rows(axes, "sequences")
         self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
-        for field, size, parameter, over in self._splits():
+        for field, size, parameter, over in self._splits(self.model):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
                 raise ConfigError(
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; change the mesh, or the size to a multiple of {parts}"
+                )
+
+    def _check_rows(self, axes: Mapping[str, int], rows: str) -> None:
+        """Raises ConfigError where the mesh does not divide the batch."""
+        train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
+        if train.batch % (ways * train.accumulation):
+            named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
+            raise ConfigError(
+                f"train.batch = {train.batch} {rows} cannot be divided over {named} = {ways} devices and "
+                f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
+            )
+
+    def _check_images(self, model: ResNet, axes: Mapping[str, int]) -> None:
+        """Raises ConfigError for axes that images have no use for, and where a batch norm would see one number."""
+        for axis, size in axes.items():
+            if size > 1 and axis not in ("data", "fsdp"):
+                raise ConfigError(
+                    f"parallel.mesh: axis {axis} = {size} with model.family = resnet, which is split by rows of the "
+                    f"batch alone; use the axis fsdp = {size}, or data with --strategy ddp"
+                )
+        if self.parallel.sequence:
+            raise ConfigError(
+                "parallel.sequence = true splits sequences, and model.family = resnet has none; leave it out"
+            )
+        self._check_rows(axes, "images")
+        train, ways = self.train, axes["data"] * axes["fsdp"]
+        together = train.batch // train.accumulation // (1 if self.parallel.batch_norm == "global" else ways)
+        if together * model.sizes[-1] ** 2 == 1:
+            raise ConfigError(
+                f"train.batch = {train.batch} leaves a batch norm one number for each channel, which has no variance; "
+                "use a larger batch or model.image, or parallel.batch_norm = global"
+            )
+        if self.parallel.strategy == "ddp":
+            return
+        for width in (model.stem, *model.widths, *[width // 4 for width in model.widths if model.block != "basic"]):
+            if width % axes["fsdp"]:
+                raise ConfigError(
+                    f"model.widths: {width} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; "
+                    "change the mesh, or the widths to multiples of it"
                 )
 
     def _check_experts(self, axes: Mapping[str, int]) -> None:
@@ -377,9 +462,9 @@ class Experiment(Section):
                     f"the length to a multiple of {parts}"
                 )
 
-    def _splits(self) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
+    def _splits(self, m: Llama | GPT2 | Mixture) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
         """(field, size, a parameter with that dimension, the mesh axes that split it)."""
-        m, attention, mlp = self.model, "layers.attention", "layers.mlp"
+        attention, mlp = "layers.attention", "layers.mlp"
         heads = ("tensor", "context") if self.parallel.context == "ulysses" else ("tensor",)
         yield "heads", m.heads, f"{attention}.q_proj", heads
         yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads

@@ -1,8 +1,10 @@
-"""config.json of Hugging Face <-> the model section: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and GPT-2.
+"""config.json of Hugging Face <-> the model section: Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE,
+GPT-2 and ResNet.
 
 A key that a file leaves out has the default of transformers' own config class.
 """
 
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -10,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxdist.config import GPT2, ConfigError, Data, Experiment, Family, Llama, Mixture
+from jaxdist.config import GPT2, ConfigError, Data, Experiment, Family, Llama, Mixture, ResNet
 from jaxdist.config.foreign import read_json
 
 Settings = dict[str, Any]
@@ -30,6 +32,10 @@ class Kind(NamedTuple):
 COUNT = Kind("a whole number from 1", lambda value: type(value) is int and 0 < value < 2**31)
 COUNT_OR_ZERO = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**31)
 LAYERS = Kind(f"a whole number from 1 to {MOST_LAYERS:,}", lambda value: COUNT.holds(value) and value <= MOST_LAYERS)
+COUNTS = Kind(
+    "a list of whole numbers from 1",
+    lambda value: isinstance(value, list) and 0 < len(value) <= MOST_LAYERS and all(map(LAYERS.holds, value)),
+)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
 FLAG = Kind("true or false", lambda value: type(value) is bool)
 TABLE = Kind("a table of settings", lambda value: isinstance(value, dict))
@@ -141,6 +147,17 @@ WITHOUT = ("quantization_config", "attn_logit_softcapping", "final_logit_softcap
 WINDOWS = ("full_attention", "sliding_attention")
 
 
+RESNET_ARCHITECTURE = "ResNetForImageClassification"
+RESNET_KEYS = {
+    "channels": Key("num_channels", COUNT, 3),
+    "stem": Key("embedding_size", COUNT, 64),
+    "widths": Key("hidden_sizes", COUNTS, [256, 512, 1024, 2048]),
+    "depths": Key("depths", COUNTS, [3, 4, 6, 3]),
+}
+CLASSES = Key("id2label", TABLE, {"0": "LABEL_0", "1": "LABEL_1"})
+BATCH_NORM_EPS = 1e-5  # no key of theirs
+
+
 def read_model(path: Path) -> Family:
     """The model that `path`/config.json describes. Raises ConfigError for what jaxdist cannot compute."""
     file = path / "config.json"
@@ -159,28 +176,34 @@ def read_model(path: Path) -> Family:
 
 def experiment_for(model: Settings, source: str) -> Experiment:
     """The default experiment around a model section, its sequences within positions. Raises ConfigError."""
-    return Experiment.parse({"model": model, "data": {"sequence": min(Data().sequence, model["positions"])}}, source)
+    sequence = min(Data().sequence, model.get("positions", Data().sequence))
+    return Experiment.parse({"model": model, "data": {"sequence": sequence}}, source)
 
 
 def from_settings(settings: Settings) -> Settings:
     """The model section, not yet validated, from the settings of a config.json. Raises ConfigError."""
     model_type, named = settings.get("model_type"), settings.get("architectures") or []
-    known = {a.model_type: name for name, a in ARCHITECTURES.items()} | {"gpt2": GPT2_ARCHITECTURE}
+    known = {a.model_type: name for name, a in ARCHITECTURES.items()}
+    known |= {"gpt2": GPT2_ARCHITECTURE, "resnet": RESNET_ARCHITECTURE}
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}")
     name = known[model_type]
-    base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
+    base = re.sub("(ForCausalLM|LMHeadModel|ForImageClassification)$", "Model", name)
     if not isinstance(named, list) or (named and named[0] not in (name, base)):
         raise ConfigError(f"architectures = {SHOWN.repr(named)}; jaxdist reads {name} of model_type {model_type}")
     for key in WITHOUT:
         if settings.get(key):
             raise ConfigError(f"{key} = {SHOWN.repr(settings[key])}; jaxdist computes models without it only")
+    if model_type == "resnet":
+        return _from_resnet(settings)
     _demand(settings, "is_causal", True)
     return _from_gpt2(settings) if model_type == "gpt2" else _from_rotary(settings, ARCHITECTURES[name])
 
 
 def to_settings(model: Family, dtype: str) -> Settings:
     """Settings of a config.json that transformers 4 and 5 read alike. Raises ConfigError if none fits."""
+    if isinstance(model, ResNet):
+        return _to_resnet(model) | {"torch_dtype": dtype}
     settings = _to_gpt2(model) if isinstance(model, GPT2) else _to_rotary(model)
     # Token ids belong to a tokenizer; left out, transformers would assume those of its own.
     return settings | {"bos_token_id": None, "eos_token_id": None, "torch_dtype": dtype}
@@ -221,6 +244,30 @@ def _to_gpt2(model: GPT2) -> Settings:
     settings = {key.name: getattr(model, field) for field, key in GPT2_KEYS.items()}
     named: Settings = {"architectures": [GPT2_ARCHITECTURE], "model_type": "gpt2"}
     return named | settings | {"n_inner": model.hidden, "activation_function": "gelu_new"}
+
+
+def _from_resnet(settings: Settings) -> Settings:
+    _demand(settings, "hidden_act", "relu")
+    _demand(settings, "downsample_in_first_stage", False)
+    _demand(settings, "downsample_in_bottleneck", False)
+    _demand(settings, "layer_type", "basic", "bottleneck")
+    values = {field: _value(settings, *key) for field, key in RESNET_KEYS.items()}
+    classes = {"classes": len(_value(settings, *CLASSES))}
+    return {"family": "resnet", "block": settings.get("layer_type", "bottleneck"), **values, **classes}
+
+
+def _to_resnet(model: ResNet) -> Settings:
+    if model.norm_eps != BATCH_NORM_EPS:
+        raise ConfigError(
+            f"model.norm_eps = {model.norm_eps}: {RESNET_ARCHITECTURE} has {BATCH_NORM_EPS} always; keep the weights "
+            "as an Orbax checkpoint"
+        )
+    settings = {key.name: getattr(model, field) for field, key in RESNET_KEYS.items()}
+    labels = {str(i): f"LABEL_{i}" for i in range(model.classes)}
+    named: Settings = {"architectures": [RESNET_ARCHITECTURE], "model_type": "resnet", "layer_type": model.block}
+    named |= {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    named |= {"hidden_act": "relu", "downsample_in_first_stage": False, "downsample_in_bottleneck": False}
+    return named | {CLASSES.name: labels, "label2id": {label: int(i) for i, label in labels.items()}}
 
 
 def _from_rotary(settings: Settings, architecture: Architecture) -> Settings:

@@ -36,7 +36,28 @@ class Section(pydantic.BaseModel):
     )
 
 
+def listed(value: Any) -> Any:
+    """The parts of a text with commas between; any other value itself."""
+    return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
+
+
+LISTED = pydantic.BeforeValidator(listed)
+Counts = Annotated[tuple[Count, ...], LISTED]
+
+
 class Model(Section):
+    """What every model has. `takes` says what data it is trained on."""
+
+    takes: ClassVar[Literal["tokens", "images"]] = "tokens"
+
+    norm_eps: Positive = 1e-5
+    """Added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
+    init_std: Positive = 0.02
+    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L). Of a ResNet, of
+    its head: convolutions are drawn by the number of their outputs (arXiv:1502.01852)."""
+
+
+class Decoder(Model):
     """What every decoder has."""
 
     layers: Count = 4
@@ -51,15 +72,11 @@ class Model(Section):
     """Vocabulary size, V. Bytes need 256."""
     positions: Count = 1024
     """Longest sequence that the model accepts, in tokens."""
-    norm_eps: Positive = 1e-5
-    """Added to the variance (LayerNorm) or mean square (RMSNorm)."""
     tied: bool = False
     """The output head is the embedding itself."""
-    init_std: Positive = 0.02
-    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L)."""
 
 
-class Rotary(Model):
+class Rotary(Decoder):
     """Decoders with rotary positions, grouped queries, RMSNorm and gated MLPs."""
 
     kv_heads: Count = 4
@@ -106,7 +123,7 @@ class Llama(Rotary):
     """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
     family: Literal["llama"] = "llama"
-    """llama (covers Llama, Mistral, Qwen2 and Qwen3), mixtral, qwen3_moe or gpt2."""
+    """llama (covers Llama, Mistral, Qwen2 and Qwen3), mixtral, qwen3_moe, gpt2 or resnet."""
     mlp_bias: bool = False
     """Biases in the MLP."""
 
@@ -143,7 +160,7 @@ class Mixture(Rotary):
         return min(times, math.ceil(self.capacity * self.top_k * times / self.experts)) if self.capacity else times
 
 
-class GPT2(Model):
+class GPT2(Decoder):
     """GPT-2: LayerNorm, learned positions, biases everywhere, tanh-approximated GELU."""
 
     family: Literal["gpt2"]
@@ -172,7 +189,92 @@ class GPT2(Model):
         return self.dim // self.heads
 
 
-Family = Llama | GPT2 | Mixture
+class ResNet(Model):
+    """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
+
+    takes: ClassVar[Literal["tokens", "images"]] = "images"
+    tied: ClassVar[bool] = False
+    head_dim: ClassVar[int] = 0
+
+    family: Literal["resnet"]
+    """resnet: images to classes, with batch norm."""
+    block: Literal["basic", "bottleneck"] = "bottleneck"
+    """basic: two 3×3 convolutions (ResNet-18, 34); bottleneck: 1×1, 3×3, 1×1 (50, 101, 152)."""
+    depths: Counts = (3, 4, 6, 3)
+    """Blocks of each stage; each stage but the first halves height and width. 3,4,6,3 is ResNet-50, 2,2,2,2 with basic
+    blocks ResNet-18."""
+    widths: Counts = (256, 512, 1024, 2048)
+    """Channels that each stage puts out; 64,128,256,512 with basic blocks."""
+    stem: Count = 64
+    """Channels of the first convolution, which is 7×7 with a stride of 2, before the max-pooling."""
+    channels: Count = 3
+    """Channels of an image: 3 for colours, 1 for grey."""
+    image: Count = 224
+    """Height and width of an image, in pixels."""
+    classes: Count = 1000
+    """Classes, V."""
+    momentum: Share = 0.1
+    """Share of a batch's statistics in the new running ones, torch's momentum: flax's is 1 minus it."""
+
+    @model_validator(mode="after")
+    def _stages(self) -> "ResNet":
+        if not self.depths or len(self.depths) != len(self.widths):
+            raise ValueError(
+                f"model.widths = {listing(self.widths)} are not as many as model.depths = {listing(self.depths)}; give "
+                "one of each for every stage"
+            )
+        if self.block == "bottleneck" and (odd := [width for width in self.widths if width % 4]):
+            raise ValueError(
+                f"model.widths = {listing(self.widths)}: {odd[0]} is no multiple of 4, a bottleneck's width within; "
+                "use one"
+            )
+        return self
+
+    @property
+    def layers(self) -> int:
+        """Blocks of all stages."""
+        return sum(self.depths)
+
+    @property
+    def dim(self) -> int:
+        """Width of what the head takes, D."""
+        return self.widths[-1]
+
+    @property
+    def vocab(self) -> int:
+        """What the head tells apart, V."""
+        return self.classes
+
+    def places(self, path: str) -> int:
+        """How often the kernel of a module is applied to an image: the places of what it puts out."""
+        if path == "head":
+            return 1
+        if path.startswith("stem."):
+            return halved(self.image) ** 2
+        _, stage, block, part, *layer = path.split(".")
+        before_stride = self.block == "bottleneck" and stage != "0" and (block, part, layer[0]) == ("0", "layer", "0")
+        return self.sizes[int(stage) - before_stride] ** 2
+
+    @property
+    def sizes(self) -> list[int]:
+        """Height and width of what each stage puts out: the first's is that after the stem and its pooling."""
+        found = [halved(halved(self.image))]
+        while len(found) < len(self.depths):
+            found.append(halved(found[-1]))
+        return found
+
+
+def halved(size: int) -> int:
+    """Of a height or width, what a stride of 2 leaves, padded as torch's convolutions are."""
+    return (size + 1) // 2
+
+
+def listing(values: tuple[int, ...]) -> str:
+    """As a command line gives them."""
+    return ",".join(map(str, values))
+
+
+Family = Llama | GPT2 | Mixture | ResNet
 Shape = tuple[int, ...]
 
 
@@ -181,7 +283,7 @@ def same_model(wanted: Model, found: Model, source: str) -> None:
     here, there = wanted.model_dump(), found.model_dump()
     # How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights.
     rotary = isinstance(wanted, Rotary) and here["family"] == there["family"]
-    free = {"init_std", "balance", "capacity"} | ({"positions"} if rotary else set())
+    free = {"init_std", "balance", "capacity", "momentum", "image"} | ({"positions"} if rotary else set())
     for field in sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name)):
         if here.get(field) != there.get(field):
             raise ConfigError(

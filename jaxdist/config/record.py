@@ -5,7 +5,7 @@ metadata list. Kinds, and what they are named by:
 
 | kind | name | value |
 |---|---|---|
-| `batch` | tokens, targets | the global batch [B, T] |
+| `batch` | tokens, targets, or images, targets | the global batch, [B, T], or [B, Y, X, C] and [B] |
 | `start` | parameter | weights before the step |
 | `activation` | module, in forward order | its output, over the global batch |
 | `scalar` | loss, grad_norm | as in metrics.jsonl |
@@ -23,27 +23,21 @@ the module and the function's entry there; the whole model's output is `logits`.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import numpy as np
-import pydantic
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.model import Count, Section
+from jaxdist.config.model import Counts, Section
 
 # A function that models call -> the names of its results, call by call within a module.
 FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
 LOGITS = "logits"
 
 
-def listed(value: Any) -> Any:
-    """The parts of a text with commas between; any other value itself."""
-    return [part for part in value.replace(" ", "").split(",") if part] if isinstance(value, str) else value
-
-
-Steps = Annotated[tuple[Count, ...], pydantic.BeforeValidator(listed)]
+Steps = Counts
 
 
 class Record(Section):

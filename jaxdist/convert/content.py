@@ -13,12 +13,13 @@ from pydantic import BaseModel
 from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, trainable
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
 BLOCK = 1 << 20  # bytes that are compared at a time
 WEIGHTS = ("float64", "float32", "float16", "bfloat16")
+COUNTS = ("int64", "int32")  # of batches, in torch and in JAX
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,15 @@ class Content:
         """The moving average of the weights in their place. Raises ConfigError where there is none."""
         if EMA not in self.groups:
             raise ConfigError(f"--ema: {source} has no average of its weights; train with --optimizer.ema 0.999")
-        return replace(self, groups={PARAMETERS: self.groups[EMA]}).weights()
+        # Of running statistics there is none, as in torch's AveragedModel, which copies them.
+        return replace(self, groups={PARAMETERS: {**self.groups[PARAMETERS], **self.groups[EMA]}}).weights()
 
     def checked(self, source: Path) -> "Content":
         """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.
 
         Raises ConfigError naming a tensor that is missing or does not fit."""
         wanted = {name: entry.shape for name, entry in self.entries.items()}
+        kept_of = {n: entry.shape for n, entry in trainable(self.naming, self.experiment.model).items()}
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
         kept, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
         if self.updates is not None and kept != {*o.kept}:
@@ -153,9 +156,11 @@ class Content:
             )
         for group, leaves in groups.items():
             what = str(source) if group == PARAMETERS else f"{source}, {group}"
-            check_shapes(what, {name: leaf.shape for name, leaf in leaves.items()}, wanted)
+            shapes = {name: leaf.shape for name, leaf in leaves.items()}
+            check_shapes(what, shapes, wanted if group == PARAMETERS else kept_of)
             for name, leaf in leaves.items():
-                if leaf.dtype.name not in WEIGHTS:
+                counts = name not in kept_of and not leaf.shape
+                if leaf.dtype.name not in (COUNTS if counts else WEIGHTS):
                     raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
         scaling = None
         if self.updates is not None and (fresh := start(self.experiment.precision)):

@@ -395,7 +395,7 @@ class TestCommandLine:
         wanted.write_text(config.replace("steps = 300", "steps = 7").replace("positions = 12", "positions = 99"))
         main([str(tmp_path / "hf"), str(tmp_path / "fits"), "--model", str(wanted)])
         kept = checkpoint.read_experiment(checkpoint.locate(tmp_path / "fits"))
-        assert kept.train.steps == 7 and kept.model.positions == 99
+        assert kept.train.steps == 7 and kept.model.model_dump()["positions"] == 99
         wanted.write_text(config.replace("norm_eps = 1e-06", "norm_eps = 1e-05"))
         with pytest.raises(ConfigError, match=r"model.norm_eps = 1e-05, but \S+ holds another model, with 1e-06; set"):
             main([str(tmp_path / "hf"), str(tmp_path / "not"), "--model", str(wanted)])

@@ -37,7 +37,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, a
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_parts import like
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
@@ -217,7 +217,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
             for group in named:
                 group["params"] = [table.full_name(plain(name)) for name in group["params"]]
-            shapes = {name: entry.shape for name, entry in entries(naming, experiment.model).items()}
+            shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
             settings = optimizers.settings(str(path), rule, named, shapes) | torch_files.schedule(
                 path, {}, named, wanted=True
             )
@@ -372,7 +372,11 @@ def write(path: Path, conversion: Conversion) -> None:
         content.origin.kind != "dcp" or optimizers.BY_NAME[content.experiment.optimizer.name].counts
     ):
         done = float(content.updates)
-        counts |= {key: torch.tensor(done) for name in conversion.entries for key in keys("step", name)}
+        counts |= {
+            key: torch.tensor(done)
+            for name in trainable(conversion.naming, content.experiment.model)
+            for key in keys("step", name)
+        }
     if content.scaling and own:
         counts |= {f"{SCALING}{name}": torch.tensor(x.item()) for name, x in content.scaling._asdict().items()}
     extras = _extras(content, prefixes["optimizer"])

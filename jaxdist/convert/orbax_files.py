@@ -51,13 +51,14 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = checkpoint.locate(path)
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
-    shapes = shapes_of(experiment.model)
+    shapes, layouts = shapes_of(experiment.model), models.layouts(models.build(experiment.model))
+    trained = {name: shape for name, shape in shapes.items() if not layouts[name].statistic}
 
-    def layers(what: str, arrays: Mapping[str, ts.TensorStore]) -> Leaves:
-        check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, shapes)
+    def layers(what: str, arrays: Mapping[str, ts.TensorStore], wanted: Mapping[str, Shape] = trained) -> Leaves:
+        check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, wanted)
         return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
 
-    groups = {PARAMETERS: layers(str(path), named(found, "parameters", stores(found, "parameters")))}
+    groups = {PARAMETERS: layers(str(path), named(found, "parameters", stores(found, "parameters")), shapes)}
     updates = scaling = None
     if training and (found / "optimizer").is_dir():
         optimizer_item = stores(found, "optimizer")
@@ -245,7 +246,7 @@ def check(conversion: Conversion) -> None:
     """Raises ConfigError where layers of one array are of several dtypes, since an array has one."""
     for group, leaves in conversion.groups.items():
         for name, shape in shapes_of(conversion.content.experiment.model).items():
-            if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape)}) > 1:
+            if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape) if part in leaves}) > 1:
                 raise ConfigError(
                     f"{group} {name}: its layers are {', '.join(sorted(dtypes))}, and Orbax has one array of them; "
                     f"{one_dtype(group)}"
@@ -259,7 +260,7 @@ def write(path: Path, conversion: Conversion) -> None:
     folder = begin(path, content)
     shapes = shapes_of(content.experiment.model)
     coming = {
-        group: {name: _coming(group, name, shape, leaves) for name, shape in shapes.items()}
+        group: {n: _coming(group, n, s, leaves) for n, s in shapes.items() if parts(n, s)[0][0] in leaves}
         for group, leaves in conversion.groups.items()
     }
     values: dict[str, Any] = {
@@ -284,7 +285,9 @@ def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
 def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:
     """The state of our optimizer, the moments to come."""
     e = content.experiment
-    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in coming[PARAMETERS].items()}
+    layouts = models.layouts(models.build(e.model))
+    trained = {name: array for name, array in coming[PARAMETERS].items() if not layouts[name].statistic}
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in trained.items()}
 
     def filled(part: Any) -> Any:
         if isinstance(part, State):
@@ -294,6 +297,5 @@ def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> 
             return part._replace(count=np.asarray(content.step, np.int32))
         return part
 
-    layouts = models.layouts(models.build(e.model))
     state = jax.eval_shape(optimizer(e.optimizer, e.train.steps, layouts).init, shapes)
     return tuple(filled(part) for part in state)

@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
-from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
@@ -87,11 +87,15 @@ class Recut(ABC):
 
     def _leaves(self, group: str) -> Leaves:
         found: dict[str, Leaf] = {}
-        for unit in self.units:
+        for unit in self.units_of(group):
             dtype = self._dtype(group, unit)
             for target in unit.targets:
                 found[target.name] = Leaf(target.shape, dtype, partial(self.read, group, unit, target.name))
-        return {name: found[name] for name in self.entries}
+        return {name: found[name] for name in self.entries if name in found}
+
+    def units_of(self, group: str) -> list[Unit]:
+        """Those of a group, which an optimizer's has not of what is not trained."""
+        return [unit for unit in self.units if unit.sources[0].name in self.given[group]]
 
     def read(self, group: str, unit: Unit, name: str) -> np.ndarray:
         """One tensor of the target, for which all of its unit is read."""
@@ -146,7 +150,9 @@ class Recut(ABC):
                 self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
-        return [Job(self._cost(group, unit), group, unit) for unit, group in product(self.units, groups)]
+        found = product(self.units, groups)
+        jobs = ((unit, group) for unit, group in found if unit.sources[0].name in self.given[group])
+        return [Job(self._cost(group, unit), group, unit) for unit, group in jobs]
 
     def _cost(self, group: str, unit: Unit) -> int:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
@@ -178,6 +184,12 @@ class Conversion(Recut):
     @cached_property
     def entries(self) -> dict[str, Entry]:
         return entries(self.naming, self.content.experiment.model)
+
+    def _dtype(self, group: str, unit: Unit) -> np.dtype:
+        """Counts of batches are of 64 bits in torch, of 32 in JAX."""
+        dtype = super()._dtype(group, unit)
+        counts = np.dtype(np.int32 if self.naming in (OWN, LAYERS) else np.int64)
+        return counts if dtype.kind == "i" else dtype
 
     def twins(self, kind: str) -> dict[str, str]:
         """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""

@@ -8,7 +8,7 @@ several, and two namings meet in their atoms.
 import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,13 @@ STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 
 
+# Of torch's Linear (out, in) and Conv2d (out, in, Y, X), the axes in the order of our kernels, and the other way.
+TURNED, RETURNED = {2: (1, 0), 4: (2, 3, 1, 0)}, {2: (1, 0), 4: (3, 2, 0, 1)}
+
+
 class Row(NamedTuple):
     """One kind of tensor. `{layer}` in `theirs` is the layer's number, our leading axis L; `{expert}` the expert's, E.
+    `{stage}` and `{block}` in both are numbers in our names too, where blocks are not stacked; `{number}` is stage + 1.
 
     Several parameters of ours are one tensor of theirs: equal parts of its last axis, the outputs. `interleaved` are
     queries and keys in whose heads the two numbers that a rotation turns are neighbours; in ours they are half a head
@@ -41,6 +46,17 @@ class Row(NamedTuple):
     def by_expert(self) -> bool:
         """Whether theirs are a tensor for each expert, where ours stacks them."""
         return "{expert}" in self.theirs
+
+    def numbered(self, shapes: Mapping[str, Shape]) -> Iterator["Row"]:
+        """Itself, or a row for each stage and block of a model with these parameters; none where it has not this."""
+        (ours, *_), places = self.ours, [re.match(r"stages\.(\d+)\.(\d+)\.", name) for name in shapes]
+        if "{stage}" not in ours:
+            yield from [self] if ours in shapes else []
+            return
+        for stage, block in sorted({(int(place[1]), int(place[2])) for place in places if place}):
+            there: dict[str, Any] = {"stage": stage, "block": block, "number": stage + 1}
+            if ours.format(**there) in shapes:
+                yield self._replace(ours=(ours.format(**there),), theirs=self.theirs.format(**there))
 
     def names(self, layers: int, experts: int = 1) -> list[str]:
         """Their names, in the order of the layers, and within one of its experts."""
@@ -106,7 +122,7 @@ class Table(NamedTuple):
 
     def rows_of(self, shapes: Mapping[str, Shape]) -> list[Row]:
         """The rows of a model with these parameters."""
-        return [row for row in self.rows if row.ours[0] in shapes]
+        return [found for row in self.rows for found in row.numbered(shapes)]
 
     def full_name(self, name: str) -> str:
         """`name` with the family's prefix."""
@@ -150,6 +166,23 @@ def _mixture(block: str, gate: str, up: str, down: str) -> Table:
     )
 
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _conv_norm(ours: str, conv: str, norm: str) -> list[Row]:
+    """torch.nn.Conv2d and BatchNorm2d: a kernel is (out, in, Y, X), ours (Y, X, in, out)."""
+    kernel = Row((f"{ours}.conv.kernel",), f"{conv}.weight", transpose=True)
+    running = [Row((f"{ours}.norm.{name}",), f"{norm}.{name}") for name in STATISTICS]
+    return [kernel, *_norm(f"{ours}.norm", norm), *running]
+
+
+def _in_transformers(ours: str, theirs: str) -> list[Row]:
+    return _conv_norm(ours, f"{theirs}.convolution", f"{theirs}.normalization")
+
+
+BLOCK, THEIR_BLOCK = "stages.{stage}.{block}", "resnet.encoder.stages.{stage}.layers.{block}"
+VISION_BLOCK = "layer{number}.{block}"
+
 HUGGINGFACE = {
     "llama": Table(
         [
@@ -189,6 +222,31 @@ HUGGINGFACE = {
     ),
     "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+    "resnet": Table(
+        [
+            *_in_transformers("stem", "resnet.embedder.embedder"),
+            *_in_transformers(f"{BLOCK}.shortcut", f"{THEIR_BLOCK}.shortcut"),
+            *[r for i in range(3) for r in _in_transformers(f"{BLOCK}.layer.{i}", f"{THEIR_BLOCK}.layer.{i}")],
+            *_linear("head", "classifier.1"),
+        ],
+        head="classifier.",
+        prefix="resnet.",
+    ),
+}
+
+# What torchvision calls a ResNet's, as do most scripts.
+TORCHVISION = {
+    "resnet": Table(
+        [
+            *_conv_norm("stem", "conv1", "bn1"),
+            *_conv_norm(f"{BLOCK}.layer.0", f"{VISION_BLOCK}.conv1", f"{VISION_BLOCK}.bn1"),
+            *_conv_norm(f"{BLOCK}.layer.1", f"{VISION_BLOCK}.conv2", f"{VISION_BLOCK}.bn2"),
+            *_conv_norm(f"{BLOCK}.layer.2", f"{VISION_BLOCK}.conv3", f"{VISION_BLOCK}.bn3"),
+            *_conv_norm(f"{BLOCK}.shortcut", f"{VISION_BLOCK}.downsample.0", f"{VISION_BLOCK}.downsample.1"),
+            *_linear("head", "fc"),
+        ],
+        head="fc.weight",
+    ),
 }
 
 # The code that Meta published with Llama 1 to 3: complex rotations, so interleaved queries and keys.
@@ -214,11 +272,14 @@ META = {
 }
 
 
+SAME = ("bias", *STATISTICS)
+
+
 def _in_torch_ref(ours: str) -> Row:
     """`torch_ref` has our modules, a layer each, as plain torch ones."""
     module, _, kind = ours.rpartition(".")
-    name = module.replace("layers.", "layers.{layer}.", 1) + (".bias" if kind == "bias" else ".weight")
-    return Row((ours,), name, transpose=kind == "kernel")
+    name = module.replace("layers.", "layers.{layer}.", 1) if module.startswith(STACKED) else module
+    return Row((ours,), f"{name}.{kind if kind in SAME else 'weight'}", transpose=kind == "kernel")
 
 
 TORCH_REF = {
@@ -227,7 +288,7 @@ TORCH_REF = {
 }
 
 # By name of the naming, then family. Our own need no table, see `entries`: arrays as they are, and a layer at a time.
-NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META}
+NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META, "torchvision": TORCHVISION}
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
@@ -244,6 +305,13 @@ def entries(naming: str, model: Family) -> dict[str, Entry]:
         for layer in range(model.layers if stacked else 1):
             found |= {entry.name: entry for row in block for entry in _entries(row, layer, model, shapes)}
     return found
+
+
+def trainable(naming: str, model: Family) -> dict[str, Entry]:
+    """Those of which an optimizer keeps something: all but running statistics."""
+    layouts = models.layouts(models.build(model))
+    found = entries(naming, model)
+    return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
 
 
 def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
@@ -271,6 +339,9 @@ def _entries(row: Row, layer: int, model: Family, shapes: Mapping[str, Shape]) -
     if EXPERTS in row.ours[0]:
         yield from _of_experts(row, layer, shapes[row.ours[0]])
         return
+    if model.takes == "images":
+        yield _of_one(row, shapes[row.ours[0]])
+        return
     yield Entry(
         row.theirs.format(layer=layer),
         tuple((name, layer) for name in row.ours),
@@ -279,6 +350,17 @@ def _entries(row: Row, layer: int, model: Family, shapes: Mapping[str, Shape]) -
         lambda tensor, part, atom: row.put(tensor, part, atom, model.head_dim),
         (row.transpose, row.interleaved),
     )
+
+
+def _of_one(row: Row, shape: Shape) -> Entry:
+    """One parameter of ours, turned or as it is."""
+    turned = row.transpose
+    there = tuple(shape[axis] for axis in RETURNED[len(shape)]) if turned else shape
+
+    def view(tensor: np.ndarray, _: int) -> np.ndarray:
+        return tensor.transpose(TURNED[tensor.ndim]) if turned else tensor
+
+    return by_views(row.theirs, [(row.ours[0], 0)], there, view, turned)
 
 
 def _of_experts(row: Row, layer: int, shape: Shape) -> Iterator[Entry]:

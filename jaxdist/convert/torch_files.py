@@ -34,7 +34,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, S
 from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS, entries
+from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_parts import (
     ENTRIES,
     GROUPS,
@@ -206,7 +206,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}
     kept = carried(names, naming, model)
 
-    all_shapes = {name: entry.shape for name, entry in entries(naming, model).items()}
+    all_shapes = {name: entry.shape for name, entry in trainable(naming, model).items()}
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
     updates, trained = None, list[dict[str, Any]]()
     order, kinds = optimizers.Order(), tuple[str, ...]()
@@ -428,7 +428,7 @@ def write(path: Path, conversion: Conversion) -> None:
         tree = filled(tree, {}) if is_flat(tree) else tree
         tree |= put(tree, MODEL, filled(part(tree, MODEL), model))
     if content.updates is not None:
-        tree |= _training(content, content.updates, tree, fakes)
+        tree |= _training(content, conversion.naming, content.updates, tree, fakes)
     if EMA in fakes:
         average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
         tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
@@ -454,14 +454,18 @@ def _ours(content: Content) -> dict[str, Any]:
 
 
 def _training(
-    content: Content, updates: int, tree: Mapping[str, Any], fakes: Mapping[str, Mapping[str, Tensor]]
+    content: Content,
+    naming: str,
+    updates: int,
+    tree: Mapping[str, Any],
+    fakes: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, Any]:
     """Optimizer, scheduler, scaler and step under the keys of `tree`: as they were there, if no step has been made
     since."""
     o, kept = content.experiment.optimizer, part(tree, OPTIMIZER)
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
-    shapes = {name: tuple(fake.shape) for name, fake in fakes[PARAMETERS].items()}
+    shapes = {name: tuple(fakes[PARAMETERS][name].shape) for name in trainable(naming, content.experiment.model)}
     groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate)
     scheduler = part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config import ConfigError, Experiment, ResNet, TrainingError
+from jaxdist.config.hf import experiment_for
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import Format
 from jaxdist.convert.stream import Conversion, Recut
@@ -73,13 +74,16 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def logits(content: Content) -> np.ndarray:
-    """Of two short sequences, in float32, on one device: [2, T, V]."""
+    """Of two short sequences, in float32, on one device: [2, T, V]; of two images [2, V]."""
     model = content.experiment.model
-    values = {"model": model.model_dump(), "data": {"sequence": min(16, model.positions)}, "parallel": {"mesh": "1x1"}}
+    values = experiment_for(model.model_dump(), "verify").model_dump() | {"parallel": {"mesh": "1x1"}}
     experiment = Experiment.parse(values, source="verify")
     program = Program(experiment, lay_out(experiment.parallel.axes(None), jax.devices("cpu")[:1]))
     weights = {
         name: jnp.asarray(array.astype(np.float32)) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)
     }
-    tokens = np.random.default_rng(0).integers(model.vocab, size=(2, experiment.data.sequence), dtype=np.int32)
+    random = np.random.default_rng(0)
+    if isinstance(model, ResNet):
+        return program.logits(weights, random.random((2, model.image, model.image, model.channels), np.float32))
+    tokens = random.integers(model.vocab, size=(2, min(16, model.positions)), dtype=np.int32)
     return program.logits(weights, tokens)

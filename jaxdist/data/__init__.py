@@ -1,5 +1,27 @@
 """The same global batch for both backends: batch(step). Neither jax nor torch in here."""
 
-from jaxdist.data.dataset import IGNORED, Batch, Dataset, Split, in_steps, open_dataset
+from jaxdist.data.dataset import (
+    IGNORED,
+    Batch,
+    Batches,
+    Dataset,
+    Images,
+    Split,
+    dataset_of,
+    dealt,
+    in_steps,
+    open_dataset,
+)
 
-__all__ = ["IGNORED", "Batch", "Dataset", "Split", "in_steps", "open_dataset"]
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Batches",
+    "Dataset",
+    "Images",
+    "Split",
+    "dataset_of",
+    "dealt",
+    "in_steps",
+    "open_dataset",
+]

@@ -1,11 +1,13 @@
 """The global batch of a step: a pure function of the data, the seed and the step, with nothing to save."""
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, Experiment
+from jaxdist.config import ConfigError, Data, Experiment, ResNet
+from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
 from jaxdist.data.sources import Stream, open_stream
 
@@ -20,6 +22,24 @@ class Batch(NamedTuple):
     targets: Any
 
 
+class Images(NamedTuple):
+    """images [B, Y, X, C] float32; targets [B] int32: the class, or IGNORED where there is no loss."""
+
+    images: Any
+    targets: Any
+
+
+Batches = Batch | Images  # of either the first is what the model takes
+
+
+def dataset_of(experiment: Experiment) -> "Dataset":
+    """The data of an experiment, such as its model takes. Raises ConfigError."""
+    data, model = experiment.data, experiment.model
+    if not isinstance(model, ResNet):
+        return open_dataset(data, model.vocab)
+    return _as_begun(data, Labelled(data, open_pictures(data, model)))
+
+
 def open_dataset(data: Data, vocab: int) -> "Dataset":
     """The sequences of data.path for a model of `vocab` tokens. Raises ConfigError.
 
@@ -28,60 +48,54 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
     apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
     try:
-        dataset = Dataset(data, open_stream(data, vocab))
+        dataset = Sequences(data, open_stream(data, vocab))
     except OSError as error:
         raise ConfigError(f"data.path = {data.path!r}: {error}; give files that can be read") from None
+    return _as_begun(data, dataset)
+
+
+def _as_begun(data: Data, dataset: "Dataset") -> "Dataset":
+    """Itself. Raises ConfigError where they are other data than a run began with."""
     if data.fingerprint not in ("", dataset.fingerprint):
         raise ConfigError(
             f"data.fingerprint = {data.fingerprint!r}: the data at data.path = {data.path!r} (empty: the source of "
-            f"this Python) are others, {dataset.fingerprint}; give the data of then, or data.fingerprint = '' for any"
+            f"this Python, or scikit-learn's digits) are others, {dataset.fingerprint}; give the data of then, or "
+            "data.fingerprint = '' for any"
         )
     return dataset
+
+
+def dealt(size: int, ways: int, microbatches: int) -> NDArray[np.int64]:
+    """The rows of a batch in the order in which devices hold them, each a part of every microbatch in turn.
+
+    So microbatch i is the i-th part of the batch however many devices there are: its images are normalized together.
+    """
+    rows = np.arange(size).reshape(microbatches, ways, -1)
+    return rows.swapaxes(0, 1).reshape(size)
 
 
 def in_steps(experiment: Experiment) -> Experiment:
     """The experiment with its epochs counted in steps. Raises ConfigError."""
     if not (epochs := experiment.train.epochs):
         return experiment
-    dataset = open_dataset(experiment.data, experiment.model.vocab)
-    return experiment.of_steps(dataset.steps(experiment.train.batch, epochs))
+    return experiment.of_steps(dataset_of(experiment).steps(experiment.train.batch, epochs))
 
 
-class Dataset:
-    """Sequences of T tokens, split in training and validation.
+class Dataset(ABC):
+    """Rows, which are sequences or images, split in training and validation."""
 
-    Packed, the stream of ids is cut every T ids; a sequence's last target is the first token of the next,
-    every target counts, and a remainder too short for a sequence is dropped. Padded, each document is cut
-    every T ids from its own start; what its last sequence lacks is token 0 with IGNORED targets, so sequences
-    differ in how many targets count. A document of a single id has no target and is dropped.
+    def __init__(self, data: Data, count: int, fingerprint: str) -> None:
+        """`fingerprint`: 32 hex digits over names and sizes of the files and the tokenizer, equal for the same data.
 
-    Validation is the last data.validation of the sequences, at least one where there are two: a tail shares
-    no document with training but the one at the border.
-    """
-
-    def __init__(self, data: Data, stream: Stream) -> None:
-        self._data, self._stream = data, stream
-        T, bounds = data.sequence, stream.bounds
-        if len(stream) == 0:
-            raise ConfigError(f"data.path = {data.path!r}: holds no tokens; give a file or folder that does")
-        if data.documents == "packed":  # as one document, without the remainder
-            bounds = np.array([0, (len(stream) - 1) // T * T + 1], np.int64)
-        self._bounds = bounds
-        # [documents + 1]: how many sequences come before each document
-        self._before = np.cumsum([0, *-(-np.maximum(np.diff(bounds) - 1, 0) // T)], dtype=np.int64)
-        count = int(self._before[-1])
-        if count == 0:
-            raise ConfigError(
-                f"data.sequence = {T}: data.path = {data.path!r} has {len(stream)} tokens, not enough for "
-                "one sequence and its next token; shorten the sequence or give longer text"
-            )
+        Validation is the last data.validation of the rows, at least one where there are two.
+        """
+        self._data, self.fingerprint = data, fingerprint
         held = min(count - 1, max(1, int(count * data.validation))) if data.validation else 0
         self._splits = {"train": (0, count - held), "validation": (count - held, held)}
 
-    @property
-    def fingerprint(self) -> str:
-        """32 hex digits over names and sizes of the files and the tokenizer: equal for the same data."""
-        return self._stream.fingerprint
+    @abstractmethod
+    def _read(self, row: NDArray[np.int64]) -> Batches:
+        """The rows with these numbers [B]."""
 
     def sequences(self, split: Split) -> int:
         """How many sequences one epoch of the split has."""
@@ -101,10 +115,12 @@ class Dataset:
         """Steps of so many epochs in batches of `size`."""
         return -(-epochs * self.visits(size) // size)
 
-    def batch(self, step: int, size: int, seed: int, split: Split = "train", rows: slice = slice(None)) -> Batch:
-        """Rows `rows` of the global batch of `size` sequences at `step`, from 1; only they are read.
+    def batch(
+        self, step: int, size: int, seed: int, split: Split = "train", rows: slice | NDArray = slice(None)
+    ) -> Any:
+        """Rows `rows` of the global batch of `size` at `step`, from 1, as Batch or Images; only they are read.
 
-        Row r of step s is visit (s - 1) · size + r of the run. Each epoch of training visits every sequence
+        Row r of step s is visit (s - 1) · size + r of the run. Each epoch of training visits every row
         once, in the permutation of (seed, epoch) if data.shuffle, but for what data.last says of its last batch;
         validation in one permutation, the same for every seed, so that its first few batches are a fair sample
         of all. Raises ConfigError when the split is empty.
@@ -126,6 +142,36 @@ class Dataset:
             place = permute(place, count, seed, epoch)
         return self._read(first + place)
 
+
+class Sequences(Dataset):
+    """Sequences of T tokens, split in training and validation.
+
+    Packed, the stream of ids is cut every T ids; a sequence's last target is the first token of the next,
+    every target counts, and a remainder too short for a sequence is dropped. Padded, each document is cut
+    every T ids from its own start; what its last sequence lacks is token 0 with IGNORED targets, so sequences
+    differ in how many targets count. A document of a single id has no target and is dropped.
+
+    Validation, a tail, shares no document with training but the one at the border.
+    """
+
+    def __init__(self, data: Data, stream: Stream) -> None:
+        self._stream = stream
+        T, bounds = data.sequence, stream.bounds
+        if len(stream) == 0:
+            raise ConfigError(f"data.path = {data.path!r}: holds no tokens; give a file or folder that does")
+        if data.documents == "packed":  # as one document, without the remainder
+            bounds = np.array([0, (len(stream) - 1) // T * T + 1], np.int64)
+        self._bounds = bounds
+        # [documents + 1]: how many sequences come before each document
+        self._before = np.cumsum([0, *-(-np.maximum(np.diff(bounds) - 1, 0) // T)], dtype=np.int64)
+        count = int(self._before[-1])
+        if count == 0:
+            raise ConfigError(
+                f"data.sequence = {T}: data.path = {data.path!r} has {len(stream)} tokens, not enough for "
+                "one sequence and its next token; shorten the sequence or give longer text"
+            )
+        super().__init__(data, count, stream.fingerprint)
+
     def _read(self, sequence: NDArray[np.int64]) -> Batch:
         """The sequences with these numbers [B]."""
         T = self._data.sequence
@@ -137,3 +183,15 @@ class Dataset:
             ids[row, :some] = self._stream.read(begin, begin + some)
         counts = np.arange(1, T + 1) < length[:, None]
         return Batch(ids[:, :T].copy(), np.where(counts, ids[:, 1:], np.int32(IGNORED)))
+
+
+class Labelled(Dataset):
+    """Images with their classes. They are split in a fixed permutation, as files often are in the order of classes."""
+
+    def __init__(self, data: Data, pictures: Pictures) -> None:
+        super().__init__(data, len(pictures.labels), pictures.fingerprint)
+        self._pictures = pictures
+
+    def _read(self, row: NDArray[np.int64]) -> Images:
+        number = permute(row, len(self._pictures.labels), 0, np.zeros_like(row))
+        return Images(self._pictures.read(number), self._pictures.labels[number])

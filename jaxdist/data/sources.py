@@ -138,6 +138,11 @@ def find_files(path: Path) -> list[Path]:
 def kind_of(file: Path) -> str:
     """.npy, .bin, .jsonl or text, by the file's ending."""
     suffix = file.suffix.lower()
+    if suffix == ".npz":
+        raise ConfigError(
+            f"data.path = {str(file)!r}: .npz holds images, and this model.family takes tokens; give text or "
+            "token ids, or model.family = resnet"
+        )
     return suffix if suffix in (".npy", ".bin", ".jsonl") else "text"
 
 

@@ -10,11 +10,12 @@ from jaxdist.collectives import Weight
 from jaxdist.models.gpt2 import GPT2
 from jaxdist.models.llama import Llama
 from jaxdist.models.mixtral import Mixtral
+from jaxdist.models.resnet import ResNet
 from jaxdist.sharding import Layout
 
 M = TypeVar("M", bound=nnx.Module)
 
-FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral}
+FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral, "resnet": ResNet}
 
 
 def build(model: config.Model) -> nnx.Module:
@@ -24,16 +25,21 @@ def build(model: config.Model) -> nnx.Module:
 
 def layouts(model: nnx.Module) -> dict[str, Layout]:
     """Every parameter that `model` declares, by dotted name, in the order of the names."""
-    flat = {".".join(map(str, path)): p for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    return {name: Layout(name, p.shape, p.axes, p.mean, p.std) for name, p in sorted(flat.items())}
+    flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+    return {
+        name: Layout(name, v.shape, v.axes, v.mean, v.std, isinstance(v, nnx.BatchStat))
+        for name, v in sorted(flat.items())
+    }
 
 
 def bind(model: M, weights: dict[str, jax.Array], sinks: dict[str, jax.Array] | None = None) -> M:
-    """`model` holding a Weight per parameter. Without sinks it can be evaluated, not differentiated."""
+    """`model` holding a Weight per parameter, and statistics as they are. Without sinks it can be evaluated, not
+    differentiated."""
     graph, state = nnx.split(model)
-    flat = [
-        (path, p.replace(Weight(weights[name], sinks[name] if sinks else None)))
-        for path, p in nnx.to_flat_state(state)
-        for name in [".".join(map(str, path))]
-    ]
+
+    def bound(name: str, v: nnx.Variable) -> nnx.Variable:
+        trained = isinstance(v, nnx.Param)
+        return v.replace(Weight(weights[name], sinks[name] if sinks else None) if trained else weights[name])
+
+    flat = [(path, bound(".".join(map(str, path)), v)) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))

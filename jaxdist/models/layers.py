@@ -32,6 +32,12 @@ def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, m
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, cut=cut)
 
 
+def statistic(shape: tuple[int, ...], value: float = 0.0) -> nnx.BatchStat:
+    """Declare a running statistic that begins as `value`, or a count of steps, which has no dimension."""
+    declared = jax.ShapeDtypeStruct(shape, jnp.float32 if shape else jnp.int32)
+    return nnx.BatchStat(declared, axes=("statistic",) * len(shape), mean=value, std=0.0)
+
+
 def stacked(count: int, module: M) -> M:
     """`module` with a leading axis `layers` on every parameter: `count` of them, to be scanned over."""
     graph, state = nnx.split(module)

@@ -128,9 +128,9 @@ def balance(witness: Witness) -> float:
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
 
     def function(parameters: Any, tokens: jax.Array) -> jax.Array:
-        return jax.lax.psum(program.step_function.forward(None, parameters, tokens)[1], sharding.PARTS)
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.PARTS)
 
-    specs = (program.specs.parameters, program.batch_specs.tokens)
+    specs = (program.specs.parameters, program.batch_specs[0])
     added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
     weight = experiment.model.balance  # type: ignore[union-attr]
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight

@@ -36,17 +36,21 @@ from jaxdist.config import ConfigError, Parallel
 AXIS = "pipeline"
 
 Arrays = dict[str, jax.Array]
-# (sinks, weights, part of the batch, stages) -> (loss to be differentiated, loss to be told), of this device
-Loss = Callable[[Arrays | None, Arrays, Any, Stages], tuple[jax.Array, jax.Array]]
+# (sinks, weights, part of the batch, stages) -> loss to be differentiated, and what goes with it, of this device
+Loss = Callable[[Arrays | None, Arrays, Any, Stages], tuple[jax.Array, Any]]
 Sums = tuple[Arrays, jax.Array]  # gradients, and the loss that is told
+Carry = tuple[Arrays, jax.Array, Arrays]  # the same, and running statistics
 
 
 class Schedule(Protocol):
     """In which order the microbatches go through the stages."""
 
-    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        """`start`, which is zero, plus the gradients by its sinks and the losses of all microbatches `parts` [M, ...],
-        as this device has them."""
+    def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
+        """`start`, zeros and the statistics before, plus the gradients by its sinks and the losses of all microbatches
+        `parts` [M, ...], as this device has them, and what these have made of the statistics.
+
+        `loss` gives with the one to be differentiated that to be told, and the statistics.
+        """
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
         """What `function` of the weights makes of one microbatch that goes through all stages, on the last of them;
@@ -59,10 +63,13 @@ class Schedule(Protocol):
 class Accumulation:
     """One stage, which has all layers."""
 
-    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        def microbatch(total: Sums, part: Any) -> tuple[Sums, None]:
-            own = jax.grad(loss, has_aux=True)(start[0], weights, part, one_stage)
-            return jax.tree.map(jnp.add, total, own), None
+    def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
+        def microbatch(carry: Carry, part: Any) -> tuple[Carry, None]:
+            *total, statistics = carry
+            own = jax.grad(loss, has_aux=True)(start[0], weights | statistics, part, one_stage)
+            gradients, (told, statistics) = own
+            gradients, told = jax.tree.map(jnp.add, tuple(total), (gradients, told))
+            return (gradients, told, statistics), None
 
         return lax.scan(microbatch, start, parts)[0]
 
@@ -153,7 +160,16 @@ class Pipeline:
     table: Timetable
     stacked: frozenset[str]
 
-    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+    def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
+        def told(*of_part: Any) -> tuple[jax.Array, jax.Array]:
+            scaled, (told, _) = loss(*of_part)
+            return scaled, told
+
+        gradients, total, none = start  # a pipeline's blocks have no statistics
+        return (*self.summed(told, (gradients, total), weights, parts), none)
+
+    def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+        """`start` plus the gradients and the losses told of all microbatches."""
         raise NotImplementedError
 
     def order(self, layers: int) -> np.ndarray:
@@ -233,7 +249,7 @@ class Pipeline:
 class GPipe(Pipeline):
     """All forward passes, then all backward passes: those of the derivative."""
 
-    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+    def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         def stage(sinks: Arrays, x: Any, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
             return self.run(loss, self.chunk(sinks, c), weights, parts, x, m, c)
@@ -255,7 +271,7 @@ class OneFOneB(Pipeline):
     """One forward and one backward pass a tick, each of another microbatch: three scans of one tick, which begins
     without the backward pass and ends without the forward pass."""
 
-    def accumulate(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
+    def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         S, v, i = self.table.stages, self.table.chunks, lax.axis_index(AXIS)
         behind = v * S - 1  # ticks from a microbatch's first forward pass to its first backward pass
         places = 2 * S - 1 if v == 1 else 2 * S  # microbatches that a chunk has begun and not ended

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxdist import metrics, traffic
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import Checkpoint, ConfigError
+from jaxdist.config import Checkpoint, ConfigError, Llama
 from jaxdist.conftest import GPT2, tiny
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.parallel import pipeline
@@ -115,7 +115,9 @@ def test_activations_once_a_tick() -> None:
     p = program(**STAGES["interleaved"])
     e = p.experiment
     ticks, numbers = 2 * (4 * 2 + 1), e.train.batch // 4 * e.data.sequence * e.model.dim
-    assert traffic.least_of_stages(e, axes_of(p.mesh)) == ticks * numbers * 8
+    assert (
+        traffic.least_of_stages(e, Llama.model_validate(e.model.model_dump()), axes_of(p.mesh)) == ticks * numbers * 8
+    )
 
 
 def test_layers_lie_in_the_order_of_stages() -> None:

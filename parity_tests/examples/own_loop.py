@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from jaxdist.config import RunFolder, load
-from jaxdist.data import IGNORED, open_dataset
+from jaxdist.data import IGNORED, dataset_of
 
 experiment = load(sys.argv[1], {})  # <- what the run is to be compared with
-data = open_dataset(experiment.data, experiment.model.vocab)  # <- the same batches
+data = dataset_of(experiment)  # <- the same batches
 folder = RunFolder(Path(sys.argv[3]), experiment)  # <-
 folder.create(experiment.on_data(data.fingerprint))  # <-
 

@@ -14,8 +14,16 @@ from typing import Any
 
 # By side, so that a process of torch_ref never holds jax.
 TABLES = {
-    "jaxdist": ("jax_model", "jax_training", "jax_mesh", "jax_experts", "jax_pipeline"),
-    "torch_ref": ("torch_model", "torch_training", "torch_mesh", "torch_experts", "torch_pipeline", "torch_folder"),
+    "jaxdist": ("jax_model", "jax_training", "jax_mesh", "jax_experts", "jax_pipeline", "jax_images"),
+    "torch_ref": (
+        "torch_model",
+        "torch_training",
+        "torch_mesh",
+        "torch_experts",
+        "torch_pipeline",
+        "torch_images",
+        "torch_folder",
+    ),
 }
 FOLDER = "run folder"  # the configuration of `--against RUN_DIR`
 NONE_IN_FLOAT32 = {"torch_ref.softmax_in_float32", "torch_ref.norms_in_float32"}

@@ -342,10 +342,10 @@ def gradients_kept_whole() -> None:
     """Every device adds up whole gradients and gives away its share's sum at the end: the same numbers and bytes."""
     right = Step.accumulate
 
-    def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays]:
+    def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays, step.Arrays]:
         row = replace(self.parallel.strategy, gradients=False)
-        loss, gradients = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
-        return loss, {n: collectives.scatter(g, self.layouts[n].cut) for n, g in gradients.items()}
+        loss, gradients, rest = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
+        return loss, {n: collectives.scatter(g, self.layouts[n].cut) for n, g in gradients.items()}, rest
 
     plant(Step, "accumulate", accumulate)
 

@@ -128,8 +128,8 @@ def gradients_divided_twice() -> None:
     right = Step.accumulate
 
     def accumulate(self: Any, parameters: Any, batch: Batch, *scale: Any) -> Any:
-        loss, gradients = right(self, parameters, batch, *scale)
-        return loss, jax.tree.map(lambda g: g / self.accumulation, gradients)
+        loss, gradients, rest = right(self, parameters, batch, *scale)
+        return loss, jax.tree.map(lambda g: g / self.accumulation, gradients), rest
 
     plant(Step, "accumulate", accumulate)
 
@@ -143,12 +143,12 @@ def loss_scale_left_in_for_the_clip() -> None:
     right = Step.update
 
     def gradient(self: Step, state: TrainState, batch: Batch) -> Any:
-        loss, gradients = self.accumulate(state.parameters, batch, loss_scale.factor(state.scaling))
-        return loss, self.reduce(gradients)
+        loss, gradients, rest = self.accumulate(state.parameters, batch, loss_scale.factor(state.scaling))
+        return loss, self.reduce(gradients), rest
 
-    def update(self: Step, state: TrainState, gradients: Any, loss: Any, norm: Any) -> TrainState:
+    def update(self: Step, state: TrainState, gradients: Any, rest: Any, loss: Any, norm: Any) -> TrainState:
         factor = jnp.minimum(1, 0.5 / (norm + 1e-6)) / loss_scale.factor(state.scaling)
-        return right(self, state, jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients), loss, 0 * norm)
+        return right(self, state, jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradients), rest, loss, 0 * norm)
 
     plant(Step, "gradient", gradient)
     plant(Step, "update", update)

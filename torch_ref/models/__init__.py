@@ -6,8 +6,9 @@ from jaxdist import config
 from torch_ref.models.gpt2 import GPT2
 from torch_ref.models.llama import Llama
 from torch_ref.models.mixtral import Mixtral
+from torch_ref.models.resnet import ResNet
 
-FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral}
+FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral, "resnet": ResNet}
 
 
 def build(model: config.Model) -> nn.Module:

@@ -1,0 +1,40 @@
+from typing import Any
+
+import pytest
+
+from jaxdist.config import ConfigError, Experiment
+
+MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32", "stem": 8, "image": 8, "classes": 10}
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        (
+            {"parallel": {"mesh": "1x2"}},
+            r"axis tensor = 2 with model.family = resnet, .*; use the axis fsdp = 2, or data",
+        ),
+        ({"parallel": {"mesh": "context=2"}}, r"axis context = 2 with model.family = resnet"),
+        ({"parallel": {"mesh": "expert=2"}}, r"axis expert = 2 with model.family = resnet"),
+        ({"parallel": {"sequence": True}}, r"parallel.sequence = true splits sequences, .*; leave it out"),
+        ({"parallel": {"mesh": "3x1"}}, r"train.batch = 16 images cannot be divided over data × fsdp = 3"),
+        (
+            {"parallel": {"mesh": "16x1"}, "model": {"stem": 24}},
+            r"24 channels cannot be divided over the mesh axis fsdp",
+        ),
+        (
+            {"parallel": {"mesh": "16x1", "batch_norm": "replica", "strategy": "ddp"}, "model": {"image": 4}},
+            r"leaves a batch norm one number for each channel",
+        ),
+        ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; use memory.remat = none"),
+        ({"model": {"widths": "16"}}, r"model.widths = 16 are not as many as model.depths = 1,1; give one of each"),
+        ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is no multiple of 4"),
+        ({"data": {"pixel_std": "1,2"}}, r"data.pixel_std has 2 numbers, and model.channels = 3; give one"),
+        ({"data": {"pixel_std": "0"}}, r"data.pixel_std = 0 divides by nothing"),
+        ({"model": {"heads": 8}}, r"model.heads = 8: no such field"),
+    ],
+)
+def test_what_images_cannot_have(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        made = Experiment.parse({**values, "model": MODEL | values.get("model", {})}, source="test")
+        made.check_mesh(made.parallel.axes())

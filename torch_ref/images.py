@@ -1,0 +1,64 @@
+"""Whose images a batch norm normalizes together: each rank's own, or by all-reduced sums those of all ranks.
+
+`torch.nn.SyncBatchNorm`, which is taken on GPUs, refuses a CPU: there a rank sends, of C channels, the sums of C values
+and of C squares forward and the sums of both gradients backward, 4C · 2(n-1)/n numbers a batch norm.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Images:
+    """This rank's own."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Sums over the images that are normalized together."""
+        return sums
+
+    def count(self, own: int) -> int:
+        """How many numbers these have, of which this rank has `own`."""
+        return own
+
+
+class AllImages(Images):
+    """Those of all ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def total(self, sums: Tensor) -> Tensor:
+        total: Tensor = AllReduce.apply(sums, self.group)
+        return total
+
+    def count(self, own: int) -> int:
+        return own * self.group.size()
+
+
+class AllReduce(torch.autograd.Function):
+    """A sum over ranks, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduced(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        return reduced(outer[0], ctx.group), None
+
+
+def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over ranks, `x` left as it is."""
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.no_grad()
+def statistics_of_the_first(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks the running statistics of the first, as DDP's `broadcast_buffers` does before a forward pass."""
+    for _, buffer in model.named_buffers():
+        dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
