@@ -94,7 +94,6 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "zero1": {"mesh": "pipeline=2,fsdp=2", "strategy": "zero1", "train.accumulation": 2},
     "hybrid": {"mesh": "pipeline=2,data=2,fsdp=2", "train.accumulation": 2},
     "2x2x2": {"mesh": "pipeline=2,fsdp=2,tensor=2", "train.accumulation": 4},
-    "context": {"mesh": "pipeline=2,fsdp=2,context=2", "train.accumulation": 2},
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -1,8 +1,8 @@
 """What torch's pipelines send per step: the closed form of the first rank, which counts.
 
-FSDP2 below a schedule gathers a stage's blocks for each forward pass, and once or as often as a forward pass comes
-between for a backward pass, in all M + 1 times; it reduces gradients once a step. A tied embedding's are summed over
-the first and the last rank.
+FSDP2 below a schedule gathers a stage's blocks for each forward pass, and for a backward pass once, or as often as a
+forward pass comes between, in all M + 1 times. It reduces gradients once a step, over tensor too where they are
+partial. A tied embedding's are summed over the first and the last rank.
 """
 
 import math
@@ -49,7 +49,7 @@ def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int])
     found["pipeline"] = m * x * (2 * v - 1)
     activations, shared = sums(e, layouts, mesh)
     partial = sum(math.prod(layout.shape) / (stages if "layers" in layout.axes else 1) for layout in shared)
-    found["tensor"] = ring_bytes("all_reduce", m * (activations * x + partial * max(compute, 4)), tensor)
+    found["tensor"] = ring_bytes("all_reduce", m * activations * x + partial * max(compute, 4), tensor)
     for name, numbers in own(layouts, stages).items():
         size = numbers / (tensor if "tensor" in layouts[name].mesh_axes(False) else 1)
         if whole:
@@ -80,7 +80,7 @@ def expected(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
     add("pipeline", "permute", m * (2 * v - 1), m * (2 * v - 1))
     add("pipeline", "all_reduce", e.model.tied, e.model.tied)
     activations, shared = sums(e, layouts, mesh)
-    count = m * (activations + sum(blocks if "layers" in layout.axes else 1 for layout in shared))
+    count = m * activations + sum(blocks if "layers" in layout.axes else 1 for layout in shared)
     add("tensor", "all_reduce", count, count)
     roots = 1  # the embedding's part alone has parameters outside of its blocks
     if e.parallel.strategy in ("ddp", "zero1"):

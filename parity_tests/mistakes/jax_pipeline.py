@@ -65,17 +65,17 @@ def tied_embedding_not_summed_over_stages() -> None:
 
 
 @planted("stages", "distribution", "gradient/*")
-def gradients_of_another_microbatch() -> None:
-    """A stage computes again from an input that was kept of another microbatch."""
+def computed_again_from_another_input() -> None:
+    """A stage computes again from an input that is a time off from what it received."""
     right = OneFOneB.accumulate
 
     def accumulate(self: Any, *inputs: Any) -> Any:
         vjp = jax.vjp
 
-        def of_another(function: Any, sinks: Any, x: Any, **more: Any) -> Any:
-            return vjp(function, sinks, jax.tree.map(lambda a: jnp.roll(a, 1, axis=0), x), **more)
+        def a_time_off(function: Any, sinks: Any, x: Any, **more: Any) -> Any:
+            return vjp(function, sinks, jax.tree.map(lambda a: jnp.roll(a, 1, axis=1), x), **more)
 
-        pipeline.jax.vjp = of_another  # type: ignore[assignment]
+        pipeline.jax.vjp = a_time_off  # type: ignore[assignment]
         try:
             return right(self, *inputs)
         finally:
