@@ -5,6 +5,7 @@ What each strategy sends per step, with P parameter bytes over n devices, is tol
 divided by the global token count.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -253,9 +254,11 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     if whole and not mixed and axis_size(mesh, "tensor") * axis_size(mesh, "expert") == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
-        ddp = DistributedDataParallel(
-            model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
-        )
+        with warnings.catch_warnings():  # the option's new name, of torch 2.13, is not in 2.11
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = DistributedDataParallel(
+                model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
+            )
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 
