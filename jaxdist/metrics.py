@@ -68,8 +68,7 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
 
     Parameters and optimizer state are a device's of `state`; before there is one, as declared. `host` is what of them
     lies in the host's memory and so not in the peak, `statistics` the running ones of batch norms, where there are any.
-    Gradients are those that the traced step adds up over the
-    microbatches.
+    Gradients are those that the traced step adds up over the microbatches.
     """
     analysis = compiled.memory_analysis()
     state = state or program.abstract
@@ -164,6 +163,7 @@ def summary(
         **pipeline(program),
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
         "compile_seconds": compile_seconds,
+        "counted": program.experiment.model.takes,  # as tokens
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),
         "mfu": utilization(program, rate) if rate else None,

@@ -118,7 +118,7 @@ def loop(
 
     recorder = Recorder(program)
     records: list[dict[str, Any]] = []
-    with progress(train.steps, start) as show:
+    with progress(train.steps, start, experiment.model.takes) as show:
         batch = fetch(start + 1) if start < train.steps else None
         for step in range(start + 1, train.steps + 1):
             if folder and batch and step in experiment.record.steps:

@@ -79,6 +79,7 @@ def summary(
         "collectives": collectives,
         "schedule": schedule(experiment.optimizer, experiment.train.steps),
         "compile_seconds": 0.0,
+        "counted": experiment.model.takes,  # as tokens
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(experiment, model),
         "mfu": utilization(experiment, model, mesh, rate) if rate else None,

@@ -7,6 +7,7 @@ divided by the global token count.
 """
 
 import fnmatch
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -268,9 +269,11 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     if whole and not mixed and split == 1:
         model.to_empty(device=device)
         bucket = parallel.bucket_mb or None  # torch's own: 25 MB, the first of 1
-        ddp = DistributedDataParallel(
-            model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
-        )
+        with warnings.catch_warnings():  # the option's new name, of torch 2.13, is not in 2.11
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = DistributedDataParallel(
+                model, init_sync=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket, broadcast_buffers=False
+            )
         ddp.register_comm_hook(None, sum_bucket)
         return ddp
 

@@ -225,7 +225,7 @@ def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> I
     if dist.get_rank() > 0:
         yield lambda _: None
         return
-    with progress(experiment.train.steps, start) as show:
+    with progress(experiment.train.steps, start, experiment.model.takes) as show:
 
         def report(record: dict[str, Any]) -> None:
             show(record)

@@ -71,17 +71,18 @@ def show_start(
 
 def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], path: Path | None) -> None:
     """One closing line."""
-    parts = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"]
+    parts, takes = [f"done: loss {records[-1]['loss']:.4f}"] if records else ["done"], summary.get("counted", "tokens")
     if (validation := summary["validation_loss"]) is not None:
-        parts.append(f"validation loss {validation:.4f}, perplexity {perplexity(validation):.2f}")
+        parts.append(f"validation loss {validation:.4f}")
+        parts += [f"perplexity {perplexity(validation):.2f}"] if takes == "tokens" else []
     if summary["tokens_per_second"]:
-        parts.append(f"{summary['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{summary['tokens_per_second']:,.0f} {takes}/s")
     parts.append(f"saved in {path}" if path else "nothing saved (--output DIR keeps a run)")
     say(", ".join(parts))
 
 
 @contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def progress(total: int, done: int, counted: str = "tokens") -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A bar over steps; call what it yields with each step's metrics. Off a terminal, a line every tenth of the run."""
     every = max(1, total // 10)
     columns = (
@@ -91,7 +92,7 @@ def progress(total: int, done: int) -> Iterator[Callable[[Mapping[str, Any]], No
         task = bar.add_task("", total=total, completed=done, text="")
 
         def update(record: Mapping[str, Any]) -> None:
-            text = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+            text = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} {counted}/s"
             bar.update(task, completed=record["step"], text=text)
             if not console.is_terminal and (record["step"] % every == 0 or record["step"] == total):
                 left = (total - record["step"]) * record["step_seconds"]
