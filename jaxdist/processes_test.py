@@ -147,18 +147,18 @@ PLANT = """
 import os, signal
 import numpy as np
 from jaxdist import processes, train
-from jaxdist.data import Dataset
+from jaxdist.data.dataset import Sequences
 from jaxdist.program import Program
 
 rank = os.environ["RANK"]
-read, log = Dataset._read, train.RunFolder.log
+read, log = Sequences._read, train.RunFolder.log
 
 def counted(self, sequences):
     with open(f"{os.environ['READS']}.{rank}", "a") as file:
         print(*sequences, file=file)
     return read(self, sequences)
 if "READS" in os.environ:
-    Dataset._read = counted
+    Sequences._read = counted
 
 def at_step(number, action):
     fetch, seen = train.Program.place, []

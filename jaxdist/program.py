@@ -277,7 +277,7 @@ class Program:
             loss, logits = self.schedule.forward(scored, step.gathered(parameters))
             right: Any = jnp.zeros((), jnp.int32)
             if isinstance(batch, Images):
-                right = lax.psum(jnp.sum(logits.argmax(-1) == batch.targets), TOKENS)
+                right = lax.psum(jnp.sum(logits.argmax(-1) == batch.targets), PARTS)
             return Evaluated(lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS), right)
 
         specs = (self.specs.parameters, self.batch_specs)

@@ -353,7 +353,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
             jax = (jax - experts) / parts + experts / over_experts
         yield Check("memory", f"{kind}, bytes between the sides", abs(jax - torch), float(bound[kind]), why[kind])
     offloaded = [kind for name, kind in OFFLOADED.items() if name in experiment.memory.offload]
-    for run in (run for run in (a, b) if "host" in run.summary["memory"]):  # a loop of one's own may not tell
+    for run in (run for run in (a, b) if run.summary["memory"].get("host") is not None):  # a loop of one's own may not
         held = run.summary["memory"]
         elsewhere = abs(held["host"] - sum(held[kind] for kind in offloaded))
         yield Check("memory", f"{run.side}, host, bytes from what memory.offload says", elsewhere, NUMBERS, COUNTS_STAY)

@@ -93,8 +93,15 @@ class Port:
             raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
         if torch.distributed.is_initialized():
             raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
+        self.batches = list(self.batches)
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
+        for name, array in ((name, array) for batch in self.batches for name, array in batch.items()):
+            if isinstance(array, Mapping | list | tuple):
+                raise ConfigError(
+                    f"batches: {name} is a {type(array).__name__}, no array of numbers; give nested ones flat, and put "
+                    "them together in jax_loss and torch_loss"
+                )
         ours = shapes(self.jax_parameters)
         mapped = {pair.theirs for pair in self.keys.pairs(ours)}
         self.keys.check(ours, torch_shapes(self.torch_module, mapped))
@@ -259,7 +266,8 @@ class Port:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
         notes = [*self.notes(), *port_levels.untraced(double[0])]
-        verdict = Verdict(checks, levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST), notes)
+        wide = levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST)
+        verdict = Verdict(checks, wide, notes, not_compared=[*self.not_compared()])
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
             parting = self.parting(folder / "bisection", findings[differ], compared[differ])
@@ -289,10 +297,15 @@ class Port:
 
         exit_codes(command)
 
-    def notes(self) -> Iterator[str]:
-        """What the checks could not look at."""
+    def not_compared(self) -> Iterator[str]:
+        """What steps of one's own do not show."""
         if self.jax_step is not None:
-            yield "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
+            yield from ("the optimizer's moments", "gradient norm", "learning rate")
+        if not (self.shows_inside and self.torch_loss):
+            yield from ("gradients", "activations")
+
+    def notes(self) -> Iterator[str]:
+        """How far the checks reach."""
         if len(self.batches) < levels.FEWEST:
             yield f"What float32 costs the loss is not judged: that takes {levels.FEWEST} batches or more."
         if self.sharded:
@@ -300,7 +313,7 @@ class Port:
             if self.sharded.experiment().parallel.axes()["tensor"] > 1:
                 yield "Traffic over tensor is not checked: how often activations cross it, only the model knows."
         if not (self.shows_inside and self.torch_loss):
-            yield "Gradients and activations are not compared: give jax_loss and torch_loss to have them seen."
+            yield "Gradients and activations are seen where jax_loss and torch_loss are given too."
         for name, operation in self.narrow.items():
             yield (
                 f"{name} computes in less than float64 whatever it is given, first by {operation}: the bounds of the "

@@ -17,7 +17,7 @@ import torch
 from flax import linen, nnx
 from torch import nn
 
-from jaxdist.config import Optimizer
+from jaxdist.config import ConfigError, Optimizer
 from jaxdist.convert.mapping import KeyMapping, Row
 from jaxdist.convert.suggest import suggest
 from jaxdist.convert.trees import shapes
@@ -406,14 +406,26 @@ class TestFused:
         assert written["parting"]["tensor"] == "scalar/loss"
 
 
+@pytest.mark.parametrize("batch", [{"x": {"y": np.ones(3)}}, {"x": [np.ones(2), np.ones(3)]}], ids=["nested", "ragged"])
+def test_batches_that_are_no_arrays(batch: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"batches: x is a (dict|list), no array of numbers; give nested ones flat"):
+        replace(square(), batches=[batch]).prove(tmp_path / "port")
+
+
+def test_batches_from_a_generator() -> None:
+    """As a loader is: they are taken once, and kept."""
+    port = square()
+    assert len(replace(port, batches=(b for b in port.batches)).batches) == 4  # type: ignore[arg-type]
+
+
 class TestOwnSteps:
     def test_equivalent(self, tmp_path: Path) -> None:
         port = square()
         verdict, written = proved(replace(port, jax_step=AdamW(port.jax_loss), torch_step=torch_adamw), tmp_path)
         assert verdict.word == "equivalent"
-        assert written["notes"] == [
-            "Adam's moments, the gradient norm and the learning rate are not compared: the steps are your own."
-        ]
+        assert written["notes"] == []
+        assert written["not_compared"] == ["the optimizer's moments", "gradient norm", "learning rate"]
+        assert verdict.sentence.endswith("Not compared: the optimizer's moments, gradient norm, learning rate.")
         names = " ".join(check["name"] for check in written["checks"])
         assert "gradient at step 4" in names and "weights at step 4" in names and "exp_avg" not in names
 
@@ -421,8 +433,9 @@ class TestOwnSteps:
         port = square()
         own: dict[str, Any] = {"jax_step": AdamW(port.jax_loss), "torch_step": torch_adamw}
         verdict, written = proved(replace(port, jax_loss=None, torch_loss=None, **own), tmp_path)
-        assert verdict.word == "equivalent" and len(written["notes"]) == 2
-        assert written["notes"][1].startswith("Gradients and activations are not compared")
+        assert verdict.word == "equivalent" and len(written["notes"]) == 1
+        assert written["notes"][0].startswith("Gradients and activations are seen where")
+        assert written["not_compared"][3:] == ["gradients", "activations"]
 
     def test_that_cannot_be_traced(self, tmp_path: Path) -> None:
         """A step may look at its numbers: then what it sends is not counted, and that is said."""

@@ -110,6 +110,8 @@ def level(name: str, verdict: Verdict) -> dict[str, Any]:
         state, words = "fails", f"{failed} of {len(checks)} {'fails' if failed == 1 else 'fail'}"
     elif checks and name not in verdict.open:
         state, words = "holds", "holds" if len(checks) == 1 else f"all {len(checks)} hold"
+        if name in verdict.not_compared:  # these are of one side alone
+            state, words = "open", f"{words}, not compared"
     else:
         state, words = "open", "undecided" if name in verdict.open else "not checked"
     return {"name": name, "state": state, "words": words, "groups": groups.values()}
@@ -166,8 +168,8 @@ def _bound(field: str, kind: str, runs: Sequence[compare.Records]) -> tuple[np.n
         drawn = "drawn for the eye: two right float64 runs keep the sides within it, judged is what either side loses"
         return compare.derived_bound(a, a64, b, b64, field), f"{until}, at least {short(floor)}; {drawn}"
     if field == "loss":
-        return None, "none, as there are no float64 runs on the mesh to derive it from"
-    return None, "none in this precision; in float64 the norms are among the checks"
+        return None, "none here, as there are no float64 runs on the mesh to derive it from; see the checks"
+    return None, "none here, in this precision; see the checks"
 
 
 def _columns(records: Sequence[Mapping[str, Any]], field: str) -> tuple[list[int], np.ndarray]:

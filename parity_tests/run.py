@@ -3,9 +3,10 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -119,8 +120,8 @@ class Run:
         steps, told = [record["step"] for record in self.metrics], self.experiment.train.steps
         if steps != list(range(1, told + 1)):
             raise ConfigError(
-                f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps where train.steps = {told}: the run was "
-                "cut short or its metrics are; finish it with --resume, or make it again"
+                f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps, {_numbered(steps)}, where train.steps = "
+                f"{told}: each has to be there once, from 1, on a line that ends; finish the run, or make it again"
             )
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
@@ -198,6 +199,8 @@ class Run:
     def overflown(self) -> set[int]:
         """The steps that were passed over because their gradients, times the loss scale, overflowed."""
         scaled = [r for r in self.metrics if r.get("loss_scale") is not None and r.get("skipped") is True]
+        if not scaled or not self.experiment.precision.loss_scale:
+            return set()
         return {r["step"] for r in scaled if not one_of(r.get("grad_norm"), NUMBER)}
 
     def kept_states(self, kind: str) -> dict[str, np.ndarray]:
@@ -278,3 +281,11 @@ def _torch_states(path: Path) -> dict[str, np.ndarray]:
     _, trees = checkpoint.read(path)
     trees["weights"] = trees.pop("model")
     return {f"{kind}/{name}": array(w) for kind, tree in trees.items() for name, w in tree.items()}
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """How steps are numbered, in words."""
+    twice = next((step for before, step in pairwise(sorted(steps)) if before == step), None)
+    if twice is not None:
+        return f"step {twice} twice"
+    return f"from {min(steps)} to {max(steps)}" if steps else "no step"

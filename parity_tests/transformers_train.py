@@ -1,8 +1,9 @@
 """Hugging Face's own implementation under DDP or FSDP2: the reference of `--against transformers`.
 
 `python -m parity_tests.transformers_train --init HF_FOLDER --output DIR` takes the arguments of `torch_ref.train`.
-Model, schedule, clip and optimizer are transformers' and torch's own, so that none of our mistakes is shared; ours are
-the batches, the start of the ranks and the run folder. Names in the records are transformers'.
+Model, schedule, clip and update are transformers' and torch's own, so that no mistake of ours in them is shared. Ours
+are the batches, the settings that torch's optimizer gets from the config, Lion, which torch has not, the sums over
+ranks, the start of the ranks and the run folder. Names in the records are transformers'.
 """
 
 import logging
@@ -263,7 +264,7 @@ def train_step(
     count = (batch.targets != IGNORED).sum()
     dist.all_reduce(count)
     total = torch.zeros((), dtype=torch.float64, device=count.device)
-    for i, (tokens, targets) in enumerate(zip(batch.tokens.chunk(parts), batch.targets.chunk(parts), strict=True)):
+    for i, (tokens, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
         with summing(model, experiment.parallel, last=i == parts - 1):
             logits = model(tokens).logits.float()
             loss = nn.functional.cross_entropy(

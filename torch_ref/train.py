@@ -76,13 +76,14 @@ def train(
             with reporting(experiment, folder, start) as report:
                 records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
 
-            steps, held = experiment.train.steps, footprint.held(model, optimizer, experiment, mesh, peak.bytes)
+            steps = experiment.train.steps
             validation = validation_loss(model, dataset, experiment, mesh, schedule)
             check_validation(steps, validation, folder.newest if folder else None)
             if folder and newest(folder.checkpoints) != steps:
                 keep(folder, steps, model, optimizer, experiment)
             if schedule.stopping():
                 raise schedule.interrupted(steps, folder.checkpoints if folder else None)
+        held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
         summary = metrics.summary(experiment, whole, mesh, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if isinstance(model, pipeline.Pipeline):

@@ -61,7 +61,7 @@ def size_of(path: Path) -> int:
     """Bytes of a file. Raises OSError, and ValueError for what is none: a pipe would be waited for."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path.name[:100]!r} is no file")
+        raise ValueError("it is no file")
     return status.st_size
 
 
@@ -85,8 +85,12 @@ def check_files(folder: Path) -> None:
     """What is to be opened by a library that opens anything. Raises OSError, and ValueError where something in `folder`
     is neither file nor folder, or a link that leads outside."""
     for entry in folder.rglob("*"):
-        if not within(folder, entry.relative_to(folder).as_posix()).is_dir():
-            size_of(entry)
+        name = entry.relative_to(folder).as_posix()
+        if not within(folder, name).is_dir():
+            try:
+                size_of(entry)
+            except ValueError as error:
+                raise ValueError(f"{name[:100]!r}: {error}") from None
 
 
 def indexed(folder: Path) -> dict[str, Path] | None:

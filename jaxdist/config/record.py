@@ -1,7 +1,7 @@
 """What of single steps is kept for a comparison with another run, and the names under which both sides keep it.
 
-`record/<step>.safetensors` in the run folder holds arrays `<kind>/<name>` in the order in which they arise, which its
-metadata list. Kinds, and what they are named by:
+`record/<step>.safetensors` in the run folder holds arrays `<kind>/<name>`, those of a kind in the order in which they
+arise, which its metadata list. Kinds, and what they are named by:
 
 | kind | name | value |
 |---|---|---|
@@ -17,7 +17,8 @@ metadata list. Kinds, and what they are named by:
 | `ema` | parameter | the moving average of the weights after the step |
 
 Modules are named by their path, which the twins share; what a module computes by a function of `FUNCTIONS` is named by
-the module and the function's entry there; the whole model's output is `logits`. `gradients` keeps scalar and gradient.
+the module and the function's entry there; the whole model's output is `logits`. `gradients` keeps gradient, and scalar
+where a side has it beside metrics.jsonl.
 """
 
 import json

@@ -60,7 +60,7 @@ def test_links_that_lead_outside(lone: Path, place: str, tmp_path: Path) -> None
 def test_pipes(lone: Path, place: str) -> None:
     (lone / place).unlink()
     os.mkfifo(lone / place)
-    refused(lone, "is no file")
+    refused(lone, "it is no file")
 
 
 def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:

@@ -121,9 +121,9 @@ def gradients_zeroed_between_microbatches() -> None:
 def clipping(scale: Any) -> None:
     """Plant a clip that gets the norm right and then does `scale(parameters, largest, norm)`."""
 
-    def clip(parameters: Any, largest: float) -> Tensor:
+    def clip(parameters: Any, largest: float, of_all: Tensor | None = None) -> Tensor:
         parameters = list(parameters)
-        norm = optim.global_norm(p.grad for p in parameters)
+        norm = optim.global_norm(p.grad for p in parameters) if of_all is None else of_all
         scale(parameters, largest, norm)
         return norm
 

@@ -1,0 +1,143 @@
+"""Whether JAX and torch train the same run: `python -m parity_tests --config X --mesh 2x4 --output DIR`."""
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from jaxdist.config import Arguments, ConfigError, Mixture, check_new, parse
+from jaxdist.config.arguments import Parser, user_path
+from jaxdist.config.display import console, say
+from jaxdist.data import in_steps
+from parity_tests.levels import FEWEST
+from parity_tests.proof import STEPS, Proof
+from parity_tests.run import REFERENCES, Run, settings
+from parity_tests.verdict import Verdict
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--against": {
+        "default": "torch",
+        "metavar": "torch|transformers|RUN_DIR",
+        "help": "the reference: torch_ref, Hugging Face's own model under DDP or FSDP2, or the run folder of any loop "
+        "(default torch)",
+    },
+    "--first": {
+        "type": int,
+        "default": STEPS,
+        "metavar": "N",
+        "help": f"prove the first N steps of the run, under the schedule of them all (default {STEPS})",
+    },
+    "--bisect": {
+        "action": "store_true",
+        "help": "where the runs are not equivalent, find the first step and tensor by which they part",
+    },
+}
+
+
+def prove(argv: Sequence[str] | None = None) -> None:
+    """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
+    proof, bisect, init = asked(list(sys.argv[1:] if argv is None else argv))
+    start = proof.start(init)
+    needed = proof.needed()
+    for i, (side, kind) in enumerate(track(needed, "runs", console=console, disable=not console.is_terminal), 1):
+        if not console.is_terminal:
+            say(f"run {i} of {len(needed)}: {side}, {kind}")
+        proof.run(side, kind, start)
+    verdict = proof.verdict()
+    if bisect and verdict.failed:
+        say("looking for where the runs part ...")
+        parting = proof.parting(verdict, start)
+        notes = verdict.notes if parting else [*verdict.notes, proof.unfound]
+        verdict = replace(verdict, parting=parting, notes=notes)
+    write(proof, verdict)
+    for line in (*verdict.notes, verdict.sentence):
+        say(line)
+    verdict.exit()
+
+
+def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
+    """The proof that the arguments ask for, whether where the runs part is, and the starting weights if given."""
+    before = Parser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    before.add_argument("--against", **OPTIONS["--against"])
+    known, _ = before.parse_known_args(argv)
+    theirs = None if known.against in REFERENCES else run_at(known.against)
+    if theirs and known.config is None:  # that of the run, with what else is given
+        argv = ["--config", str(theirs.path / "config.toml"), *argv]
+    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
+    a = replace(a, experiment=in_steps(a.experiment))
+    if theirs is None:
+        return Proof.of(a.experiment, check(a), a.device, known.against, a.more["first"]), a.more["bisect"], a.init
+    if a.more["first"] != STEPS:
+        raise ConfigError(f"--first {a.more['first']}: of {theirs.path} all steps are proved; leave it out")
+    init = a.init or theirs.path / "start"
+    if not init.exists():
+        raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")
+    return Proof.against(theirs, a.experiment, check(a), a.device), a.more["bisect"], init
+
+
+def run_at(given: str) -> Run:
+    """The run folder of another loop. Raises ConfigError."""
+    try:
+        path = user_path(given)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--against {error}; give torch, transformers, or a run folder") from None
+    run = Run(f"run {path.name}", path)
+    run.check()
+    run.check_names()
+    return run
+
+
+def check(a: Arguments) -> Path:
+    """The output folder. Raises ConfigError for what this command cannot do, before anything is run."""
+    if a.output is None:
+        raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
+    check_new(a.output, f"--output {a.output}")
+    if a.experiment.train.steps < FEWEST:
+        raise ConfigError(
+            f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
+            f"loss to be judged; give --steps {FEWEST} or more, or a longer run"
+        )
+    if a.more["first"] < FEWEST:
+        raise ConfigError(f"--first {a.more['first']}: a proof needs {FEWEST} steps; give {FEWEST} or more")
+    if a.resume:
+        raise ConfigError("--resume: a proof is made anew; leave it out")
+    model, train = a.experiment.model, a.experiment.train
+    if isinstance(model, Mixture) and model.balance and train.accumulation > 1:
+        raise ConfigError(
+            f"train.accumulation = {train.accumulation} with model.balance = {model.balance}: which rows are balanced "
+            "together hangs on the mesh, so that equal runs differ; prove it with train.accumulation = 1 or "
+            "model.balance = 0"
+        )
+    if a.more["against"] == "transformers":
+        if find_spec("transformers") is None:
+            raise ConfigError("--against transformers: it is not installed; pip install transformers")
+        from parity_tests.transformers_train import on_batch_axes
+
+        on_batch_axes(a.experiment)
+    return a.output
+
+
+def write(proof: Proof, verdict: Verdict) -> None:
+    """verdict.json and report.html."""
+    from parity_tests import report
+
+    verdict.write(proof.folder)
+    kinds = [kind for kind in ("one", "mesh", "policy") if all((side, kind) in proof.done for side in proof.sides)]
+    experiment = proof.experiment
+    facts = {
+        "model": f"{experiment.model.family}, {experiment.model.layers} layers of {experiment.model.dim}",
+        "mesh": f"{experiment.parallel.mesh}, {experiment.parallel.strategy}",
+        "precision": experiment.precision.policy,
+        "steps": str(experiment.train.steps),
+        "Python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    } | settings()
+    pairs = {kind: proof.pair(kind) for kind in kinds}
+    report.write(proof.folder / "report.html", verdict, pairs, facts, proof.bounds)
