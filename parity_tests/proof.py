@@ -256,8 +256,8 @@ class Proof:
             found.append(Comparison("mathematics", what, (jax, "one"), (reference, "one")))
         elif self.experiment.precision.compute == "float64":
             found.append(Comparison("mathematics", f"{jax} and {reference}", (jax, "policy"), (reference, "policy")))
-        for side in self.sides:  # transformers' mesh has no axes but those that split the batch, and may be one device
-            if (side, "mesh") in self.done and self.done[side, "mesh"].mesh != self.done[side, "one"].mesh:
+        for side in self.sides:
+            if (side, "mesh") in self.done and self.done[side, "mesh"] is not self.done[side, "one"]:
                 what = f"{side} on the mesh and on one device"
                 found.append(Comparison("distribution", what, (side, "mesh"), (side, "one")))
         return found
