@@ -133,19 +133,28 @@ def too_wide(checks: Iterable[Check], limits: Mapping[str, float] = WIDEST) -> d
 
 
 def hardly_moved(policy: Pair, double: Pair, start: Tensors, decay: float, still: Collection[str] = ()) -> str:
-    """Why the weights of a float32 run that is all there is of the other side decide nothing; empty where they do.
-
-    Their cost is told by their size, of which fine-tuning moves a thousandth, and weight decay a millionth. So what
-    equal runs may differ by is held against that: 1e-3 of what training moved, and all that decay moved, or would have
-    moved, of matrices or of vectors.
-    """
+    """Why the weights of a float32 run that is all there is of the other side decide nothing; empty where they do."""
     name = "weights at the end"
     ours, exact = (vectors(run, still)[name] for run in (policy[0], double[0]))
-    parts = [[w for w in start.values() if (w.ndim >= 2) is matrices] for matrices in (True, False)]
-    sizes = [size for part in parts if (size := compare.length(part))]
     apart = LIMIT["float32"] * compare.length(ours[n] - w for n, w in exact.items())
     moved = compare.length(w - start[n] for n, w in exact.items())
-    decayed = decay * sum(record["learning_rate"] for record in double[0].metrics) * min(sizes, default=0.0)
+    rates = sum(record["learning_rate"] for record in double[0].metrics)
+    return too_little(apart, moved, decay * rates * smallest(start.values()))
+
+
+def smallest(tensors: Collection[np.ndarray]) -> float:
+    """The norm of all matrices or of all vectors, whichever is less: decay may be left out of either, or none's be."""
+    parts = [[w for w in tensors if (w.ndim >= 2) is matrices] for matrices in (True, False)]
+    return min((size for part in parts if (size := compare.length(part))), default=0.0)
+
+
+def too_little(apart: float, moved: float, decayed: float) -> str:
+    """Why weights decide nothing in which equal runs may be `apart` by so much; empty where they do. All are norms.
+
+    The difference of weights is told by their size, of which fine-tuning moves a thousandth, and weight decay a
+    millionth. So what equal runs may differ by is held against that: 1e-3 of what training `moved`, and all that decay
+    moved, or would have moved, of matrices or of vectors.
+    """
     limit = WIDEST["precision"]
     small = f"training moved the weights so little that equal runs may differ in them by {apart:.1g}"
     if apart > limit * moved:

@@ -193,12 +193,12 @@ class Port:
 
     @cached_property
     def narrow(self) -> dict[str, str]:
-        """Sides that compute in less than float64 in the float64 runs, and in which operation they first do."""
+        """Losses and steps that compute in less than float64 in the float64 runs, and in which operation they first do."""
         with jax.enable_x64(True):
             jax_side = self.compiled["jax", "float64"].begin(self.start)
-            found = {"jax_loss": jax_side.narrow(self.batches[0])}
-        found["torch_loss"] = self.torch_side("float64", None).narrow(self.batches[0])
-        return {name: operation for name, operation in found.items() if operation}
+            ours = jax_side.narrow(self.batches[0])
+        theirs = self.torch_side("float64", None).narrow(self.batches[0])
+        return {f"{side}_{n}": op for side, found in (("jax", ours), ("torch", theirs)) for n, op in found.items()}
 
     def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
         """Train one side on the batches, of which `steps` are recorded, into a run folder."""
@@ -257,7 +257,8 @@ class Port:
         compared = {"mathematics": ("jax-float64", "torch-float64")}
         if self.sharded:
             compared["distribution"] = ("jax-float64", "mesh-float64")
-        findings = {level: Findings(runs[a], runs[b], perturbed) for level, (a, b) in compared.items()}
+        least = compare.K * levels.ROUNDING["float32"] if self.narrow else 0.0
+        findings = {level: Findings(runs[a], runs[b], perturbed, least=least) for level, (a, b) in compared.items()}
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
         still = [f"/{name}" for name in findings["mathematics"].still or ()]
         checks += levels.precision(single, double, "float32", still)
@@ -266,8 +267,11 @@ class Port:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
         notes = [*self.notes(), *port_levels.untraced(double[0])]
-        wide = levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST)
-        verdict = Verdict(checks, wide, notes, not_compared=[*self.not_compared()])
+        undecided = levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST)
+        decay = self.optimizer.weight_decay if self.jax_step is None else None
+        if reason := findings["mathematics"].hardly_moved(decay):
+            undecided.setdefault("mathematics", reason)
+        verdict = Verdict(checks, undecided, notes, not_compared=[*self.not_compared()])
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         if differ:
             parting = self.parting(folder / "bisection", findings[differ], compared[differ])
@@ -352,7 +356,7 @@ class Port:
 
     def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in (*pair, "perturbed"))
-        return Findings(a, b, perturbed, findings.still).first_difference(step)
+        return replace(findings, a=a, b=b, perturbed=perturbed).first_difference(step)
 
 
 def torch_shapes(module: nn.Module, named: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

@@ -15,8 +15,10 @@ from parity_tests.run import Run
 from parity_tests.verdict import Check
 
 SHARE = "torch's tensors on one device, each over the devices that the strategy splits it over"
+ROUNDED = f"{K} roundings of float32, as a side computes in less than float64 whatever it is given"
 COUNTER = {"parameters": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
 SENT = "on one device nothing is sent"
+DECAY = 0.01  # that of torch's AdamW where none is given: steps of a user's own do not tell theirs
 # A parameter that moves by less than this share of the fastest one has a true gradient of zero, as a key's bias does:
 # what moves it is rounding. Such tensors are compared absolutely.
 STILL = 1e-6
@@ -48,13 +50,15 @@ class PortRun(Run):
 class Findings:
     """Two float64 runs, and a third, of `a` from another start, that tells how far rounding has grown.
 
-    `still`: parameters that do not train.
+    `still`: parameters that do not train. `least`: what any number may differ by, since a side rounds it to less than
+    float64: a change may by chance not show in one.
     """
 
     a: PortRun
     b: PortRun
     perturbed: PortRun
     still: frozenset[str] | None = None
+    least: float = 0.0
 
     def __post_init__(self) -> None:
         if self.still is None:
@@ -74,7 +78,8 @@ class Findings:
         kinds: dict[str, dict[str, float]] = {}
         for name, error in self.errors(self.a, self.perturbed, step).items():
             kinds.setdefault(name.partition("/")[0], {})[name] = error
-        return {name: bound for errors in kinds.values() for name, bound in compare.amplified(errors).items()}
+        found = {name: bound for errors in kinds.values() for name, bound in compare.amplified(errors).items()}
+        return {name: max(bound, self.least) for name, bound in found.items()}
 
     def most(self, step: int) -> float:
         """What any gradient of a step may differ by."""
@@ -93,17 +98,37 @@ class Findings:
             if self.a.metrics[0][name] is not None:
                 curve = compare.curve(self.a.metrics, self.b.metrics, name)
                 grown = np.maximum.accumulate(compare.curve(self.a.metrics, self.perturbed.metrics, name))
-                bounds = np.maximum(K * grown, floor)
+                bounds = np.maximum(K * grown, max(floor, self.least))
                 value, bound = compare.furthest(curve, bounds)
-                yield check(name, value, bound, EXACT if bound == floor else AMPLIFIED, widest=float(bounds.max()))
+                yield check(name, value, bound, self.why(bound, floor), widest=float(bounds.max()))
         for step in self.a.records:
             allowed = self.bounds(step)
             for kind in ("gradient", *KEPT, "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
                     tensor, value, bound = compare.closest(errors, allowed)
-                    why = EXACT if bound == compare.STATE else AMPLIFIED
+                    why, of = self.why(bound, compare.STATE), tensor.partition("/")[2]
                     widest = max(allowed.get(name, 0.0) for name in errors)
-                    yield check(f"{kind} at step {step}", value, bound, why, tensor.partition("/")[2], widest)
+                    yield check(f"{kind} at step {step}", value, bound, why, of, widest)
+
+    def why(self, bound: float, floor: float) -> str:
+        """How a bound came about, in words."""
+        return EXACT if bound == floor else ROUNDED if bound == self.least else AMPLIFIED
+
+    def hardly_moved(self, decay: float | None) -> str:
+        """Why the weights decide nothing, in words; empty where they do. `decay`: None where it is not told."""
+        last = max(self.a.records)
+        started, ended = self.a.kinds(min(self.a.records), "start"), self.a.kinds(last, "weights")
+        allowed = self.bounds(last)
+        names = [n.removeprefix("weights/") for n in ended]
+        pairs = {n: (started[f"start/{n}"], ended[f"weights/{n}"]) for n in names if n not in (self.still or ())}
+        apart = compare.length(allowed[f"weights/{n}"] * w for n, (_, w) in pairs.items())
+        steps = [w - start for start, w in pairs.values()]
+        moved = compare.length(steps)
+        if decay is None:  # rates are not told either: an optimizer like Adam moves a number by about their sum
+            decay, rates = DECAY, moved / sum(step.size for step in steps) ** 0.5 if moved else 0.0
+        else:
+            rates = sum(record["learning_rate"] for record in self.a.metrics)
+        return levels.too_little(apart, moved, decay * rates * levels.smallest([start for start, _ in pairs.values()]))
 
     def first_difference(self, step: int) -> Parting | None:
         """The first tensor of a recorded step that leaves the noise; None where all agree.
@@ -150,7 +175,10 @@ def traffic(*runs: PortRun) -> Iterator[Check]:
 def untraced(run: PortRun) -> Iterator[str]:
     """Of a step whose traffic could not be counted."""
     if "sent_bytes" not in run.summary and run.summary["devices"] == 1:
-        yield "What a step sends is not counted: jax_step cannot be traced, as it asks for numbers."
+        yield (
+            "What a step sends is not counted, and whether it computes in less than float64 not known: jax_step cannot "
+            "be traced, as it asks for numbers."
+        )
 
 
 def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:

@@ -1,19 +1,21 @@
 """Models of one's own that compute in float32 whatever they are given: what their proof can still say."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 from flax import linen
 from torch import nn
 
 from jaxdist.config import Optimizer
 from parity_tests.port import Port
-from parity_tests.port_test import Square, proved, square
+from parity_tests.port_test import AdamW, Square, proved, square, torch_adamw
 
 
 class Narrow(linen.Module):
@@ -94,3 +96,54 @@ class TestNarrow:
 
         verdict, _ = proved(square(jax_loss=loss), tmp_path)
         assert verdict.word == "equivalent", verdict.sentence
+
+
+class TestOwnSteps:
+    """Steps of one's own whose losses are in float32 whatever they are given, and are not shown."""
+
+    def port(self, settings: dict[str, float] = {}, **mistake: float) -> Port:  # noqa: B006
+        model = Narrow()
+        loss = lambda v, b: jnp.mean((model.apply(v, b["x"]) - b["y"]) ** 2)  # noqa: E731
+        step = AdamW(loss, **settings | mistake)
+        return square(jax_loss=None, torch_loss=None, jax_step=step, torch_step=partial(torch_adamw, **settings))
+
+    def test_equivalent(self, tmp_path: Path) -> None:
+        port = self.port()
+        assert list(port.narrow) == ["jax_step"]
+        verdict, _ = proved(port, tmp_path)
+        assert verdict.word == "equivalent", verdict.sentence
+
+    def test_torch_too(self) -> None:
+        def step(module: nn.Module) -> Any:
+            optimizer = torch.optim.AdamW(module.parameters())
+
+            def step(batch: Any) -> torch.Tensor:
+                loss = ((module(batch["x"]).float() - batch["y"]) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            return step
+
+        assert replace(self.port(), torch_step=step).narrow.keys() == {"jax_step", "torch_step"}
+
+    def test_what_adam_counts_is_no_loss(self) -> None:
+        port = square()
+        assert not replace(port, jax_step=AdamW(port.jax_loss), torch_step=torch_adamw).narrow
+
+    @pytest.mark.parametrize(
+        ("settings", "mistake"),
+        [
+            ({"lr": 1e-5, "weight_decay": 1e-2}, {"weight_decay": 1e-4}),
+            ({"lr": 1e-5}, {"lr": 1.001e-5}),
+            ({"lr": 1e-6}, {"lr": 1.01e-6}),
+        ],
+    )
+    def test_weights_that_hardly_moved_decide_nothing(
+        self, settings: dict[str, float], mistake: dict[str, float], tmp_path: Path
+    ) -> None:
+        """At such rates the noise of float32 is as large as what these mistakes move."""
+        verdict, _ = proved(self.port(settings, **mistake), tmp_path)
+        assert verdict.word != "equivalent"
+        right, _ = proved(self.port(settings), tmp_path / "right")
+        assert right.word == "undecided" and "training moved the weights so little" in right.sentence

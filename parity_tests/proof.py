@@ -257,7 +257,7 @@ class Proof:
         elif self.experiment.precision.compute == "float64":
             found.append(Comparison("mathematics", f"{jax} and {reference}", (jax, "policy"), (reference, "policy")))
         for side in self.sides:
-            if (side, "mesh") in self.done and self.done[side, "mesh"] is not self.done[side, "one"]:
+            if (side, "mesh") in self.done and self.done[side, "mesh"].mesh != self.done[side, "one"].mesh:
                 what = f"{side} on the mesh and on one device"
                 found.append(Comparison("distribution", what, (side, "mesh"), (side, "one")))
         return found

@@ -17,6 +17,7 @@ from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
 ONE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+TWO = ONE | {"data": 2}
 MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0) | {"peak": 1}
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
 
@@ -50,7 +51,8 @@ def judged(asked: Proof, **off: float) -> Verdict:
     """The verdict of a proof whose runs are right, up to those that are `off`, as `torch_ref_policy`."""
     for side, kind in asked.needed():
         cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
-        asked.done[side, kind] = made(side, off.get(f"{side}_{kind}", cost))
+        mesh = TWO if kind == "mesh" else ONE
+        asked.done[side, kind] = made(side, off.get(f"{side}_{kind}", cost), mesh=mesh)
     return asked.verdict()
 
 
@@ -260,9 +262,10 @@ def against(
     found = Proof.against(theirs, theirs.experiment, tmp_path)
     found.__dict__["started"] = {"weights/w": np.zeros(50)}
     for kind in found.kinds:
-        found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps)
+        mesh = TWO if kind == "mesh" else ONE
+        found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps, mesh=mesh)
     if policy == "fp64":
-        found.done[JAX, "policy"] = found.done[JAX, "mesh"]
+        found.done[JAX, "policy"] = made(JAX, steps=steps)
     return found
 
 
@@ -344,11 +347,19 @@ def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
 
 
 def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
-    told = "distribution: nothing to compare, the mesh is one device"
+    told = "distribution: nothing to compare of {}, whose mesh is one device"
     proof = asked(tmp_path)
-    assert told not in judged(proof).notes
-    proof.done |= {(side, "mesh"): proof.done[side, "one"] for side in proof.sides}
-    assert told in proof.verdict().notes
+    ours, theirs = proof.sides
+    assert not any(note.startswith("distribution") for note in judged(proof).notes)
+    # As transformers, which splits the batch alone, has of a mesh that splits other things.
+    proof.done[theirs, "mesh"] = made(theirs)
+    verdict = proof.verdict()
+    assert told.format(theirs) in verdict.notes
+    assert {check.about for check in verdict.checks if check.level == "distribution"} == {
+        f"{ours} on the mesh and on one device"
+    }
+    proof.done[ours, "mesh"] = proof.done[ours, "one"]
+    assert told.format(f"{ours} and {theirs}") in proof.verdict().notes
 
 
 def test_float32_within_float64_is_told(tmp_path: Path) -> None:

@@ -80,8 +80,9 @@ def gradients_lacking(proof: "Proof") -> str:
 
 def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
     """What a reader must know of a verdict's reach."""
-    if proof.exact and not any(check.level == "distribution" for check in checks):
-        yield "distribution: nothing to compare, the mesh is one device"
+    compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
+    if proof.exact and (alone := [side for side in proof.sides if side not in compared]):
+        yield f"distribution: nothing to compare of {' and '.join(alone)}, whose mesh is one device"
     if not proof.scratch.known:
         yield f"memory: peaks of {proof.experiment.model.family} have no closed form, as rows hang on the router"
     for axis in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment):

@@ -227,8 +227,9 @@ class ShardedSide(JaxSide):
     def collectives(self) -> list[traffic.Collective]:
         return traffic.count(self.traced.jaxpr)
 
-    def narrow(self, batch: Batch) -> str:
-        return narrower(self.traced.jaxpr, self.dtype)
+    def narrow(self, batch: Batch) -> dict[str, str]:
+        operation = narrower(self.traced.jaxpr, self.dtype)
+        return {"loss": operation} if operation else {}
 
     def shares(self, sharded: bool) -> dict[str, Any]:
         """Over how many devices each tensor of theirs is split, and numbers on a device that they have not."""

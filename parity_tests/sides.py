@@ -63,8 +63,10 @@ class Side(Protocol):
     def measured(self, batch: Batch) -> dict[str, Any]:
         """What summary.json says of a mesh, or of the bytes that a step sends; nothing where it could not send any."""
 
-    def narrow(self, batch: Batch) -> str:
-        """The first operation of the loss whose result has fewer bits than the side's dtype, with it; empty if none."""
+    def narrow(self, batch: Batch) -> dict[str, str]:
+        """`loss`, and `step` of a user's own -> its first operation whose result has fewer bits than the side's dtype,
+        with it. Of those that have one; numbers by themselves do not count in a step, whose optimizer counts by them.
+        """
 
 
 class JaxSide:
@@ -202,19 +204,25 @@ class JaxSide:
         return {self.common(path): self.laid_out(path, np.empty(y.shape, np.bool_)).shape for path, y in found}
 
     def measured(self, batch: Batch) -> dict[str, Any]:
+        traced = self.jaxpr(jax.tree.map(self.cast, batch))
+        return {"sent_bytes": math.fsum(collective.bytes for collective in traffic.count(traced))} if traced else {}
+
+    def jaxpr(self, ready: Any) -> Any:
+        """The jaxpr of a step; None for one of the user's own that cannot be traced."""
         try:
-            traced = jax.make_jaxpr(self.advance)(self.state, jax.tree.map(self.cast, batch))
+            return jax.make_jaxpr(self.advance)(self.state, ready)
         except Exception:  # of many kinds: a step of the user's own may ask for numbers, which a trace has not
             if self.own is None:
                 raise
-            return {}
-        return {"sent_bytes": math.fsum(collective.bytes for collective in traffic.count(traced))}
+            return None
 
-    def narrow(self, batch: Batch) -> str:
-        if self.loss is None:
-            return ""
-        traced = jax.make_jaxpr(self._loss)(self.parameters(), jax.tree.map(self.cast, batch))
-        return narrower(traced.jaxpr, self.dtype)
+    def narrow(self, batch: Batch) -> dict[str, str]:
+        ready, found = jax.tree.map(self.cast, batch), {}
+        if self.loss is not None:
+            found["loss"] = narrower(jax.make_jaxpr(self._loss)(self.parameters(), ready).jaxpr, self.dtype)
+        if self.own is not None and (traced := self.jaxpr(ready)):
+            found["step"] = narrower(traced.jaxpr, self.dtype, axes=1)
+        return {name: operation for name, operation in found.items() if operation}
 
 
 class TorchSide:
@@ -260,7 +268,7 @@ class TorchSide:
     def step(self, batch: Batch) -> Values:
         self.count += 1
         if self.own is not None:
-            loss = torch.as_tensor(self.own(self.ready(batch))).detach()
+            loss = torch.as_tensor(self.own(self.ready(batch)), dtype=torch.float64).detach()
             return {"loss": float(loss), "grad_norm": None, "learning_rate": None}
         assert self.loss is not None
         self.ruled.zero_grad(set_to_none=True)
@@ -324,38 +332,46 @@ class TorchSide:
     def measured(self, batch: Batch) -> dict[str, Any]:
         return {}  # there is no process group to send to
 
-    def narrow(self, batch: Batch) -> str:
-        if self.loss is None:
-            return ""
-        module, ready = copy.deepcopy(self.module), self.ready(batch)  # what a batch comes in is not the model's doing
-        with _Narrow(torch.finfo(self.dtype).bits) as seen:
-            self.loss(module, ready)
-        return seen.first
+    def narrow(self, batch: Batch) -> dict[str, str]:
+        ready, bits = self.ready(batch), torch.finfo(self.dtype).bits  # what a batch comes in is not the model's doing
+        found = {}
+        if self.loss is not None:
+            module = copy.deepcopy(self.module)
+            with _Narrow(bits) as seen:
+                self.loss(module, ready)
+            found["loss"] = seen.first
+        if self.own is not None:
+            with _Narrow(bits, axes=1) as seen:
+                self.own(ready)
+            found["step"] = seen.first
+        return {name: operation for name, operation in found.items() if operation}
 
 
 class _Narrow(TorchDispatchMode):
-    """Sees the first operation whose result has fewer than `bits`."""
+    """Sees the first operation whose result, of so many axes or more, has fewer than `bits`."""
 
-    def __init__(self, bits: int):
+    def __init__(self, bits: int, axes: int = 0):
         super().__init__()
-        self.bits, self.first = bits, ""
+        self.bits, self.axes, self.first = bits, axes, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
         for part in y if isinstance(y, tuple | list) else (y,):
-            floating = isinstance(part, Tensor) and part.is_floating_point()
+            floating = isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= self.axes
             if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
                 self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
         return y
 
 
-def narrower(jaxpr: Any, dtype: str) -> str:
-    """The first operation of a jaxpr whose result has fewer bits than `dtype`, with its own; empty if none."""
+def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> str:
+    """The first operation of a jaxpr whose result, of so many axes or more, has fewer bits than `dtype`, with its own;
+    empty if none."""
     for equation, *_ in traffic.walk(jaxpr, 1, {}):
         for variable in equation.outvars:
-            found = getattr(variable.aval, "dtype", None)
+            aval = variable.aval
             if (
-                found is not None
+                (found := getattr(aval, "dtype", None)) is not None
+                and len(aval.shape) >= axes
                 and jnp.issubdtype(found, jnp.floating)
                 and jnp.finfo(found).bits < jnp.finfo(dtype).bits
             ):
