@@ -3,6 +3,7 @@
 import os
 import socket
 import tempfile
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -51,6 +52,11 @@ def tiny(**sections: Any) -> Experiment:
     for name, section in sections.items():
         values[name] = section if name == "model" and "family" in section else values.get(name, {}) | section
     return Experiment.parse(values, source="test")
+
+
+def often(cases: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters of a test, those that are not `quick` marked slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def free_port() -> int:

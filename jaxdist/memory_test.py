@@ -143,7 +143,7 @@ def allowed(devices: int) -> float:
     return 2 / devices + 2 / LAYERS
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+@pytest.mark.parametrize(("mesh", "devices"), [pytest.param("1x1", 1, marks=pytest.mark.slow), ("8x1", 8)])
 @pytest.mark.parametrize(("remat", "every"), [("none", 1), ("full", 1), ("full", 2)])
 def test_a_step_copies_no_weights(mesh: str, devices: int, remat: str, every: int) -> None:
     """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""

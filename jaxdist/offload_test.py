@@ -11,7 +11,7 @@ import pytest
 
 from jaxdist import collectives, memory, metrics, program, step
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.conftest import tiny
+from jaxdist.conftest import often, tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import held
 from jaxdist.program import Program
@@ -68,9 +68,7 @@ def same(case: dict[str, Any], batches: Any) -> bool:
     return np.array_equal(curve, curve_) and all(np.array_equal(state[name], state_[name]) for name in state_)
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
-)
+@pytest.mark.parametrize("case", often(CASES, QUICK))
 def test_trains_the_same_to_the_bit(case: str, batches: Any) -> None:
     assert same(CASES[case], batches)
 
@@ -109,7 +107,7 @@ def kinds(state: Any) -> set[str]:
     return {array.sharding.memory_kind for array in jax.tree.leaves(state) if array.ndim}
 
 
-@pytest.mark.parametrize("offload", [BOTH, *(pytest.param(x, marks=pytest.mark.slow) for x in BOTH.split(","))])
+@pytest.mark.parametrize("offload", often([BOTH, *BOTH.split(",")], [BOTH]))
 def test_it_lies_on_the_host_between_steps(offload: str, batches: Any) -> None:
     p = built(PAIR | {"memory": {"offload": offload}})
     expected = [{memory.HOST} if kind in offload else {"device"} for kind in ("parameters", "optimizer")]

@@ -204,6 +204,7 @@ def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     assert curves < 1e-12 and states < 1e-10
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_with_what_one_has_saved(one: Path, tmp_path: Path) -> None:
     """On a mesh whose processes have the same rows, and other times of them."""
     run = tmp_path / "run"

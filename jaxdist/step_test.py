@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
-from jaxdist.conftest import GPT2, MIXTRAL, tiny
+from jaxdist.conftest import GPT2, MIXTRAL, often, tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
 from jaxdist.models import mixtral
@@ -152,8 +152,7 @@ STAGES: dict[str, dict[str, Any]] = {
         "precision": {"policy": "fp64", "loss_scale": 1024}, "memory": {"offload": "optimizer"},
     },
 }  # fmt: skip
-FEW = ("1F1B", "interleaved, 3 of 2", "2x2x2 GPipe")
-MANY = [case for case in STAGES if case not in FEW]
+FEW = ("interleaved, 3 of 2", "2x2x2 GPipe")
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +168,20 @@ def alone() -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+# Every strategy, axis and variant once.
+QUICK = (
+    "ddp", "zero1", "2x4 zero2", "2x2x2", "kept", "hybrid", "reduce per step", "selective", "every second",
+    "sequence full", "ring 2x2x2", "ulysses 4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", often(CASES, QUICK))
 def test_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     loss, state = error(train(tiny(**CASES[case]), batches), alone(batches))
     assert loss <= LOSS and state <= STATE
 
 
+@pytest.mark.slow
 def test_a_ring_of_five(batches: Any, alone: Any) -> None:
     """An odd number of devices, more than two of them, and a window that ends within and between chunks."""
     sections = {"model": dict(tiny().model.model_dump(), window=7)}
@@ -183,7 +190,7 @@ def test_a_ring_of_five(batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", ["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"])
+@pytest.mark.parametrize("case", often(["fsdp", "2x4", "2x2x2", "ring 2x2x2", "ulysses"], ["2x2x2"]))
 def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": GPT2}
     # The key bias has a true gradient of zero: what reaches it is rounding, and Adam makes steps of that.
@@ -193,7 +200,7 @@ def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", ["tensor", "2x4"])
+@pytest.mark.parametrize("case", often(["tensor", "2x4"], ["2x4"]))
 def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": dict(tiny().model.model_dump(), tied=True)}
     loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
@@ -238,14 +245,8 @@ def stages_differ(case: str, model: Any, batches: Any, alone: Any) -> float:
     return max(loss / LOSS, state / STATE)
 
 
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", often(STAGES, FEW))
 def test_a_pipeline_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
-    assert stages_differ(case, tiny().model.model_dump(), batches, alone) <= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MANY)
-def test_pipelines_train_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert stages_differ(case, tiny().model.model_dump(), batches, alone) <= 1
 
 

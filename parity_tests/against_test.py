@@ -42,7 +42,7 @@ def failed(a: Run, b: Run, model: str) -> list[str]:
     return [check.name for check in levels.agreement("mathematics", "", a, b, noise) if not check.holds]
 
 
-@pytest.mark.parametrize(("model", "mesh"), [("llama", "fsdp"), ("gpt2", "ddp")])
+@pytest.mark.parametrize(("model", "mesh"), [("llama", "fsdp"), pytest.param("gpt2", "ddp", marks=pytest.mark.slow)])
 def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None:
     """Their Qwen3 (with a window and Llama 3's rotation) and GPT-2, in float64: as close as our own twin."""
     ours = runs(JAX, model, ONE | RECORD)

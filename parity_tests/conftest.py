@@ -136,6 +136,13 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     return get
 
 
+def as_if_on(run: Run, **mesh: int) -> Run:
+    """A run that says of itself that it was made on another mesh."""
+    changed = Run(run.side, run.path)
+    changed.summary["mesh"] = mesh
+    return changed
+
+
 def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
     """A torch checkpoint that claims another model, for planting what `--init` refuses; itself if nothing is wrong."""
     if not wrong:

@@ -21,6 +21,7 @@ def verdict(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is known of it but its config: seven runs, and two that sum in another order."""
     main([*RUN, "--mesh", "2x1", "--precision", "bf16", "--first", "4", "--output", str(tmp_path / "proof")])

@@ -24,8 +24,9 @@ SMALL = [
     "--model.hidden", "48", "--model.positions", "64", "--data.sequence", "32", "--train.batch", "8", "--steps", "8",
     "--optimizer.warmup", "3", "--device", "cpu", "--mesh", "2x1",
 ]  # fmt: skip
-QUICK = {"adam": "fsdp", "sgd": "zero1", "lion": "sequence"}
-SLOW = [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
+QUICK = {"adam": "fsdp"}
+SLOW = [("sgd", "zero1"), ("lion", "sequence")]
+SLOW += [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
 # A field of torch's side that is a little off, by optimizer.
 MISTAKES: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adamw"},
@@ -65,18 +66,18 @@ def caught(runs: Runs, name: str) -> None:
     assert max(found.values()) > 1
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
-    caught(runs, name)
+def test_a_planted_mistake_is_caught(runs: Runs) -> None:
+    caught(runs, "adam")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion", "plain sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "lion", "plain sgd", "adamw"])
 def test_more_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
     caught(runs, name)
 
 
-@pytest.mark.parametrize("name", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_a_run_that_changes_its_backend(
     name: str, runs: Runs, experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:

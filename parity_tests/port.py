@@ -193,7 +193,7 @@ class Port:
 
     @cached_property
     def narrow(self) -> dict[str, str]:
-        """Losses and steps that compute in less than float64 in the float64 runs, and in which operation they first do."""
+        """Losses and steps that compute in less than float64 in the float64 runs, and the operation that first does."""
         with jax.enable_x64(True):
             jax_side = self.compiled["jax", "float64"].begin(self.start)
             ours = jax_side.narrow(self.batches[0])

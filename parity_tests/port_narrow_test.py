@@ -101,8 +101,8 @@ class TestNarrow:
 class TestOwnSteps:
     """Steps of one's own whose losses are in float32 whatever they are given, and are not shown."""
 
-    def port(self, settings: dict[str, float] = {}, **mistake: float) -> Port:  # noqa: B006
-        model = Narrow()
+    def port(self, settings: dict[str, Any] | None = None, **mistake: float) -> Port:
+        model, settings = Narrow(), settings or {}
         loss = lambda v, b: jnp.mean((model.apply(v, b["x"]) - b["y"]) ** 2)  # noqa: E731
         step = AdamW(loss, **settings | mistake)
         return square(jax_loss=None, torch_loss=None, jax_step=step, torch_step=partial(torch_adamw, **settings))

@@ -9,9 +9,9 @@ import tomli_w
 
 from parity_tests.cases import IMAGES, write_images
 from parity_tests.conftest import FIGURES, STEPS, run
-from parity_tests.experts_test import misplaced, worst
 from parity_tests.parity_test import Record, measured
 from parity_tests.run import JAX, Run
+from parity_tests.seeded import misplaced, worst
 
 SIDES = ("jaxdist", "torch_ref")
 ACCUMULATION = {"train.accumulation": 2}

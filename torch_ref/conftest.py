@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from jaxdist.config import read_metrics
+from parity_tests import commands
 from torch_ref import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -60,10 +61,14 @@ def distance(run: Run, reference: Run) -> tuple[float, float]:
 
 
 def command(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line, with the code `before` run ahead of it."""
+    """The command line, with the code `before` run ahead of it; without any, forked from a process that has torch."""
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}  # it changes with every test
+    if not before and not environment:
+        strict = {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+        return commands.run("torch_ref.train", (*FIELDS, *arguments), inherited | strict)
     code = f"{before}\nfrom torch_ref import train\ntrain.exit_codes(train.main)"
     line = [sys.executable, "-W", "error", "-c", code, *FIELDS, *arguments]
-    return subprocess.run(line, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=120)
 
 
 Train = Callable[..., Run]

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
+from jaxdist.conftest import often
 from jaxdist.convert.hf import read_hf
 from jaxdist.convert.tables import entries
 from jaxdist.mesh import make_mesh
@@ -93,7 +94,7 @@ def apart(name: str, folder: Path, **more: Any) -> tuple[float, float]:
     return relative(found, logits), max(relative(s, theirs[n]) for n, s in statistics.items())
 
 
-@pytest.mark.parametrize("name", ["small", *(pytest.param(size, marks=pytest.mark.slow) for size in ("18", "50"))])
+@pytest.mark.parametrize("name", often(["small", "18", "50"], ["small"]))
 def test_transformers(name: str, tmp_path: Path) -> None:
     logits, statistics = apart(name, tmp_path)
     assert logits < BOUND and statistics < BOUND, (logits, statistics)
