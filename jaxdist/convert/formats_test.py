@@ -6,6 +6,7 @@ import logging
 import pickle
 import time
 import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoint_in
+from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoint_in, checkpoints
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, stream, verify
 from jaxdist.convert.__main__ import main
@@ -25,7 +26,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
-from jaxdist.convert.tables import NAMINGS, OWN, entries, shapes_of
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, shapes_of
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
@@ -86,6 +87,21 @@ def test_there_and_back(first: str, second: str, name: str, tmp_path: Path) -> N
     found = KINDS[second].format.opened(tmp_path / "second")
     for group, key, array in Conversion(found, OWN).stream(*found.groups):
         assert array.tobytes() == ours.groups[group][key].read().tobytes(), (group, key)
+
+
+@pytest.mark.parametrize("kind", ["orbax", "dcp"])
+def test_no_number_is_read_again_for_its_checksum(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest gets the checksums of arrays under the names of their files, from when they were in memory."""
+    told, seal = list[tuple[int, bool]](), checkpoints.seal
+
+    def spied(folder: Path, known: Mapping[str, str], **facts: Any) -> None:
+        told.append((len(known), all((folder / name).is_file() for name in known)))
+        seal(folder, known, **facts)
+
+    monkeypatch.setattr(checkpoints, "seal", spied)
+    content = content_of(MODELS["Qwen3ForCausalLM"])
+    written(tmp_path / "run", kind, content)
+    assert told == [(sum(map(len, Conversion(content, LAYERS).groups.values())), True)]
 
 
 def test_a_planted_mistake_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,8 @@ class Streaming(ocp.type_handlers.NumpyHandler):
             await info.await_path_creation()
             folder = within(Path(info.parent_dir), info.name)
             array = ZarrFiles(folder, value.shape, len(next(iter(value.places.values()))), value.dtype)
-            self.arrays.append((f"{folder.parent.name}/{info.name}", array))
+            item = folder.parent.name.partition(".")[0]  # which has another ending until it is whole
+            self.arrays.append((f"{item}/{info.name}", array))
             there |= {(value.group, name): (array, place) for name, place in value.places.items()}
 
         def put(group: str, name: str, numbers: np.ndarray) -> None:
