@@ -1,10 +1,10 @@
 """Memory and speed of conversions of a large checkpoint, each paired with `cp`: `python -m parity_tests.streaming`.
 
 A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back; and a run's own
-checkpoint, with moments in float32, to torch's kinds. Of each conversion
-the peak of resident memory is compared with 1 GB and twice the largest tensor, and its bytes a second with those of
-`cp -r` of the same source to the same disk. They take turns, several times; the median of the ratios counts. Either
-reads the source from the disk, as one that is larger than memory is: the page cache is told to forget it.
+checkpoint, with moments in float32, to torch's kinds. Of each conversion the peak of resident memory is compared with
+1 GB and twice the largest tensor, and its bytes a second with those of `cp -r` of the same source to the same disk.
+They take turns, several times; the median of the ratios counts. Either reads the source from the disk, as one that is
+larger than memory is: the page cache is told to forget it.
 """
 
 import argparse
