@@ -20,8 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
-from jaxdist.config.checkpoints import placed, publish, sweep, thin, unfinished, written
-from jaxdist.config.experiment import Verify
+from jaxdist.config.checkpoints import Looked, placed, publish, sweep, thin, unfinished, written
 from jaxdist.config.foreign import read_json
 from jaxdist.processes import first, from_first
 from jaxdist.step import TrainState
@@ -167,7 +166,7 @@ def is_checkpoint(path: Path) -> bool:
     return (checkpoint_in(path) / "parameters" / "_METADATA").exists()
 
 
-def locate(path: Path, verify: Verify = "checksums") -> Path:
+def locate(path: Path, verify: Looked = "checksums") -> Path:
     """The checkpoint that `path` names: itself, or the newest whole one of a run folder. Raises ConfigError.
 
     All of its files are read to verify it, once: what takes a checkpoint's own path trusts it.

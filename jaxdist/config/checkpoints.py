@@ -11,12 +11,12 @@ import os
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
@@ -27,6 +27,7 @@ FOLDER = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 EMPTY: Mapping[str, str] = MappingProxyType({})
+SMALL = 1_000_000  # bytes: such a file says what a checkpoint is, larger ones hold its numbers
 LINGER = 1.0  # seconds: TensorStore's threads and other ranks end the file they are at, which takes much less
 
 
@@ -117,8 +118,15 @@ class Entry(NamedTuple):
     sha256: str
 
 
-def damage(folder: Path, verify: Verify = "checksums") -> str | None:
-    """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole."""
+Looked = Verify | Literal["small"]
+"""How closely: the sizes of all files, besides the checksums of small ones, or those of all."""
+
+
+def damage(folder: Path, verify: Looked = "checksums", ended: Callable[[], bool] = lambda: False) -> str | None:
+    """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole.
+
+    Begins no further file when it is `ended`.
+    """
     try:
         said = read_json(folder / MANIFEST)
         entries, step = _entries(folder, said["files"]), said.get("step")
@@ -137,8 +145,16 @@ def damage(folder: Path, verify: Verify = "checksums") -> str | None:
 
     if (reason := first(map(_other_size, entries.values()))) or verify == "sizes":
         return reason
+
+    def other_content(entry: Entry) -> str | None:
+        try:
+            same = ended() or (verify == "small" and entry.bytes > SMALL) or sha256(entry.file) == entry.sha256
+            return None if same else "has changed since it was written (SHA-256)"
+        except OSError as error:
+            return f"cannot be read: {error.strerror}"
+
     with ThreadPoolExecutor() as pool:
-        return first(pool.map(_other_content, entries.values()))
+        return first(pool.map(other_content, entries.values()))
 
 
 def _entries(folder: Path, files: Any) -> dict[str, Entry]:
@@ -159,13 +175,6 @@ def _other_size(entry: Entry) -> str | None:
     return None if found == entry.bytes else f"has {found:,} bytes instead of {entry.bytes:,}"
 
 
-def _other_content(entry: Entry) -> str | None:
-    try:
-        return None if sha256(entry.file) == entry.sha256 else "has changed since it was written (SHA-256)"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
 def steps_in(checkpoints: Path) -> list[int]:
     """The steps of which there are checkpoints, the newest last."""
     return sorted(int(entry.name) for entry in checkpoints.glob("*") if entry.is_dir() and entry.name.isdecimal())
@@ -182,7 +191,7 @@ def last_whole(checkpoints: Path) -> Path | None:
     return next((folder for folder in folders if damage(folder, "sizes") is None), None)
 
 
-def newest_whole(checkpoints: Path, verify: Verify = "checksums") -> int | None:
+def newest_whole(checkpoints: Path, verify: Looked = "checksums") -> int | None:
     """The newest step whose checkpoint is whole; says what is wrong with newer ones. None where there are none.
 
     Raises ConfigError where there are some and none is whole.
@@ -221,7 +230,7 @@ def run_of(checkpoint: Path) -> Path | None:
     return folder.parent if folder.name == FOLDER else None
 
 
-def whole(path: Path, verify: Verify = "checksums") -> Path:
+def whole(path: Path, verify: Looked = "checksums") -> Path:
     """A run folder stands for its newest whole checkpoint; a checkpoint for itself, if it is whole.
 
     What has no manifest and is in no run folder was written by another program, and passes. Raises ConfigError.
@@ -234,6 +243,11 @@ def whole(path: Path, verify: Verify = "checksums") -> Path:
     if (of_a_run or (path / MANIFEST).exists()) and (reason := damage(path, verify)):
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it")
     return path
+
+
+def sealed(checkpoint: Path) -> Path | None:
+    """The checkpoint, if it has a manifest."""
+    return checkpoint if (checkpoint / MANIFEST).exists() else None
 
 
 def clean(checkpoints: Path, step: int) -> None:

@@ -123,6 +123,7 @@ class Content:
     origin: Origin = field(default_factory=Origin)
     metrics: bytes = b""  # the lines that the run logged
     scaling: LossScale | None = None
+    checkpoint: Path | None = None  # one with a manifest, with which its large files are still to be compared
 
     @property
     def entries(self) -> dict[str, Entry]:

@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment, whole
-from jaxdist.config.checkpoints import publish, unfinished
+from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json, size_of
@@ -187,7 +187,7 @@ def _prefix(given: Sequence[str]) -> str:
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
-    found = whole(path)
+    found = whole(path, "small")
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters
     said = _experiment(found)
@@ -210,8 +210,9 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     step = torch_files.first_count(_number(str(path), "step", said_step), updates)
     updates = step if states and updates is None else updates
     if said:
-        logged, scaling = metrics_of(found), _scaling(leaves)
-        return Content(experiment, naming, groups, step, updates, origin_of(found), logged, scaling).checked(path)
+        beside = origin_of(found), metrics_of(found)
+        content = Content(experiment, naming, groups, step, updates, *beside, _scaling(leaves), sealed(found))
+        return content.checked(path)
     if rule and trained:
         with torch_files.reading(path, "optimizer"):
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
@@ -224,7 +225,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     carries = carried(names, naming, experiment.model)
     origin = Origin("dcp", naming, carries, tensors.prefixes, held=lambda: extras, step=step)
-    return Content(experiment, naming, groups, step, updates, origin).checked(path)
+    return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 
 def _states(leaves: Leaves, extras: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:

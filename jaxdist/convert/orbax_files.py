@@ -25,7 +25,7 @@ from orbax.checkpoint.type_handlers import get_json_tspec_read
 from jaxdist import checkpoint, models
 from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
-from jaxdist.config.checkpoints import publish, unfinished
+from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.foreign import check_files, read_json, within
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
@@ -49,7 +49,7 @@ def described(path: Path) -> dict[str, Leaf]:
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
-    found = checkpoint.locate(path)
+    found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
     shapes, layouts = shapes_of(experiment.model), models.layouts(models.build(experiment.model))
     trained = {name: shape for name, shape in shapes.items() if not layouts[name].statistic}
@@ -74,8 +74,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if not found.name.isdecimal():
         raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
     step = int(found.name)
-    content = Content(experiment, LAYERS, groups, step, updates, origin_of(found), metrics_of(found), scaling)
-    return content.checked(path)
+    beside = origin_of(found), metrics_of(found)
+    return Content(experiment, LAYERS, groups, step, updates, *beside, scaling, sealed(found)).checked(path)
 
 
 class Opening(ocp.type_handlers.NumpyHandler):

@@ -2,13 +2,17 @@
 
 import zipfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, ResNet, TrainingError
+from jaxdist.config.checkpoints import damage
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import Format
@@ -37,6 +41,32 @@ def verify_source(path: Path) -> Iterator[str]:
             yield f"verified: the records of {file.name} have their checksums"
 
 
+@contextmanager
+def unchanged(checkpoint: Path | None) -> Iterator[None]:
+    """Within, a checkpoint's files are compared with its manifest, beside whatever else reads them: to do it before
+    would read them twice from the disk.
+
+    Raises ConfigError where one has changed; what else was raised comes from that.
+    """
+    ended = Event()
+    with ThreadPoolExecutor(1) as pool:
+        compared = pool.submit(damage, checkpoint, ended=ended.is_set) if checkpoint else None
+        try:
+            yield
+        except Exception:
+            _refuse(checkpoint, compared)
+            raise
+        except BaseException:  # a signal waits for no more than the files that are being read
+            ended.set()
+            raise
+        _refuse(checkpoint, compared)
+
+
+def _refuse(checkpoint: Path | None, compared: Future[str | None] | None) -> None:
+    if compared and (reason := compared.result()):
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: {reason}; use another, or a copy of it") from None
+
+
 def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator[str]:
     """A line that says that all tensors are there. Raises TrainingError where what was written is not what was read."""
 
@@ -53,7 +83,8 @@ def verify(target: Format, path: Path, conversion: Conversion) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
     written = target.opened(path, content.experiment)
-    yield from verify_tensors(conversion, written.groups)
+    with unchanged(written.checkpoint):
+        yield from verify_tensors(conversion, written.groups)
     for name, leaf in written.origin.buffers.items():
         if name in content.origin.buffers and not leaf.equals(content.origin.buffers[name]):
             raise TrainingError(f"buffer {name} was written and read again as other numbers; nothing is kept")
