@@ -240,9 +240,15 @@ def whole(path: Path, verify: Looked = "checksums") -> Path:
         return path / FOLDER / str(step)
     run = run_of(path)
     of_a_run = run is not None and (run / "config.toml").exists()
-    if (of_a_run or (path / MANIFEST).exists()) and (reason := damage(path, verify)):
-        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it")
+    if of_a_run or (path / MANIFEST).exists():
+        check_whole(path, verify)
     return path
+
+
+def check_whole(checkpoint: Path, verify: Looked = "checksums", ended: Callable[[], bool] = lambda: False) -> None:
+    """Raises ConfigError where a checkpoint is not what its manifest says."""
+    if reason := damage(checkpoint, verify, ended):
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: {reason}; use another, or a copy of it")
 
 
 def sealed(checkpoint: Path) -> Path | None:
