@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument(
         "--turns", type=int, default=3, help="how often each conversion is compared with cp (default 3)"
     )
-    parser.add_argument("--output", type=Path, required=True, help="a new folder, with room for five times as many bytes")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="a new folder, with room for five times as many bytes"
+    )
     a = parser.parse_args()
     check_new(a.output, f"--output {a.output}")
     a.output.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from jaxdist.convert.naming import family_of
 from jaxdist.convert.replacing import check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, whole_or_nothing, writing
-from jaxdist.convert.verify import unchanged, verify, verify_source, verify_tensors
+from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,12 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
     with whole_or_nothing(a.target, a.force) as beside:
         check_room(a.target, conversion.bytes)
-        target.check(conversion)
-        if a.dry_run:
-            say("nothing was written: --dry-run")
-            return
-        with unchanged(target.source), writing(a.target), transfer(conversion.bytes) as report:
-            target.write(beside, replace(conversion, report=report))
+        with comparing(None if a.dry_run else target.source) as wait:
+            target.check(conversion)
+            if a.dry_run:
+                say("nothing was written: --dry-run")
+                return
+            with unchanged(wait), writing(a.target), transfer(conversion.bytes) as report:
+                target.write(beside, replace(conversion, report=report))
         if a.verify:
             for line in target.verify(beside, conversion):
                 say(line)
@@ -78,8 +79,13 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {what}")
     for line in verify_source(a.source) if a.verify else ():
         say(line)
-    check = partial(verify, target.format)
-    return conversion, Target(target.format.write, check, target.format.check, content.checkpoint)
+    # Its module may import torch, which takes seconds: the source is being read by then.
+    return conversion, Target(
+        lambda path, c: target.format.write(path, c),
+        partial(verify, target),
+        lambda c: target.format.check(c),
+        content.checkpoint,
+    )
 
 
 def summary(conversion: Recut) -> str:

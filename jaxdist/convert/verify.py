@@ -1,7 +1,7 @@
 """After a conversion: what was written is read again, and both ends compute the same logits."""
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxdist.config import ConfigError, Experiment, ResNet, TrainingError
 from jaxdist.config.checkpoints import check_whole
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.kinds import Format
+from jaxdist.convert.kinds import Kind
 from jaxdist.convert.stream import Conversion, Recut
 from jaxdist.convert.tables import OWN
 from jaxdist.mesh import lay_out
@@ -42,27 +42,33 @@ def verify_source(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def unchanged(checkpoint: Path | None) -> Iterator[None]:
+def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
     """Within, a checkpoint's files are compared with its manifest, beside whatever else reads them: to do it before
-    would read them twice from the disk.
+    would read them twice from the disk. What comes of it is to be waited for; no further file is begun at the end.
 
-    Raises ConfigError where one has changed; what else was raised comes from that.
+    The wait raises ConfigError where one has changed.
     """
     if checkpoint is None:
-        yield
+        yield lambda: None
         return
     ended = Event()
     with ThreadPoolExecutor(1) as pool:
         compared = pool.submit(check_whole, checkpoint, ended=ended.is_set)
         try:
-            yield
-        except Exception:
-            compared.result()
-            raise
-        except BaseException:  # a signal waits for no more than the files that are being read
+            yield compared.result
+        finally:
             ended.set()
-            raise
-        compared.result()
+
+
+@contextmanager
+def unchanged(wait: Callable[[], None]) -> Iterator[None]:
+    """At its end a comparison is waited for, which explains what else was raised. Signals do not wait."""
+    try:
+        yield
+    except Exception:
+        wait()
+        raise
+    wait()
 
 
 def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator[str]:
@@ -77,11 +83,11 @@ def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator
     yield f"verified: {sum(map(len, conversion.groups.values()))} tensors read again are equal to the bit"
 
 
-def verify(target: Format, path: Path, conversion: Conversion) -> Iterator[str]:
+def verify(target: Kind, path: Path, conversion: Conversion) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
-    written = target.opened(path, content.experiment)
-    with unchanged(written.checkpoint):
+    written = target.format.opened(path, content.experiment)
+    with comparing(written.checkpoint) as wait, unchanged(wait):
         yield from verify_tensors(conversion, written.groups)
     for name, leaf in written.origin.buffers.items():
         if name in content.origin.buffers and not leaf.equals(content.origin.buffers[name]):

@@ -45,6 +45,16 @@ class TestSourceThatChanged:
         with pytest.raises(ConfigError, match="is damaged"):
             main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
 
+    def test_is_not_waited_for_by_what_cannot_be_written(
+        self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: Any) -> None:
+            raise ConfigError("its layers are of two dtypes")
+
+        monkeypatch.setattr(dcp_files, "check", refused)
+        with pytest.raises(ConfigError, match="two dtypes"):
+            main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
+
     def test_its_small_files_are_compared_before(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         KINDS["orbax"].format.opened(damaged)
         monkeypatch.setattr(checkpoints, "SMALL", 1_000_000)
@@ -60,6 +70,10 @@ class TestSourceThatChanged:
             return sha256(file)
 
         monkeypatch.setattr(checkpoints, "sha256", slow)
-        with pytest.raises(KeyboardInterrupt), verify.unchanged(damaged / "checkpoints" / "7"):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            verify.comparing(damaged / "checkpoints" / "7") as wait,
+            verify.unchanged(wait),
+        ):
             raise KeyboardInterrupt
         assert len(begun) < len(list(damaged.rglob("*.0"))) / 2
