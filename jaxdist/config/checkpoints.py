@@ -122,10 +122,15 @@ Looked = Verify | Literal["small"]
 """How closely: the sizes of all files, besides the checksums of small ones, or those of all."""
 
 
-def damage(folder: Path, verify: Looked = "checksums", ended: Callable[[], bool] = lambda: False) -> str | None:
+def damage(
+    folder: Path,
+    verify: Looked = "checksums",
+    ended: Callable[[], bool] = lambda: False,
+    threads: int | None = None,
+) -> str | None:
     """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole.
 
-    Begins no further file when it is `ended`.
+    Begins no further file when it is `ended`. `threads`: those that read, where they are not to have all cores.
     """
     try:
         said = read_json(folder / MANIFEST)
@@ -153,7 +158,7 @@ def damage(folder: Path, verify: Looked = "checksums", ended: Callable[[], bool]
         except OSError as error:
             return f"cannot be read: {error.strerror}"
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return first(pool.map(other_content, entries.values()))
 
 
@@ -245,9 +250,9 @@ def whole(path: Path, verify: Looked = "checksums") -> Path:
     return path
 
 
-def check_whole(checkpoint: Path, verify: Looked = "checksums", ended: Callable[[], bool] = lambda: False) -> None:
-    """Raises ConfigError where a checkpoint is not what its manifest says."""
-    if reason := damage(checkpoint, verify, ended):
+def check_whole(checkpoint: Path, verify: Looked = "checksums", **how: Any) -> None:
+    """Raises ConfigError where a checkpoint is not what its manifest says. `how`: as `damage` takes it."""
+    if reason := damage(checkpoint, verify, **how):
         raise ConfigError(f"checkpoint {checkpoint} is damaged: {reason}; use another, or a copy of it")
 
 

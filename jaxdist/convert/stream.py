@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, product
+from itertools import groupby, product
 from typing import NamedTuple, TypeVar
 
 import ml_dtypes
@@ -221,19 +221,27 @@ def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
 
 
 def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
-    """What `do` makes of each job, as they end, by several threads. When one raises, those not begun are left."""
+    """What `do` makes of each job, as they end, by several threads: the largest first that there is room for, or one
+    core would be at it alone in the end. When one raises, those not begun are left."""
+    waiting = {size: deque(alike) for size, alike in groupby(sorted(jobs, reverse=True, key=_size), _size)}
     running: dict[Future[T], Job] = {}
     pool = ThreadPoolExecutor(2 * (os.cpu_count() or 1))  # of which half wait for the disk
     try:
-        for job in chain(jobs, [None]):
-            while running and (job is None or crowded(job, *running.values())):
+        while waiting or running:
+            if job := next((alike[0] for alike in waiting.values() if not crowded(alike[0], *running.values())), None):
+                running[pool.submit(do, job)] = job
+                waiting[job.bytes].popleft()
+                waiting = {size: alike for size, alike in waiting.items() if alike}
+            else:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     del running[future]
                     yield future.result()
-            if job:
-                running[pool.submit(do, job)] = job
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _size(job: Job) -> int:
+    return job.bytes
 
 
 def crowded(*jobs: Job) -> bool:

@@ -1,5 +1,6 @@
 """After a conversion: what was written is read again, and both ends compute the same logits."""
 
+import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -51,9 +52,9 @@ def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
     if checkpoint is None:
         yield lambda: None
         return
-    ended = Event()
+    ended, half = Event(), max(1, (os.cpu_count() or 1) // 2)
     with ThreadPoolExecutor(1) as pool:
-        compared = pool.submit(check_whole, checkpoint, ended=ended.is_set)
+        compared = pool.submit(check_whole, checkpoint, ended=ended.is_set, threads=half)
         try:
             yield compared.result
         finally:
