@@ -12,7 +12,7 @@ from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import OWN
-from jaxdist.convert.verify import unchanged
+from jaxdist.convert.verify import comparing, unchanged
 from jaxdist.program import Program
 
 
@@ -46,5 +46,5 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = content.averaged(path) if ema else content
     streamed = Conversion(content, OWN).stream(PARAMETERS)
-    with unchanged(content.checkpoint):
+    with comparing(content.checkpoint) as wait, unchanged(wait):
         return program.placed({name: put(abstract[name], array) for _, name, array in streamed})

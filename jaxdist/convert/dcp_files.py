@@ -308,7 +308,7 @@ class Layout(dcp.FileSystemWriter):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder, self.files = folder, dict[str, tuple[TorchFile, Tensor]]()
-        self.sums = dict[str, str]()  # SHA-256 by file
+        self.sums = dict[str, str]()  # checksums by file
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As `torch.distributed.checkpoint` does it with a file for each tensor."""

@@ -180,7 +180,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
 
     @property
     def sums(self) -> dict[str, str]:
-        """SHA-256 of the arrays' files, by their names in the checkpoint."""
+        """Checksums of the arrays' files, by their names in the checkpoint."""
         return {f"{name}/{file}": digest for name, array in self.arrays for file, digest in array.sums.items()}
 
     def handler(self) -> ocp.PyTreeCheckpointHandler:

@@ -3,7 +3,6 @@
 Such a file is a zip with a record for each storage; the checksum of a record stands behind it and in the directory.
 """
 
-import hashlib
 import struct
 import zipfile
 import zlib
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -55,10 +55,10 @@ class TorchFile:
         self.sums[start] = zlib.crc32(buffers.raw(numbers))
 
     def digest(self, tensor: Tensor, numbers: np.ndarray) -> str:
-        """SHA-256 of the sealed file, in which one tensor has these numbers: they are not read again."""
+        """Checksum of the sealed file, in which one tensor has these numbers: they are not read again."""
         start, bits = self.places[id(tensor)], buffers.raw(numbers)
         with self.path.open("rb") as file:
-            found = hashlib.sha256(file.read(start))
+            found = xxhash.xxh3_128(file.read(start))
             found.update(bits)
             file.seek(start + bits.nbytes)
             found.update(file.read())

@@ -62,14 +62,14 @@ class TestSourceThatChanged:
             KINDS["orbax"].format.opened(damaged)
 
     def test_a_signal_waits_for_no_further_file(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        begun, sha256 = list[Path](), checkpoints.sha256
+        begun, right = list[Path](), checkpoints.checksum
 
-        def slow(file: Path) -> str:
+        def slow(file: Path, kind: str) -> str:
             begun.append(file)
             time.sleep(0.2)
-            return sha256(file)
+            return right(file, kind)
 
-        monkeypatch.setattr(checkpoints, "sha256", slow)
+        monkeypatch.setattr(checkpoints, "checksum", slow)
         with (
             pytest.raises(KeyboardInterrupt),
             verify.comparing(damaged / "checkpoints" / "7") as wait,
