@@ -8,7 +8,7 @@ their way at once: beside the largest of them, as many as a budget of memory all
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -206,12 +206,12 @@ class Job(NamedTuple):
     unit: Unit
 
 
-def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]]:
+def ahead(jobs: Sequence[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]]:
     """Each job and what `do` makes of it, in order, done by several threads ahead of whoever takes them."""
-    waiting: deque[tuple[Job, Future[T]]] = deque()
+    waiting, room = deque[tuple[Job, Future[T]]](), room_for(jobs)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job in jobs:
-            while crowded(job, *(other for other, _ in waiting)):
+            while _size(job) + sum(_size(other) for other, _ in waiting) > room:
                 yield waiting[0][0], waiting[0][1].result()
                 waiting.popleft()
             waiting.append((job, pool.submit(do, job)))
@@ -220,17 +220,18 @@ def ahead(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
             waiting.popleft()
 
 
-def together(jobs: Iterable[Job], do: Callable[[Job], T]) -> Iterator[T]:
+def together(jobs: Sequence[Job], do: Callable[[Job], T]) -> Iterator[T]:
     """What `do` makes of each job, as they end, by several threads: the largest first that there is room for, or one
     core would be at it alone in the end. When one raises, those not begun are left."""
     waiting = {size: deque(alike) for size, alike in groupby(sorted(jobs, reverse=True, key=_size), _size)}
-    running: dict[Future[T], Job] = {}
+    running, room = dict[Future[T], Job](), room_for(jobs)
     pool = ThreadPoolExecutor(2 * (os.cpu_count() or 1))  # of which half wait for the disk
     try:
         while waiting or running:
-            if job := next((alike[0] for alike in waiting.values() if not crowded(alike[0], *running.values())), None):
+            left = room - sum(map(_size, running.values()))
+            if (size := next((size for size in waiting if size <= left), None)) is not None:
+                job = waiting[size].popleft()
                 running[pool.submit(do, job)] = job
-                waiting[job.bytes].popleft()
                 waiting = {size: alike for size, alike in waiting.items() if alike}
             else:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -244,10 +245,9 @@ def _size(job: Job) -> int:
     return job.bytes
 
 
-def crowded(*jobs: Job) -> bool:
-    """Whether these are too many at once: one may always be there, however large."""
-    sizes = [job.bytes for job in jobs]
-    return sum(sizes) - max(sizes) > AHEAD
+def room_for(jobs: Iterable[Job]) -> int:
+    """Bytes that may be on their way at once: one may always be there, however large."""
+    return max(map(_size, jobs), default=0) + AHEAD
 
 
 def one_dtype(group: str) -> str:
