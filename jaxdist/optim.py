@@ -6,14 +6,18 @@ every hyperparameter is passed, since the defaults differ; weight decay applies 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxdist.config import EMA, Optimizer
+from jaxdist.config.optimizer import COLUMNS, ROWS, Of
+from jaxdist.matrices import Whole, orthogonal
 from jaxdist.sharding import Layout
 
 Arrays = dict[str, jax.Array]
@@ -52,7 +56,7 @@ Choose = Callable[[jax.Array, jax.Array], jax.Array]
 # ---- update rules: of a gradient and what is kept of its parameter, what the rate is a factor of, and what is kept
 
 
-def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
+def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
     """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
     # 1 - βᵗ; of β = 0 it is 1
     left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
@@ -61,7 +65,7 @@ def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) ->
     return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
 
 
-def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
+def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
     """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
     if not o.momentum:
         return g, {}
@@ -70,14 +74,54 @@ def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> 
     return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
 
 
-def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose) -> tuple[jax.Array, Arrays]:
+def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
     """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
     m = kept["exp_avg"]
     return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": now(o.beta2 * m + (1 - o.beta2) * g, m)}
 
 
-Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose], tuple[jax.Array, Arrays]]
-RULES: dict[str, Rule] = {"adamw": adam, "adam": adam, "sgd": sgd, "lion": lion}
+def adafactor(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole
+) -> tuple[jax.Array, Arrays]:
+    """torch.optim.Adafactor: g/√v, v of a matrix by rows and columns (arXiv:1804.04235), scaled by the parameter's
+    size; the rate is 1/√t at most."""
+    taken, least = t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
+    means = dict.fromkeys(kept, g * g)
+    if "variance" not in kept:
+        rows, columns = of.layout.matrix
+        means = {ROWS: of.mean(g * g, columns), COLUMNS: of.mean(g * g, rows)}
+    kept = {kind: now(v + taken * (means[kind] - v), v) for kind, v in kept.items()}
+    if "variance" in kept:
+        v = kept["variance"]
+    else:
+        v = kept[ROWS] * kept[COLUMNS] / jnp.maximum(of.mean(kept[ROWS], rows), least)
+    update = g * lax.rsqrt(jnp.maximum(v, least**2))
+    size = jnp.maximum(of.rms(of.weights), o.eps2) / jnp.maximum(of.rms(update) / o.d, 1)
+    return update * size * jnp.minimum(1 / (of.rate * jnp.sqrt(t)), 1), kept
+
+
+ADJUSTED: dict[str, Callable[[int, int], float]] = {
+    "original": lambda inputs, outputs: math.sqrt(max(1, outputs / inputs)),
+    "match_rms_adamw": lambda inputs, outputs: 0.2 * math.sqrt(max(inputs, outputs)),
+}
+
+
+def muon(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole) -> tuple[jax.Array, Arrays]:
+    """torch.optim.Muon of the matrices of blocks, in the dtype that products have where torch has bfloat16; Adam of all
+    else."""
+    if "momentum_buffer" not in kept:
+        return adam(o, g, kept, t, now, of)
+    m = kept["momentum_buffer"]
+    m = now(m + (1 - o.momentum) * (g - m), m)
+    along = g + o.momentum * (m - g) if o.nesterov else m
+    update = of.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(of.dtype))
+    return ADJUSTED[o.adjust_lr_fn](*of.layout.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
+
+
+Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose, Whole], tuple[jax.Array, Arrays]]
+RULES: dict[str, Rule] = {
+    "adamw": adam, "adam": adam, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon,
+}  # fmt: skip
 COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
 
 
@@ -88,41 +132,59 @@ class State(NamedTuple):
     kept: dict[str, Arrays]
 
 
+Kept = Mapping[str, Arrays]
+
+
 def keeping(
-    kinds: Iterable[str],
-    step: Callable[[jax.Array, Arrays, Arrays, Mapping[str, Arrays], Choose], tuple[Arrays, Any]],
-    begin: Callable[[jax.Array], jax.Array] = jnp.zeros_like,
+    begin: Callable[[Arrays], dict[str, Arrays]],
+    step: Callable[[jax.Array, Arrays, Arrays, Kept, Choose, jax.Array], tuple[Arrays, Kept]],
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation `step(t, updates, parameters, kept, now)` -> updates and what is kept from now on.
+    """The transformation `step(t, updates, parameters, kept, now, rate)` -> updates and what is kept from now on, which
+    is `begin(parameters)` at first.
 
-    The state of a step that is not `taken`, an extra argument, stays what it was: `step` has `now` choose, where each
-    array is made and before it is used, so that no second copy of them is.
+    The state of a step that is not `taken`, an extra argument as the learning `rate`, stays what it was: `step` has
+    `now` choose, where each array is made and before it is used, so that no second copy of them is.
     """
-    kinds = tuple(kinds)
 
-    def init(parameters: Any) -> State:
-        return State(jnp.zeros((), jnp.int32), {kind: jax.tree.map(begin, parameters) for kind in kinds})
+    def init(parameters: Arrays) -> State:
+        return State(jnp.zeros((), jnp.int32), begin(parameters))
 
-    def update(updates: Any, state: State, params: Any = None, *, taken: Any = True, **_: Any) -> Any:
+    def update(
+        updates: Arrays, state: State, params: Any = None, *, taken: Any = True, rate: Any = 1.0, **_: Any
+    ) -> tuple[Arrays, State]:
         def now(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(taken, new.astype(old.dtype), old)
 
-        after, kept = step(state.updates + 1, updates, params, state.kept, now)
-        return after, State(now(state.updates + 1, state.updates), {kind: kept[kind] for kind in kinds})
+        after, kept = step(state.updates + 1, updates, params, state.kept, now, jnp.asarray(rate))
+        return after, State(now(state.updates + 1, state.updates), dict(kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def rule(o: Optimizer) -> optax.GradientTransformationExtraArgs:
-    """The update rule of an optimizer, parameter by parameter."""
+def rule(
+    o: Optimizer, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """The update rule of an optimizer, parameter by parameter; what `sharded` and `dtype` are is told at `Whole`."""
 
-    def step(t: jax.Array, updates: Arrays, _: Any, kept: Mapping[str, Arrays], now: Choose) -> tuple[Arrays, Any]:
-        t = t.astype(jnp.result_type(float))
-        made = {n: RULES[o.name](o, g, {k: tree[n] for k, tree in kept.items()}, t, now) for n, g in updates.items()}
-        kinds = {kind: {n: new[kind] for n, (_, new) in made.items()} for kind in kept}
-        return {n: update for n, (update, _) in made.items()}, kinds
+    def begin(parameters: Arrays) -> dict[str, Arrays]:
+        def zeros(kind: str, of: Of) -> Arrays:
+            there = ((name, w) for name, w in parameters.items() if of(layouts[name].stands))
+            return {name: jnp.zeros(layouts[name].kept(kind), w.dtype) for name, w in there}
 
-    return keeping((kind for kind in o.kept if kind != EMA), step)
+        return {kind: zeros(kind, of) for kind, of in o.states.items() if kind != EMA}
+
+    def step(
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, rate: jax.Array
+    ) -> tuple[Arrays, Kept]:
+        t, made = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]]()
+        for name, g in updates.items():
+            own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
+            of = Whole(layouts[name], sharded, parameters[name], rate, dtype)
+            made[name] = RULES[o.name](o, g, own, t, now, of)
+        kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
+        return {name: update for name, (update, _) in made.items()}, kinds
+
+    return keeping(begin, step)
 
 
 def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
@@ -130,14 +192,14 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
     `get_ema_multi_avg_fn(decay)`: the first update is copied."""
 
     def step(
-        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Mapping[str, Arrays], now: Choose
-    ) -> tuple[Arrays, Any]:
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, _: jax.Array
+    ) -> tuple[Arrays, Kept]:
         share = jnp.where(t == 1, 1.0, 1 - decay)
         after = optax.apply_updates(parameters, updates)
         moved = jax.tree.map(lambda average, w: now(average + share * (w - average), average), kept[EMA], after)
         return updates, {EMA: moved}
 
-    return keeping((EMA,), step, begin=lambda w: w)
+    return keeping(lambda parameters: {EMA: dict(parameters)}, step)
 
 
 def kept_of(state: Any) -> dict[str, Arrays]:
@@ -150,17 +212,31 @@ def steps_done(state: Any) -> jax.Array:
     return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
 
 
-def chain(o: Optimizer, steps: int, decays: Mapping[str, bool]) -> optax.GradientTransformationExtraArgs:
+def chain(
+    o: Optimizer, steps: int, decays: Mapping[str, bool], ruling: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
     """Clip -> update rule, with decay in what it takes or in what it gives -> learning rate -> average of weights.
 
     `decays`: whether weight decay applies, by parameter.
     """
     decay = optax.add_decayed_weights(o.weight_decay, mask=dict(decays))
-    ruled = (decay, rule(o)) if o.name in COUPLED else (rule(o), decay)
-    rate = optax.scale_by_learning_rate(lambda count: learning_rate(o, steps, count + 1))
-    return optax.chain(clip_by_norm(o.clip), *ruled, rate, *([averaged(o.ema)] if o.ema else []))
+    ruled = (decay, ruling) if o.name in COUPLED else (ruling, decay)
+
+    def rate(count: jax.Array) -> jax.Array:
+        return learning_rate(o, steps, count + 1)
+
+    scaled = optax.scale_by_learning_rate(rate)
+    parts = optax.chain(clip_by_norm(o.clip), *ruled, scaled, *([averaged(o.ema)] if o.ema else []))
+
+    def update(updates: Arrays, state: Any, params: Any = None, **extra: Any) -> Any:
+        return parts.update(updates, state, params, rate=rate(steps_done(state)), **extra)
+
+    return optax.GradientTransformationExtraArgs(parts.init, update)
 
 
-def optimizer(o: Optimizer, steps: int, layouts: Mapping[str, Layout]) -> optax.GradientTransformationExtraArgs:
+def optimizer(
+    o: Optimizer, steps: int, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
     """The chain over those parameters of these layouts that are trained."""
-    return chain(o, steps, {name: layout.decays for name, layout in layouts.items() if not layout.statistic})
+    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    return chain(o, steps, {n: layout.decays for n, layout in trained.items()}, rule(o, trained, sharded, dtype))

@@ -11,7 +11,8 @@ import pytest
 from jaxdist.config import Optimizer
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
-from jaxdist.optim import averaged, chain, clip_by_norm, kept_of, learning_rate, rule
+from jaxdist.optim import averaged, clip_by_norm, kept_of, learning_rate, optimizer, rule
+from jaxdist.sharding import Layout
 
 
 @pytest.fixture(autouse=True)
@@ -46,27 +47,32 @@ def test_clip_is_torchs(norm: float) -> None:
         assert float(ours["w"][0]) != float(optaxs)
 
 
+VECTOR = {"w": Layout("w", (3,), ("classes",), 0, 0)}
+
+
 def first_update(transform: optax.GradientTransformation) -> float:
     """Relative error of the first update in float32 for a gradient of 1: it should be 1 / (1 + eps)."""
-    state = transform.init({"w": jnp.ones(1, jnp.float32)})
+    ones = {"w": jnp.ones(3, jnp.float32)}
+    state = transform.init(ones)
     with jax.enable_x64(False):
-        update, _ = transform.update({"w": jnp.ones(1, jnp.float32)}, state)
+        update, _ = transform.update(ones, state, ones)
         return abs(float(update["w"][0]) - 1)
 
 
 def test_bias_correction_is_exact_in_float32() -> None:
     """Moments of the first step are corrected to the gradient itself; optax's own correction is caught."""
-    assert first_update(rule(Optimizer(beta1=0.9, beta2=0.999, eps=1e-30))) <= 4 * 2**-24
+    assert first_update(rule(Optimizer(beta1=0.9, beta2=0.999, eps=1e-30), VECTOR)) <= 4 * 2**-24
     assert first_update(optax.scale_by_adam(0.9, 0.999, 1e-30)) > 4 * 2**-24
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 def test_adam_is_optaxs_in_float64(beta: float) -> None:
-    ours, theirs = rule(Optimizer(beta1=beta)), optax.scale_by_adam(beta, 0.95, 1e-8)
-    states: list[Any] = [t.init({"w": jnp.ones(3)}) for t in (ours, theirs)]
+    ours, theirs = rule(Optimizer(beta1=beta), VECTOR), optax.scale_by_adam(beta, 0.95, 1e-8)
+    w = {"w": jnp.ones(3)}
+    states: list[Any] = [t.init(w) for t in (ours, theirs)]
     for number in range(1, 6):
         g = {"w": jnp.arange(3.0) - number}
-        (a, states[0]), (b, states[1]) = ours.update(g, states[0]), theirs.update(g, states[1])
+        (a, states[0]), (b, states[1]) = ours.update(g, states[0], w), theirs.update(g, states[1])
         np.testing.assert_allclose(a["w"], b["w"], rtol=1e-12)
     np.testing.assert_array_equal(states[0].updates, states[1].count)
     for kind, moment in (("exp_avg", states[1].mu), ("exp_avg_sq", states[1].nu)):
@@ -100,7 +106,41 @@ def lion(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: floa
     return w
 
 
-FORMULAS: dict[str, Any] = {"adamw": adamw, "adam": adam, "sgd": sgd, "lion": lion}
+def adafactor(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    """Of matrices [L, I, O], whose rows are O in torch, and vectors [L, O]."""
+    taken, eps, every = t**o.beta2_decay, np.finfo(g.dtype).eps, tuple(range(1, g.ndim))
+    size = np.maximum(o.eps2, np.sqrt(np.mean(w * w, every, keepdims=True))) * min(rate, 1 / np.sqrt(t))
+    if g.ndim > 2:
+        s["row_var"] = s["row_var"] + taken * (np.mean(g * g, 1, keepdims=True) - s["row_var"])
+        s["col_var"] = s["col_var"] + taken * (np.mean(g * g, 2, keepdims=True) - s["col_var"])
+        v = s["row_var"] * s["col_var"] / np.maximum(np.mean(s["row_var"], 2, keepdims=True), eps)
+    else:
+        v = s["variance"] = s["variance"] + taken * (g * g - s["variance"])
+    update = g / np.sqrt(np.maximum(v, eps * eps))
+    clip = np.maximum(1, np.sqrt(np.mean(update * update, every, keepdims=True)) / o.d)
+    return w * (1 - rate * decay) - size / clip * update
+
+
+def muon(o: Optimizer, w: Any, g: Any, s: Kept, t: int, rate: float, decay: float) -> Any:
+    """Of matrices [L, I, O]; AdamW of vectors."""
+    if g.ndim < 3:
+        return adamw(o, w, g, s, t, rate, decay)
+    s["momentum_buffer"] = o.momentum * s["momentum_buffer"] + (1 - o.momentum) * g
+    along = (1 - o.momentum) * g + o.momentum * s["momentum_buffer"] if o.nesterov else s["momentum_buffer"]
+    made = np.empty_like(w)
+    for layer, x in enumerate(along):
+        x = x.T / np.linalg.norm(x)  # [O, I], as torch has it
+        for _ in range(o.ns_steps):
+            x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+        made[layer] = x.T
+    inputs, outputs = w.shape[1:]
+    factor = np.sqrt(max(1, outputs / inputs)) if o.adjust_lr_fn == "original" else 0.2 * np.sqrt(max(inputs, outputs))
+    return w * (1 - rate * decay) - rate * factor * made
+
+
+FORMULAS: dict[str, Any] = {
+    "adamw": adamw, "adam": adam, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon,
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
     "adam with an average": {"name": "adam", "ema": 0.9},
@@ -108,19 +148,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd by Nesterov": {"name": "sgd", "nesterov": True},
     "sgd without momentum": {"name": "sgd", "momentum": 0.0},
     "lion": {"name": "lion", "beta2": 0.99},
+    "adafactor": {"name": "adafactor", "beta2_decay": -0.7, "d": 1.5},
+    "muon": {"name": "muon", "momentum": 0.95, "nesterov": True},
+    "muon by its original rate": {"name": "muon", "adjust_lr_fn": "original", "ns_steps": 3, "ema": 0.9},
+}
+LAYOUTS = {
+    "w": Layout("layers.w", (2, 3, 4), ("layers", "positions", "classes"), 0, 0),
+    "scale": Layout("layers.scale", (4, 3), ("layers", "classes"), 0, 0),
 }
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
-    """Of a matrix that decays and a stacked vector that does not; one step is not taken."""
+    """Of stacked matrices that decay and stacked vectors that do not; one step is not taken."""
     o = Optimizer(learning_rate=1e-2, warmup=3, weight_decay=0.1, clip=0, **settings)
     random = np.random.default_rng(0)
-    p = {"w": random.normal(size=(3, 2)), "scale": random.normal(size=(4, 3))}
-    tx = chain(o, 20, {"w": True, "scale": False})
+    p = {name: random.normal(size=layout.shape) for name, layout in LAYOUTS.items()}
+    tx = optimizer(o, 20, LAYOUTS, dtype=jnp.float64)
     ours = jax.tree.map(jnp.asarray, p)
     state = tx.init(ours)
-    kept: dict[str, Kept] = {n: {k: np.zeros_like(w) for k in (*o.kept, "momentum_buffer")} for n, w in p.items()}
+    kinds = (*o.kept, "momentum_buffer")
+    kept: dict[str, Kept] = {n: {k: np.zeros(layout.kept(k)) for k in kinds} for n, layout in LAYOUTS.items()}
     done = 0
     for t in range(1, 21):
         g = {name: random.normal(size=w.shape) for name, w in p.items()}
@@ -138,8 +186,10 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     assert set(kept_of(state)) == set(o.kept)
     for name in p:
         np.testing.assert_allclose(np.asarray(ours[name]), p[name], rtol=1e-13)
-        for kind, tree in kept_of(state).items():
-            np.testing.assert_allclose(np.asarray(tree[name]), kept[name][kind], rtol=1e-12)
+        for kind, of in o.states.items():
+            assert (name in kept_of(state)[kind]) == of(LAYOUTS[name].stands)
+            if name in kept_of(state)[kind]:
+                np.testing.assert_allclose(np.asarray(kept_of(state)[kind][name]), kept[name][kind], rtol=1e-12)
 
 
 def test_an_average_begins_with_the_weights() -> None:

@@ -75,7 +75,8 @@ class Program:
     @cached_property
     def step_function(self) -> Step:
         e = self.experiment
-        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts)
+        sharded, compute = self.strategy.optimizer, e.precision.compute
+        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts, sharded, compute)
         parallel = Parallel(
             self.strategy,
             e.precision,
@@ -139,10 +140,12 @@ class Program:
     def specs(self) -> TrainState:
         """PartitionSpecs of the state."""
         parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
-        pieces = {n: layout.spec(self.strategy.optimizer) for n, layout in self.layouts.items()}
-        optimizer = jax.tree_util.tree_map_with_path(  # counts have no name of a parameter
-            lambda path, _: pieces.get(getattr(path[-1], "key", ""), P()), self.shapes.optimizer
-        )
+
+        def of_state(path: Any, array: jax.ShapeDtypeStruct) -> P:
+            layout = self.layouts.get(getattr(path[-1], "key", ""))  # counts have no name of a parameter
+            return layout.spec(self.strategy.optimizer, array.shape) if layout else P()
+
+        optimizer = jax.tree_util.tree_map_with_path(of_state, self.shapes.optimizer)
         return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
 
     def shardings(self, specs: Any) -> Any:

@@ -191,7 +191,7 @@ class Recorder:
 
         layouts = {name: layout for name, layout in program.layouts.items() if not layout.statistic}
         pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in layouts.items()}
-        specs = dict.fromkeys(("gradient", "clipped", *program.experiment.optimizer.kept), pieces)
+        specs = {"gradient": pieces, "clipped": pieces, **kept_of(program.specs.optimizer)}
         return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
 
     @cached_property

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, Parallel
 from jaxdist.config.errors import nearest
+from jaxdist.config.optimizer import COLUMNS, ROWS, Place
 
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split the global batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards: all hold other tokens
@@ -127,6 +128,25 @@ class Layout:
         """Weight decay applies to matrices: two or more dimensions, the layer axis not counted."""
         return len(self.shape) - ("layers" in self.axes) >= 2
 
+    @property
+    def stands(self) -> Place:
+        """What update rules tell parameters apart by."""
+        return Place(self.decays, self.name.startswith(BLOCKS))
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The dimensions, from the end, of the rows and of the columns that its last two are in torch, where outputs
+        come first: of a convolution Y and X."""
+        if "kernel" in self.axes:
+            return -4, -3
+        return (-2, -1) if self.name.endswith(".embedding") else (-1, -2)
+
+    def kept(self, kind: str) -> tuple[int, ...]:
+        """The shape of what an optimizer keeps of it under that name: its own, or one number of a row or a column."""
+        rows, columns = self.matrix
+        one = {ROWS: columns, COLUMNS: rows}.get(kind)
+        return tuple(1 if dim == one else size for dim, size in enumerate(self.shape, start=-len(self.shape)))
+
     def split(self, sharded: bool) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that split each dimension, with or without fsdp. Raises ConfigError for an unknown axis."""
         for axis in self.axes:
@@ -138,9 +158,10 @@ class Layout:
             for dim, axis in enumerate(self.axes, start=-len(self.axes))
         )
 
-    def spec(self, sharded: bool) -> P:
-        """The PartitionSpec, with or without the split over fsdp."""
-        return P(*self.split(sharded))
+    def spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
+        """The PartitionSpec, with or without the split over fsdp; or that of what is `kept` of it, of such a shape."""
+        split = zip(self.split(sharded), kept or self.shape, self.shape, strict=True)
+        return P(*(axes if size == whole else () for axes, size, whole in split))
 
     def mesh_axes(self, sharded: bool) -> tuple[str, ...]:
         """The mesh axes over which the pieces differ."""

@@ -128,8 +128,8 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
 
     What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`, what
-    stages send each other at `least_of_stages`, and what batch norms do, the only activations of a ResNet that meet, at
-    `least_of_statistics`.
+    stages send each other at `least_of_stages`, what an update rule needs of whole parameters at `least_of_update`, and
+    what batch norms do, the only activations of a ResNet that meet, at `least_of_statistics`.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
     one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
@@ -137,8 +137,9 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
     A stage's forward pass by itself has two a block, and the embedding's; the loss computed again takes two numbers.
     """
     e, model, tensor, p = experiment, experiment.model, mesh["tensor"], passes(experiment, mesh)
+    always = Counter(least_of_parameters(e, layouts, mesh)) + Counter(least_of_update(e, layouts, mesh))
     if isinstance(model, ResNet):
-        return dict(Counter(least_of_parameters(e, layouts, mesh)) + Counter(least_of_statistics(e, layouts, mesh)))
+        return dict(always + Counter(least_of_statistics(e, layouts, mesh)))
     compute = ITEMSIZE[str(e.precision.compute)]
     tokens = tokens_of(e, mesh)
     again = recomputed(e) * p.layers
@@ -160,7 +161,7 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
         if partial_over_tensor(e, layout)
     )
     total += ring_bytes("all_reduce", summed * max(compute, 4) * p.both, tensor)
-    found = Counter(least_of_parameters(e, layouts, mesh)) + Counter({"tensor": total})
+    found = always + Counter({"tensor": total})
     found += Counter({"context": least_of_attention(e, model, mesh)})
     found += Counter({"pipeline": least_of_stages(e, model, mesh)})
     return dict(found + Counter(least_of_experts(e, mesh)))
@@ -312,3 +313,38 @@ def least_of_parameters(
         else:
             total[shards] += ring_bytes("all_gather", size * at_rest, n)
     return {axis: size for axis, size in total.items() if size}
+
+
+def least_of_update(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+    """Bytes that a device sends per step for what an update rule asks of whole parameters, by mesh axis."""
+    total: Counter[str] = Counter()
+    for op, axes, size in of_update(experiment, layouts, mesh):
+        total[first(mesh, axes)] += ring_bytes(op, size, math.prod(mesh[axis] for axis in axes))  # type: ignore[assignment]
+    return {axis: size for axis, size in total.items() if size}
+
+
+def of_update(
+    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What `jaxdist/matrices.py` says, of each parameter: the collective, over which axes, and of how many bytes.
+
+    adafactor: means of squares over columns and rows, and of the former over rows, and the size of the parameter and of
+    its update. muon: each matrix of a block to one device and back, as many as the devices divide.
+    """
+    e, sharded = experiment, strategy(experiment.parallel).optimizer
+    for layout in (layout for layout in layouts.values() if not layout.statistic):
+        split, own = layout.split(sharded), layout.local_shape(mesh, sharded)
+        if e.optimizer.name == "muon" and layout.stands.inner:
+            ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
+            matrices = -(-math.prod(own[:-2]) // ways) * ways
+            size = matrices * math.prod(own[-2:]) * ITEMSIZE[str(e.precision.compute)]
+            yield from (("all_to_all", axes, size) for axes in split[-2:] * 2 if axes)
+        if e.optimizer.name == "adafactor":
+            every = [dim for dim, axis in enumerate(layout.axes) if axis != "layers"]
+            rows, columns = (dim % len(own) for dim in layout.matrix)
+            # What a mean is taken over, and what of a matrix is one number by then.
+            factors = [([columns], []), ([rows], []), ([rows], [columns])] if layout.decays else []
+            for dims, one in [(every, []), (every, []), *factors]:
+                left = math.prod(size for dim, size in enumerate(own) if dim not in (*dims, *one))
+                if axes := tuple(axis for dim in dims for axis in split[dim]):
+                    yield "all_reduce", axes, left * ITEMSIZE[str(e.precision.parameters)]

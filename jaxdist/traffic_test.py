@@ -57,6 +57,16 @@ def test_sends_the_least_in_bf16(case: str) -> None:
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
 
 
+@pytest.mark.parametrize("case", ["zero1", "2x4", "2x2x2"])
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_update_by_the_whole_sends_the_least(name: str, case: str) -> None:
+    """To the byte, beside what AdamW's run sends."""
+    p, plain = program(**CASES[case], optimizer={"name": name}), program(**CASES[case])
+    sent = [sum(collective.bytes for collective in traffic.count(trace(q).jaxpr)) for q in (p, plain)]
+    least = traffic.least_of_update(p.experiment, p.layouts, axes_of(p.mesh))
+    assert sent[0] - sent[1] == pytest.approx(sum(least.values()), rel=1e-12)
+
+
 @pytest.mark.parametrize("case", ["fsdp", "2x4"])
 def test_gpt2_sends_the_least(case: str) -> None:
     found = ratios(program(model=GPT2, data={"sequence": 24}, **CASES[case]))

@@ -29,9 +29,10 @@ Counts = dict[str, dict[str, Range]]
 
 def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
-    if side != JAX and mesh["pipeline"] > 1:
-        return stages.expected(e, layouts, mesh)
     trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    update = of_update(side, e, trained, mesh)
+    if side != JAX and mesh["pipeline"] > 1:
+        return together(stages.expected(e, layouts, mesh), update)
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
     found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
     if isinstance(e.model, ResNet):
@@ -39,7 +40,13 @@ def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     else:
         attention = of_attention(side, e, mesh)
         activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
-    for axis, ops in (*activations, ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *parameters):
+    others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *update
+    return together(found, (*activations, *others, *parameters))
+
+
+def together(found: Counts, sent: Iterable[Sent]) -> Counts:
+    """Those and what else is sent over the same axes."""
+    for axis, ops in sent:
         for op, (least, most) in ops.items() if axis in found else ():
             fewest, more = found[axis].get(op, (0, 0))
             found[axis][op] = fewest + least, more + most
@@ -80,10 +87,21 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
 
 def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> tuple[str, ...]:
     """The axes of which no closed form tells the bytes that a side sends: how often an interleaved schedule of torch
-    gathers what it has resharded follows from its actions."""
-    interleaved = mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1
-    known = {"expert": mesh["expert"] > 1, first(mesh, SHARDS): interleaved}
-    return tuple(axis for axis, hidden in known.items() if hidden and side != JAX)
+    gathers what it has resharded follows from its actions, and what of a matrix it asks for in an update from its
+    pieces."""
+    interleaved, whole = mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1, e.optimizer.asks_for_whole
+    known = [("expert", mesh["expert"] > 1), (first(mesh, SHARDS), interleaved or whole), ("tensor", whole)]
+    return tuple(axis for axis, hidden in known if hidden and side != JAX)
+
+
+def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """What a rule asks of whole parameters. torch: of each tensor, at most, five means or one gather over an axis."""
+    if side == JAX:
+        yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, _ in traffic.of_update(e, layouts, mesh))
+    elif e.optimizer.asks_for_whole:
+        tensors = sum(e.model.layers if "layers" in layout.axes else 1 for layout in layouts.values())
+        op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)
+        yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))
 
 
 def of_stages(e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:

@@ -65,6 +65,8 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "adam": {"optimizer": {"name": "adam", "ema": 0.9}},
     "sgd": {"optimizer": {"name": "sgd", "nesterov": True, "learning_rate": 0.1}},
     "lion": {"optimizer": {"name": "lion", "learning_rate": 1e-3, "beta2": 0.99}},
+    "adafactor": {"optimizer": {"name": "adafactor"}, "parallel": {"mesh": "2x2"}},
+    "muon": {"optimizer": {"name": "muon", "momentum": 0.95, "nesterov": True}, "parallel": {"mesh": "2x2"}},
     "mixture": {"model": MIXTURES["mixtral"]},
     "experts": {"model": MIXTURES["mixtral"], "parallel": {"mesh": "fsdp=2,expert=2"}},
     "capped": {"model": MIXTURES["qwen3_moe"], "parallel": {"mesh": "fsdp=2,expert=2"}},

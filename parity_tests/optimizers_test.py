@@ -18,15 +18,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.beta2": 0.99},
     "adamw": {"optimizer.ema": 0.9},
     "plain sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.1},
+    "adafactor": {"optimizer.name": "adafactor", "optimizer.learning_rate": 1e-2},
+    "muon": {"optimizer.name": "muon", "optimizer.momentum": 0.95, "optimizer.nesterov": True, "optimizer.ema": 0.9},
 }
 SMALL = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
     "--model.hidden", "48", "--model.positions", "64", "--data.sequence", "32", "--train.batch", "8", "--steps", "8",
     "--optimizer.warmup", "3", "--device", "cpu", "--mesh", "2x1",
 ]  # fmt: skip
-QUICK = {"adam": "fsdp"}
+QUICK = {"adam": "fsdp", "adafactor": "sequence", "muon": "sequence"}
 SLOW = [("sgd", "zero1"), ("lion", "sequence")]
 SLOW += [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
+SLOW += [(name, mesh) for name in ("adafactor", "muon") for mesh in ("fsdp", "zero1")]
 # A field of torch's side that is a little off, by optimizer.
 MISTAKES: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adamw"},
@@ -34,6 +37,8 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "lion": {"optimizer.beta1": 0.901},
     "plain sgd": {"optimizer.momentum": 0.001},
     "adamw": {"optimizer.ema": 0.9001},
+    "adafactor": {"optimizer.beta2_decay": -0.801},
+    "muon": {"optimizer.adjust_lr_fn": "original"},
 }
 
 
@@ -71,13 +76,13 @@ def test_a_planted_mistake_is_caught(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "lion", "plain sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "lion", "plain sgd", "adamw", "adafactor", "muon"])
 def test_more_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
     caught(runs, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "adafactor", "muon"])
 def test_a_run_that_changes_its_backend(
     name: str, runs: Runs, experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:

@@ -87,6 +87,11 @@ class Port:
             raise ConfigError("jax_step and torch_step belong together; give both, or neither for `optimizer`")
         if self.optimizer.ema:
             raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
+        if self.optimizer.asks_for_whole:
+            raise ConfigError(
+                f"optimizer.name = {self.optimizer.name}: a port has no layouts, by which it tells matrices of blocks; "
+                "choose another, or give jax_step and torch_step"
+            )
         if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
             raise ConfigError("sharded has a loss and a step of its own; leave out jax_loss, jax_step and torch_step")
         if self.jax_step is None and not (self.shows_inside and self.torch_loss):

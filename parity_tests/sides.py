@@ -22,6 +22,7 @@ from jaxdist.config import ConfigError, Optimizer
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.transforms import output_to_theirs
 from jaxdist.convert.trees import flatten, shapes, unflatten
+from jaxdist.sharding import Layout
 from parity_tests.jax_taps import jax_taps
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
@@ -115,7 +116,8 @@ class JaxSide:
         o, theirs = self.optimizer, self.mapping.their_shapes(self.shapes)
         axes = {pair.ours: len(theirs[pair.theirs]) for pair in self.mapping.pairs(self.shapes)}
         decays = {name: axes.get(name, len(shape)) >= 2 for name, shape in self.shapes.items()}
-        return optim.chain(o, self.steps, decays)
+        layouts = {name: Layout(name, shape, ("positions",) * len(shape), 0, 0) for name, shape in self.shapes.items()}
+        return optim.chain(o, self.steps, decays, optim.rule(o, layouts))
 
     def _advance(self, state: Any, batch: Any) -> Any:
         parameters, moments = state

@@ -53,7 +53,7 @@ from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.models.layers import wide
-from torch_ref.optim import RULES
+from torch_ref.optim import RULES, grouped
 from torch_ref.parallelize import check_offload, offload_policy
 from torch_ref.record import Arrays, array, whole
 from torch_ref.traffic import Traffic
@@ -115,6 +115,11 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
     if isinstance(experiment.model, ResNet):
         raise ConfigError(
             "model.family = resnet: a loop of transformers' is proved with tokens alone; use --against torch"
+        )
+    if experiment.optimizer.asks_for_whole:
+        raise ConfigError(
+            f"optimizer.name = {experiment.optimizer.name}: transformers' loop would take pieces of matrices for whole "
+            "ones; use --against torch, or a run folder of a loop on one device"
         )
     axes = parallel.axes()
     mesh = f"data={axes['data']},fsdp={axes['fsdp']}"
@@ -210,12 +215,8 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
 def optimizer_of(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
     """torch's optimizer with decay on matrices, and transformers' schedule at its first step."""
     o = experiment.optimizer
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
     rule = RULES[o.name]
-    optimizer = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
+    optimizer = rule.optimizer(grouped(o, dict(model.named_parameters())), lr=o.learning_rate, **rule.settings(o))
     optimizer.step()  # without gradients: a schedule expects a step before its own
     schedule = SCHEDULES[o.decay](optimizer, o, o.decay_steps or experiment.train.steps)
     schedule.step()  # step 1 of a run is the schedule's second: its first has a learning rate of 0

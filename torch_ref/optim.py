@@ -2,8 +2,10 @@
 ZeroRedundancyOptimizer."""
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
+from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of, Place
+from torch_ref.matrices import Adafactor, Muon, Pieces, kept
 from torch_ref.mesh import SHARDS, over
 from torch_ref.models.layers import wide
 from torch_ref.weights import local, named
@@ -103,12 +107,19 @@ class Lion(torch.optim.Optimizer):
                 m.lerp_(p.grad, 1 - beta2)
 
 
+Groups = tuple[tuple[Of, dict[str, Any]], ...]
+BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
+
+
 class Rule(NamedTuple):
-    """An update rule: its class, what it is made with, and whether it counts its updates in `step` by itself."""
+    """An update rule: its class, what it is made with, whether it counts its updates in `step` by itself and asks for
+    `pieces`, and which parameters are a group, with what that has of its own."""
 
     optimizer: Any  # the class
     settings: Callable[[Config], dict[str, Any]]
     counts: bool = False
+    pieces: bool = False
+    groups: Groups = BY_DECAY
 
 
 def adam(o: Config) -> dict[str, Any]:
@@ -119,12 +130,42 @@ def sgd(o: Config) -> dict[str, Any]:
     return {"momentum": o.momentum, "nesterov": o.nesterov, "dampening": 0.0, "foreach": False, "fused": False}
 
 
+def adafactor(o: Config) -> dict[str, Any]:
+    return {"beta2_decay": o.beta2_decay, "eps": (o.eps1, o.eps2), "d": o.d}
+
+
+def muon(o: Config) -> dict[str, Any]:
+    own = {"momentum": o.momentum, "nesterov": o.nesterov, "ns_steps": o.ns_steps, "adjust_lr_fn": o.adjust_lr_fn}
+    return adam(o) | {"muon": own}
+
+
+BY_MUON: Groups = (
+    (INNER, {"use_muon": True}),
+    (ENDS, {"use_muon": False}),
+    (VECTORS, {"use_muon": False, "weight_decay": 0.0}),
+)
 RULES = {
     "adamw": Rule(torch.optim.AdamW, adam, counts=True),
     "adam": Rule(torch.optim.Adam, adam, counts=True),
     "sgd": Rule(torch.optim.SGD, sgd),
     "lion": Rule(Lion, lambda o: {"betas": (o.beta1, o.beta2)}),
+    "adafactor": Rule(Adafactor, adafactor, counts=True, pieces=True),
+    "muon": Rule(Muon, muon, counts=True, pieces=True, groups=BY_MUON),
 }
+
+
+def stands(name: str, parameter: Tensor) -> Place:
+    """What rules tell parameters apart by: blocks are modules with a number."""
+    return Place(parameter.ndim >= 2, re.search(r"\.\d+\.", name) is not None)
+
+
+def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """The groups that the rule is made of: matrices decay and come first."""
+    by_place = [
+        {"params": [t for name, t in parameters.items() if of(stands(name, t))], "weight_decay": o.weight_decay} | own
+        for of, own in RULES[o.name].groups
+    ]
+    return [group for group in by_place if group["params"]]
 
 
 class Optimizer:
@@ -144,27 +185,28 @@ class Optimizer:
         self.scaler = ShardedGradScaler(
             mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
         )
-        groups: list[dict[str, Any]] = [
-            {"params": [t for t in self.locals.values() if t.ndim >= 2], "weight_decay": o.weight_decay},
-            {"params": [t for t in self.locals.values() if t.ndim < 2], "weight_decay": 0.0},
-        ]
         rule = self.rule = RULES[o.name]
-        settings = {"lr": o.learning_rate, **rule.settings(o)}
+        made, settings = rule.optimizer, {"lr": o.learning_rate, **rule.settings(o)}
+        if rule.pieces:
+            pieces = {t: self.parameters[name] for name, t in self.locals.items()}
+            made = partial(made, pieces=Pieces(pieces, getattr(torch, p.compute)))
+        groups = grouped(o, self.locals)
         self.optimizer: torch.optim.Optimizer
         if experiment.parallel.strategy == "zero1":
             self.optimizer = ZeroRedundancyOptimizer(
-                groups, rule.optimizer, process_group=over(mesh, *SHARDS).get_group(), **settings
+                groups, made, process_group=over(mesh, *SHARDS).get_group(), **settings
             )
             self.holder: torch.optim.Optimizer = self.optimizer.optim
         else:
-            self.optimizer = self.holder = rule.optimizer(groups, **settings)
+            self.optimizer = self.holder = made(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
         self.state = {name: self._start(name) for name, t in self.locals.items() if id(t) in held}
 
     def _start(self, name: str) -> dict[str, Tensor]:
         """The state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
         parameter = self.parameters[name].detach()
-        state = {"step": torch.tensor(0.0)} | {kind: torch.zeros_like(parameter) for kind in self.config.kept}
+        kinds = [kind for kind, of in self.config.states.items() if of(stands(name, parameter))]
+        state = {"step": torch.tensor(0.0)} | {kind: kept(parameter, kind) for kind in kinds}
         self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state
 

@@ -262,4 +262,5 @@ class Recorder:
     def moments(self) -> dict[str, Arrays]:
         """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""
         state = self.optimizer.state_dict()
-        return {kind: whole({n: s[kind] for n, s in state.items()}) for kind in self.optimizer.config.kept}
+        held = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
+        return {kind: whole(tensors) for kind, tensors in held.items()}

@@ -329,6 +329,8 @@ class Experiment(Section):
                     f"data.{field} has {len(values)} numbers, and model.channels = {model.channels}; give one, or one "
                     "for each channel"
                 )
+        if self.optimizer.name == "muon":
+            raise ValueError("optimizer.name = muon with model.family = resnet: it is of matrices alone; use adamw")
         if not all(self.data.pixel_std):
             raise ValueError("data.pixel_std = 0 divides by nothing; use 1 for pixels as they are")
 

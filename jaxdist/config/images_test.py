@@ -26,6 +26,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
             {"parallel": {"mesh": "16x1", "batch_norm": "replica", "strategy": "ddp"}, "model": {"image": 4}},
             r"leaves a batch norm one number for each channel",
         ),
+        ({"optimizer": {"name": "muon"}}, r"optimizer.name = muon with model.family = resnet: .*; use adamw"),
         ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; use memory.remat = none"),
         ({"model": {"widths": "16"}}, r"model.widths = 16 are not as many as model.depths = 1,1; give one of each"),
         ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is no multiple of 4"),

@@ -1,18 +1,45 @@
 """The optimizer: its update rule, the schedule of its rate, and what it keeps of each parameter."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from jaxdist.config.model import CountOrZero, Fraction, NotNegative, Positive, Section, Share
+from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 
-# What the update rule of an optimizer keeps of each parameter, beside the number of its updates, under torch's names.
-STATES: dict[str, tuple[str, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "lion": ("exp_avg",),
+
+class Place(NamedTuple):
+    """Where a parameter stands, for rules that treat some otherwise: whether it is a matrix, of two or more dimensions
+    without that of layers, and whether it is a block's."""
+
+    matrix: bool
+    block: bool
+
+    @property
+    def inner(self) -> bool:
+        """Whether it is a matrix of a block: neither embedding nor head."""
+        return self.matrix and self.block
+
+
+Of = Callable[[Place], bool]
+ALL: Of = lambda place: True  # noqa: E731
+MATRICES: Of = lambda place: place.matrix  # noqa: E731
+VECTORS: Of = lambda place: not place.matrix  # noqa: E731
+INNER: Of = lambda place: place.inner  # noqa: E731
+OUTER: Of = lambda place: not place.inner  # noqa: E731
+ENDS: Of = lambda place: place.matrix and not place.block  # noqa: E731
+
+# What the update rule of an optimizer keeps, beside the number of its updates, under torch's names, and of which
+# parameters.
+STATES: dict[str, dict[str, Of]] = {
+    "adamw": {"exp_avg": ALL, "exp_avg_sq": ALL},
+    "adam": {"exp_avg": ALL, "exp_avg_sq": ALL},
+    "sgd": {"momentum_buffer": ALL},
+    "lion": {"exp_avg": ALL},
+    "adafactor": {"row_var": MATRICES, "col_var": MATRICES, "variance": VECTORS},
+    "muon": {"momentum_buffer": INNER, "exp_avg": OUTER, "exp_avg_sq": OUTER},
 }
+ROWS, COLUMNS = "row_var", "col_var"  # which have one number of each row, and of each column
 EMA = "ema"  # what `optimizer.ema` keeps besides
 KEPT = (*dict.fromkeys(kind for kinds in STATES.values() for kind in kinds), EMA)
 
@@ -20,9 +47,10 @@ KEPT = (*dict.fromkeys(kind for kinds in STATES.values() for kind in kinds), EMA
 class Optimizer(Section):
     """Torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
 
-    name: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
-    """adamw, adam and sgd are torch.optim's of these names, lion is arXiv:2302.06675. Decay is decoupled in adamw and
-    lion; in adam and sgd it is part of the gradient (L2)."""
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    """adamw, adam, sgd, adafactor and muon are torch.optim's of these names, lion is arXiv:2302.06675. Decay is part of
+    the gradient (L2) in adam and sgd, and decoupled in the others. muon is of the matrices of blocks; all else,
+    embedding and head too, goes by adamw."""
     learning_rate: Positive = 5e-3
     """Peak learning rate."""
     warmup: CountOrZero = 20
@@ -40,9 +68,22 @@ class Optimizer(Section):
     eps: Positive = 1e-8
     """Added to the root of Adam's second moment."""
     momentum: Fraction = 0.9
-    """Decay of sgd's momentum; 0 for none."""
+    """Decay of sgd's and muon's momentum; 0 for none."""
     nesterov: bool = False
-    """sgd steps along what its momentum will be."""
+    """sgd and muon step along what their momentum will be."""
+    ns_steps: Annotated[Count, Field(lt=100)] = 5
+    """Newton-Schulz iterations by which muon makes a matrix orthogonal."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """What muon's learning rate is multiplied by: of I inputs and O outputs original sqrt(max(1, O/I)), match_rms_adamw
+    0.2·sqrt(max(I, O)), with which a rate for adamw is one for muon (arXiv:2502.16982)."""
+    beta2_decay: Annotated[float, NUMBER, Field(le=0, allow_inf_nan=False)] = -0.8
+    """adafactor's second moments take t^beta2_decay of the update t."""
+    d: Annotated[float, NUMBER, Field(ge=1, allow_inf_nan=False)] = 1.0
+    """Largest root mean square of adafactor's update, before it is scaled."""
+    eps1: NotNegative = 0.0
+    """Least second moment of adafactor, squared as torch does; 0 for the machine epsilon of its numbers."""
+    eps2: NotNegative = 1e-3
+    """adafactor scales its update by the root mean square of the parameter, or by this if it is less."""
     ema: Fraction = 0.0
     """Decay of an exponential moving average of the weights, as torch's AveragedModel keeps one; 0 for none."""
     weight_decay: NotNegative = 0.1
@@ -57,10 +98,20 @@ class Optimizer(Section):
         return self
 
     @property
-    def kept(self) -> tuple[str, ...]:
-        """What is kept of each parameter, under torch's names."""
+    def states(self) -> dict[str, Of]:
+        """What is kept, under torch's names, and of which parameters."""
         without = self.name == "sgd" and not self.momentum
-        return (() if without else STATES[self.name]) + ((EMA,) if self.ema else ())
+        return ({} if without else STATES[self.name]) | ({EMA: ALL} if self.ema else {})
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What is kept, under torch's names, of some parameter or all."""
+        return tuple(self.states)
+
+    @property
+    def asks_for_whole(self) -> bool:
+        """Whether the rule looks at more of a parameter than one number and what is kept of it."""
+        return any(of is not ALL for of in STATES[self.name].values())
 
     @property
     def has_eps(self) -> bool:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, trainable
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, kept, trainable
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
@@ -125,10 +125,9 @@ class Content:
     scaling: LossScale | None = None
     checkpoint: Path | None = None  # one with a manifest, with which its large files are still to be compared
 
-    @property
-    def entries(self) -> dict[str, Entry]:
-        """The tensors of a group."""
-        return entries(self.naming, self.experiment.model)
+    def entries(self, group: str) -> dict[str, Entry]:
+        """The tensors of a group. Raises ConfigError as `kept` does."""
+        return entries_of(self.naming, self.experiment, group)
 
     def weights(self) -> "Content":
         """Without all that training needs."""
@@ -145,12 +144,11 @@ class Content:
         """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.
 
         Raises ConfigError naming a tensor that is missing or does not fit."""
-        wanted = {name: entry.shape for name, entry in self.entries.items()}
-        kept_of = {n: entry.shape for n, entry in trainable(self.naming, self.experiment.model).items()}
+        trained = trainable(self.naming, self.experiment.model)
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
-        kept, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
-        if self.updates is not None and kept != {*o.kept}:
-            there, asked = (", ".join(sorted(kinds)) or "nothing" for kinds in (kept, o.kept))
+        kinds, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
+        if self.updates is not None and kinds != {*o.kept}:
+            there, asked = (", ".join(sorted(found)) or "nothing" for found in (kinds, o.kept))
             raise ConfigError(
                 f"{source}: its optimizer keeps {there}, where optimizer.name = {o.name} and optimizer.ema = {o.ema} "
                 f"keep {asked}; give --model another optimizer, or leave it out"
@@ -158,9 +156,9 @@ class Content:
         for group, leaves in groups.items():
             what = str(source) if group == PARAMETERS else f"{source}, {group}"
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
-            check_shapes(what, shapes, wanted if group == PARAMETERS else kept_of)
+            check_shapes(what, shapes, {name: entry.shape for name, entry in self.entries(group).items()})
             for name, leaf in leaves.items():
-                counts = name not in kept_of and not leaf.shape
+                counts = name not in trained and not leaf.shape
                 if leaf.dtype.name not in (COUNTS if counts else WEIGHTS):
                     raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
         scaling = None
@@ -193,13 +191,19 @@ class Content:
         if self.naming in (OWN, LAYERS):
             return leaves
         table = NAMINGS[self.naming][model.family]
-        kept = {name: leaf for name, leaf in leaves.items() if not self._ignores(name)}
-        head = kept.pop(table.head, None) if model.tied else None
-        if head and not head.equals(kept[table.rows[0].theirs]):
+        found = {name: leaf for name, leaf in leaves.items() if not self._ignores(name)}
+        head = found.pop(table.head, None) if model.tied else None
+        if head and not head.equals(found[table.rows[0].theirs]):
             raise ConfigError(
                 f"{source}: tie_word_embeddings is true, but {table.head} differs from the embedding; set it to false"
             )
-        return kept
+        return found
+
+
+def entries_of(naming: str, experiment: Experiment, group: str) -> dict[str, Entry]:
+    """The tensors of a group under a naming. Raises ConfigError as `kept` does."""
+    model = experiment.model
+    return entries(naming, model) if group == PARAMETERS else kept(naming, model, experiment.optimizer, group)
 
 
 def in_memory(experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> Content:

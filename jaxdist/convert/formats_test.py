@@ -22,7 +22,7 @@ from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, stream, verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import PARAMETERS, Content, Leaf
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, entries_of
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
@@ -46,7 +46,8 @@ def content_of(model: Family, dtype: Any = np.float32, naming: str = OWN, **opti
     experiment = experiment.model_copy(update={"optimizer": Optimizer(**optimizer)})
     for group in (PARAMETERS, *experiment.optimizer.kept):
         kind = np.dtype(dtype if group == PARAMETERS else np.float32)
-        arrays = {name: random.normal(size=shape).astype(kind) for name, shape in shapes_of(model).items()}
+        entries = entries_of(OWN, experiment, group).items()
+        arrays = {name: random.normal(size=e.shape).astype(kind if e.shape else np.int32) for name, e in entries}
         groups[group] = {n: Leaf(a.shape, a.dtype, partial(np.asarray, a)) for n, a in arrays.items()}
     ours = Content(experiment, OWN, groups, 7, 6)
     if naming == OWN:

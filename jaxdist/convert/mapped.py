@@ -32,12 +32,10 @@ class Remapping(Recut):
     def given(self) -> dict[str, Leaves]:
         return {PARAMETERS: self.leaves}
 
-    @property
-    def sources(self) -> Mapping[str, Entry]:
+    def sources(self, group: str) -> Mapping[str, Entry]:
         return self.cuts[0]
 
-    @property
-    def entries(self) -> Mapping[str, Entry]:
+    def targets(self, group: str) -> Mapping[str, Entry]:
         return self.cuts[1]
 
 

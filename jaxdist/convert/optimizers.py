@@ -1,6 +1,6 @@
 """The state of torch's optimizers by parameter: they number them, and only their order tells which is which."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,15 @@ class Rule(NamedTuple):
     build: Callable[[Any, float, Optimizer], torch.optim.Optimizer]
     counts: bool = False  # its updates, in `step`
 
+    @property
+    def config(self) -> Optimizer:
+        """Such an optimizer."""
+        return Optimizer(name=self.name)  # type: ignore[arg-type]
+
     def kinds(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """What it keeps of each parameter; nothing where no group has a momentum that it keeps."""
-        still = "momentum" in self.fields and groups and all(group.get("momentum") == 0 for group in groups)
-        return () if still else STATES[self.name]
+        still = self.name == "sgd" and groups and all(group.get("momentum") == 0 for group in groups)
+        return () if still else tuple(STATES[self.name])
 
 
 def _decoupled(group: Group) -> bool:
@@ -46,6 +51,13 @@ ADAMS = MAXIMIZES | {
 }
 ADAMW = ADAMS | {"decoupled_weight_decay": lambda group: not _decoupled(group)}
 ADAM = ADAMS | {"decoupled_weight_decay": lambda group: _decoupled(group) or "amsgrad" not in group}  # RAdam has none
+MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")  # of the groups that use it
+
+
+def _muon(name: str) -> Callable[[Group], Any]:
+    return lambda group: group.get(name)
+
+
 RATE: dict[str, Callable[[Group], Any]] = {"learning_rate": lambda group: group.get("initial_lr", group.get("lr"))}
 BETAS = RATE | {
     "beta1": lambda group: group["betas"][0] if "betas" in group else None,
@@ -72,6 +84,26 @@ RULES = (
             groups, {"lr": rate, "betas": (o.beta1, o.beta2), "weight_decay": 0.0}
         ),
     ),
+    Rule(
+        "adafactor", lambda group: "beta2_decay" in group, MAXIMIZES,
+        RATE | {
+            "beta2_decay": lambda group: group.get("beta2_decay"),
+            "d": lambda group: group.get("d"),
+            "eps1": lambda group: group.get("eps", (None,))[0],
+            "eps2": lambda group: group.get("eps", (None, None))[1],
+        },
+        lambda groups, rate, o: torch.optim.Adafactor(
+            groups, lr=rate, beta2_decay=o.beta2_decay, eps=(o.eps1 or None, o.eps2), d=o.d
+        ),
+        counts=True,
+    ),
+    Rule(
+        "muon", lambda group: "use_muon" in group, MAXIMIZES, EPS | {name: _muon(name) for name in MUON},
+        lambda groups, rate, o: torch.optim.Optimizer(
+            groups, {"lr": rate, "betas": (o.beta1, o.beta2), "eps": o.eps, "weight_decay": 0.0}
+        ),
+        counts=True,
+    ),
 )  # fmt: skip
 BY_NAME = {rule.name: rule for rule in RULES}
 DEFAULTS = Optimizer()
@@ -96,8 +128,11 @@ def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
     return rule
 
 
+Kept = Callable[[Rule, str], Mapping[str, Shape]]  # the shapes of what it keeps of a kind, by parameter
+
+
 def order_of(
-    source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape], rename: Callable[[str], str]
+    source: str, state: Mapping[str, Any], shapes: Mapping[str, Shape], kept: Kept, rename: Callable[[str], str]
 ) -> tuple[Rule, Order]:
     """The rule of a state dict, and which entry of it belongs to which of `shapes`, the model's in their order.
 
@@ -112,10 +147,10 @@ def order_of(
     held = (entry for entry in entries.values() if isinstance(entry, dict))
     there = [str(kind) for entry in held for kind, value in entry.items() if value is not None]
     rule = rule_of(source, [*there, *map(str, state.keys() - KEPT)], groups)
-    kinds = rule.kinds(groups)
+    wanted = {kind: kept(rule, kind) for kind in rule.kinds(groups)}
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
     for order in (*named, *_orders(groups, shapes, rename)):
-        if set(order) == set(entries) and all(_fits(kinds, entries[i], shapes.get(name)) for i, name in order.items()):
+        if set(order) == set(entries) and all(_fits(wanted, name, entries[i]) for i, name in order.items()):
             return rule, order
     raise ConfigError(
         f"{source}: its optimizer has {len(entries)} entries in {len(groups)} groups, in no order that gives each "
@@ -146,9 +181,11 @@ def by_decay(shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
     return [name for name, shape in shapes.items() if len(shape) >= 2], [n for n, s in shapes.items() if len(s) < 2]
 
 
-def _fits(kinds: Sequence[str], entry: Any, shape: Shape | None) -> bool:
+def _fits(wanted: Mapping[str, Mapping[str, Shape]], name: str, entry: Any) -> bool:
+    """Whether an entry has what is kept of a parameter, in its shape, and no more of these kinds."""
     return isinstance(entry, dict) and all(
-        isinstance(entry.get(kind), Tensor) and tuple(entry[kind].shape) == shape for kind in kinds
+        tuple(value.shape) == shapes.get(name) if isinstance(value := entry.get(kind), Tensor) else name not in shapes
+        for kind, shapes in wanted.items()
     )
 
 
@@ -204,11 +241,9 @@ def state_dict(
     step = {"step": torch.tensor(float(updates))} if counted or BY_NAME[o.name].counts else {}
     kinds = [kind for kind in o.kept if kind != EMA]
     names = {key: name for group in groups for name, key in zip(group["params"], group["keys"], strict=True)}
-    state = {
-        key: step | {kind: moments[kind][name] for kind in kinds} for key, name in names.items()
-    } if before is None else {
-        key: {**entry, **({"step": like(entry["step"], updates)} if entry.get("step") is not None else {})}
-        | {kind: moments[kind][names[key]] for kind in kinds}
+    held = {key: {kind: moments[kind][n] for kind in kinds if n in moments[kind]} for key, n in names.items()}
+    state = {key: step | own for key, own in held.items()} if before is None else {
+        key: {**entry, **({"step": like(entry["step"], updates)} if entry.get("step") is not None else {})} | held[key]
         for key, entry in before.items()
     }  # fmt: skip
     unnamed = [{**group, "params": group["keys"]} for group in groups]
@@ -218,7 +253,8 @@ def state_dict(
 def going_on(group: Group, o: Optimizer, rate: float, updates: int) -> dict[str, Any]:
     """The group as it is after more steps by `o`; `rate`: the learning rate now."""
     now = {"lr": rate, "initial_lr": o.learning_rate, "step": updates, "betas": (o.beta1, o.beta2), "eps": o.eps}
-    now |= {"momentum": o.momentum, "nesterov": o.nesterov}
+    now |= {name: getattr(o, name) for name in (*MUON, "beta2_decay", "d")}
+    now |= {"eps": (o.eps1, o.eps2)} if o.name == "adafactor" else {}
     now |= {"weight_decay": o.weight_decay} if group.get("weight_decay") else {}
     kept = {key: value for key, value in now.items() if key in group}
     return {**group, **{key: _as(group[key], value) for key, value in kept.items()}}
@@ -229,17 +265,21 @@ def _as(before: Any, value: Any) -> Any:
     return torch.full_like(before, value) if isinstance(before, Tensor) else value
 
 
-def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float) -> list[dict[str, Any]]:
+def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float, inner: Container[str]) -> list[dict[str, Any]]:
     """`named` groups as this version of torch writes them: matrices decay and come first, then all others.
 
-    `rate`: the learning rate now.
+    `rate`: the learning rate now. `inner`: the matrices of blocks.
     """
-    decayed, others = by_decay(shapes)
-    groups = {o.weight_decay: decayed, 0.0: others} if o.weight_decay else {0.0: [*decayed, *others]}
+    muon, groups = o.name == "muon", dict[tuple[float, bool], list[str]]()
+    for names, decay in zip(by_decay(shapes), (o.weight_decay, 0.0), strict=True):
+        for name in names:
+            groups.setdefault((decay, muon and name in inner), []).append(name)
+    own = {name: getattr(o, name) for name in MUON}
     given = [
         {"params": [(name, torch.nn.Parameter(torch.empty(0))) for name in names], "weight_decay": decay}
-        for decay, names in groups.items()
-        if names
+        | ({"use_muon": turned} if muon else {})
+        | (own if turned else {})
+        for (decay, turned), names in groups.items()
     ]
     optimizer = BY_NAME[o.name].build(given, rate, o)
     return [

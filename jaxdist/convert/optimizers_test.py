@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, ResNet
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.convert_test import MODELS
@@ -18,17 +18,21 @@ from jaxdist.evaluate import main as evaluate
 torch = pytest.importorskip("torch", reason="torch files need torch: pip install 'jaxdist[torch]'")
 
 MODEL = MODELS["LlamaForCausalLM"]
+IMAGES = ResNet(family="resnet", block="basic", depths=(1, 1), widths=(16, 32), stem=8, image=8, classes=10)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"ema": 0.999},
     "adam": {"name": "adam"},
     "sgd": {"name": "sgd", "momentum": 0.8, "nesterov": True},
     "plain sgd": {"name": "sgd", "momentum": 0.0, "ema": 0.99},
     "lion": {"name": "lion", "beta2": 0.99, "ema": 0.999},
+    "adafactor": {"name": "adafactor", "ema": 0.999},
+    "muon": {"name": "muon", "momentum": 0.95, "nesterov": True},
 }
 CLASSES: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.8, 0.99)),
     "adam with decay": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3, d=2.0),
 }
 
 
@@ -45,6 +49,42 @@ def test_there_and_back(settings: dict[str, Any], tmp_path: Path) -> None:
     assert tensors(tmp_path / "back") == tensors(first)
     for path in ("dcp", "file.pt", "back"):
         assert settings_of(tmp_path / path) == settings_of(first)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_states_of_experts(name: str, tmp_path: Path) -> None:
+    """They are a stack in ours and in torch_ref, and one by one in Hugging Face's files."""
+    first = written(tmp_path / "first", "orbax", content_of(MODELS["MixtralForCausalLM"], name=name))
+    main([str(first), str(tmp_path / "dcp"), "--to", "dcp"])
+    main([str(tmp_path / "dcp"), str(tmp_path / "file.pt")])
+    main([str(tmp_path / "file.pt"), str(tmp_path / "back"), "--to", "orbax"])
+    assert tensors(tmp_path / "back") == tensors(first)
+
+
+def test_factors_of_convolutions(tmp_path: Path) -> None:
+    """torch's are of the last two dimensions of [O, I, Y, X], which are our first of [Y, X, I, O]."""
+    content = content_of(IMAGES, name="adafactor")
+    stem = content.groups["row_var"]["stem.conv.kernel"].shape
+    first = written(tmp_path / "first", "orbax", content)
+    main([str(first), str(tmp_path / "dcp"), "--to", "dcp"])
+    Y, _, I, O = stem  # noqa: E741
+    there = KINDS["dcp"].format.opened(tmp_path / "dcp").groups["row_var"]["stem.conv.weight"].shape
+    assert (stem[1], there) == (1, (O, I, Y, 1))
+    main([str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "orbax"])
+    assert tensors(tmp_path / "back") == tensors(first)
+
+
+def test_factors_of_fused_matrices_are_refused(tmp_path: Path) -> None:
+    """Hugging Face's GPT-2 has query, key and value as one matrix: the means over its columns are of all three."""
+    first = written(tmp_path / "first", "orbax", content_of(MODELS["GPT2LMHeadModel"], name="adafactor"))
+    with pytest.raises(
+        ConfigError, match=r"col_var of transformer.h.\{layer\}.attn.c_attn.weight|row_var of transformer"
+    ):
+        main([str(first), str(tmp_path / "a.pt")])
+    assert not (tmp_path / "a.pt").exists()
+    main([str(first), str(tmp_path / "dcp"), "--to", "dcp"])
+    main([str(tmp_path / "dcp"), str(tmp_path / "back"), "--to", "orbax"])
+    assert tensors(tmp_path / "back") == tensors(first)
 
 
 def module_of(file: Path) -> Any:

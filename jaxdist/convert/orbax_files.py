@@ -29,10 +29,10 @@ from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.foreign import check_files, read_json, within
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
-from jaxdist.convert.tables import LAYERS, cut, parts, shapes_of
+from jaxdist.convert.tables import LAYERS, OWN, cut, parts, shapes_of
 from jaxdist.convert.zarr_files import ZarrFiles
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
@@ -51,14 +51,13 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
-    shapes, layouts = shapes_of(experiment.model), models.layouts(models.build(experiment.model))
-    trained = {name: shape for name, shape in shapes.items() if not layouts[name].statistic}
 
-    def layers(what: str, arrays: Mapping[str, ts.TensorStore], wanted: Mapping[str, Shape] = trained) -> Leaves:
+    def layers(what: str, group: str, arrays: Mapping[str, ts.TensorStore]) -> Leaves:
+        wanted = {name: entry.shape for name, entry in entries_of(OWN, experiment, group).items()}
         check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, wanted)
         return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
 
-    groups = {PARAMETERS: layers(str(path), named(found, "parameters", stores(found, "parameters")), shapes)}
+    groups = {PARAMETERS: layers(str(path), PARAMETERS, named(found, "parameters", stores(found, "parameters")))}
     updates = scaling = None
     if training and (found / "optimizer").is_dir():
         optimizer_item = stores(found, "optimizer")
@@ -66,7 +65,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             kept = checkpoint.kept_in(optimizer_item)
             counts = [part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part]
             updates = int(_read(found, named(found, "updates", dict(enumerate(counts)))[0]))
-        groups |= {kind: layers(f"{path}, {kind}", named(found, kind, arrays)) for kind, arrays in kept.items()}
+        asked = experiment.optimizer.kept
+        groups |= {
+            kind: layers(f"{path}, {kind}", kind, named(found, kind, arrays)) if kind in asked else {}
+            for kind, arrays in kept.items()
+        }
         if (found / "scaling").is_dir():
             scales = named(found, "scaling", stores(found, "scaling"))
             with checkpoint.reading(found):
@@ -259,9 +262,8 @@ def write(path: Path, conversion: Conversion) -> None:
     check(conversion)
     content = conversion.content
     folder = begin(path, content)
-    shapes = shapes_of(content.experiment.model)
     coming = {
-        group: {n: _coming(group, n, s, leaves) for n, s in shapes.items() if parts(n, s)[0][0] in leaves}
+        group: {n: _coming(group, n, e.shape, leaves) for n, e in entries_of(OWN, content.experiment, group).items()}
         for group, leaves in conversion.groups.items()
     }
     values: dict[str, Any] = {

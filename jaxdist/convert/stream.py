@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import groupby, product
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 import ml_dtypes
@@ -21,8 +21,8 @@ import numpy as np
 from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
@@ -66,19 +66,18 @@ class Recut(ABC):
     def given(self) -> Mapping[str, Leaves]:
         """What there is."""
 
-    @property
     @abstractmethod
-    def sources(self) -> Mapping[str, Entry]:
-        """The tensors of each group as they are given."""
+    def sources(self, group: str) -> Mapping[str, Entry]:
+        """The tensors of a group as they are given."""
 
-    @property
     @abstractmethod
-    def entries(self) -> Mapping[str, Entry]:
-        """The tensors of each group as they will be."""
+    def targets(self, group: str) -> Mapping[str, Entry]:
+        """The tensors of a group as they will be."""
 
     @cached_property
-    def units(self) -> list[Unit]:
-        return units(self.sources, self.entries)
+    def units(self) -> dict[str, list[Unit]]:
+        """Those of each group."""
+        return {group: units(self.sources(group), self.targets(group)) for group in self.given}
 
     @cached_property
     def groups(self) -> dict[str, Leaves]:
@@ -87,15 +86,11 @@ class Recut(ABC):
 
     def _leaves(self, group: str) -> Leaves:
         found: dict[str, Leaf] = {}
-        for unit in self.units_of(group):
+        for unit in self.units[group]:
             dtype = self._dtype(group, unit)
             for target in unit.targets:
                 found[target.name] = Leaf(target.shape, dtype, partial(self.read, group, unit, target.name))
-        return {name: found[name] for name in self.entries if name in found}
-
-    def units_of(self, group: str) -> list[Unit]:
-        """Those of a group, which an optimizer's has not of what is not trained."""
-        return [unit for unit in self.units if unit.sources[0].name in self.given[group]]
+        return {name: found[name] for name in self.targets(group)}
 
     def read(self, group: str, unit: Unit, name: str) -> np.ndarray:
         """One tensor of the target, for which all of its unit is read."""
@@ -150,9 +145,7 @@ class Recut(ABC):
                 self.report(size)
 
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
-        found = product(self.units, groups)
-        jobs = ((unit, group) for unit, group in found if unit.sources[0].name in self.given[group])
-        return [Job(self._cost(group, unit), group, unit) for unit, group in jobs]
+        return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
 
     def _cost(self, group: str, unit: Unit) -> int:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
@@ -177,13 +170,11 @@ class Conversion(Recut):
     def given(self) -> Mapping[str, Leaves]:
         return self.content.groups
 
-    @cached_property
-    def sources(self) -> dict[str, Entry]:
-        return self.content.entries
+    def sources(self, group: str) -> dict[str, Entry]:
+        return self.content.entries(group)
 
-    @cached_property
-    def entries(self) -> dict[str, Entry]:
-        return entries(self.naming, self.content.experiment.model)
+    def targets(self, group: str) -> dict[str, Entry]:
+        return entries_of(self.naming, self.content.experiment, group)
 
     def _dtype(self, group: str, unit: Unit) -> np.dtype:
         """Counts of batches are of 64 bits in torch, of 32 in JAX."""
@@ -195,7 +186,7 @@ class Conversion(Recut):
         """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""
         model, names = self.content.experiment.model, self.content.origin.names_in(kind)
         head = NAMINGS[self.naming][model.family].head
-        return {next(iter(self.entries)): names[head]} if model.tied and head in names else {}
+        return {next(iter(self.targets(PARAMETERS))): names[head]} if model.tied and head in names else {}
 
 
 class Job(NamedTuple):

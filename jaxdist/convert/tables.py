@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist import models
-from jaxdist.config import Family
+from jaxdist.config import ConfigError, Family, Optimizer
+from jaxdist.config.optimizer import COLUMNS, ROWS
 from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
 
 STACKED = "layers."  # how the names of our stacked parameters begin
@@ -292,9 +293,12 @@ NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META, "to
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
-def entries(naming: str, model: Family) -> dict[str, Entry]:
-    """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules."""
-    shapes = shapes_of(model)
+def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
+    """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules.
+
+    `shapes`: those of some of our parameters, or of what is kept of them, where it is not all as they are.
+    """
+    shapes = shapes_of(model) if shapes is None else shapes
     if naming == OWN:
         return {name: _own(name, shape) for name, shape in shapes.items()}
     if naming == LAYERS:
@@ -312,6 +316,26 @@ def trainable(naming: str, model: Family) -> dict[str, Entry]:
     layouts = models.layouts(models.build(model))
     found = entries(naming, model)
     return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
+
+
+def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
+    """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
+    trained = (layout for layout in models.layouts(models.build(model)).values() if not layout.statistic)
+    return {layout.name: layout.kept(kind) for layout in trained if o.states[kind](layout.stands)}
+
+
+def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry]:
+    """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
+    a matrix is not ours or ours turned, whose rows and columns are others."""
+    shapes = shapes_kept(model, o, kind)
+    if kind in (ROWS, COLUMNS) and naming not in (OWN, LAYERS):
+        for row in NAMINGS[naming][model.family].rows_of(shapes):
+            if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
+                raise ConfigError(
+                    f"{kind} of {row.theirs}: the rows and columns of this matrix are others in jaxdist; take the "
+                    "weights alone (--to hf), or convert between jaxdist and torch_ref (--to orbax, --to dcp)"
+                )
+    return entries(naming, model, shapes)
 
 
 def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:

@@ -29,7 +29,8 @@ from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import buffers, grad_scaler, optimizers, torch_numpy
+from jaxdist.convert import buffers, grad_scaler, optimizers, tables, torch_numpy
+from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
@@ -210,13 +211,20 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
     updates, trained = None, list[dict[str, Any]]()
     order, kinds = optimizers.Order(), tuple[str, ...]()
+
+    def kept_by(rule: optimizers.Rule, kind: str) -> dict[str, Shape]:
+        return {name: entry.shape for name, entry in tables.kept(naming, model, rule.config, kind).items()}
+
     if optimizer.get("state"):
         with reading(path, "optimizer"):
-            rule, order = optimizers.order_of(str(path), optimizer, shapes, lambda name: table.full_name(plain(name)))
+            rule, order = optimizers.order_of(
+                str(path), optimizer, shapes, kept_by, lambda name: table.full_name(plain(name))
+            )
             trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states, kinds = {name: optimizer["state"][i] for i, name in order.items()}, rule.kinds(trained)
         groups |= {
-            kind: {n: leaf(path, f"{kind} of {n}", state[kind]) for n, state in states.items()} for kind in kinds
+            kind: {n: leaf(path, f"{kind} of {n}", s[kind]) for n, s in states.items() if s.get(kind) is not None}
+            for kind in kinds
         }
         with reading(path, "optimizer"):
             counts = optimizers.steps_of(optimizer)
@@ -466,7 +474,7 @@ def _training(
     kept = {} if "state" in kept else kept  # it had no state yet, and its groups have no names
     rate = rate_of(content)
     shapes = {name: tuple(fakes[PARAMETERS][name].shape) for name in trainable(naming, content.experiment.model)}
-    groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate)
+    groups = kept[GROUPS] if kept else optimizers.groups_of(shapes, o, rate, fakes.get("momentum_buffer", {}))
     scheduler = part(tree, SCHEDULER) if kept else {
         "base_lrs": [o.learning_rate] * len(groups), "lr_lambdas": [None] * len(groups)
     }  # fmt: skip

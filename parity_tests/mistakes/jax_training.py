@@ -10,10 +10,11 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxdist import loss_scale, optim, step, train, weights
+from jaxdist import loss_scale, matrices, optim, step, train, weights
 from jaxdist.collectives import Parallel
 from jaxdist.config import Optimizer
 from jaxdist.data import Batch, Dataset, dataset
+from jaxdist.matrices import Whole
 from jaxdist.parallel import pipeline
 from jaxdist.sharding import Layout
 from jaxdist.step import Step, TrainState
@@ -274,13 +275,13 @@ def second_moment_of_the_unclipped() -> None:
     """Adam's second moment takes the gradient as it was before the clip."""
     right, largest = optim.rule, 0.5
 
-    def rule(o: Optimizer) -> optax.GradientTransformationExtraArgs:
-        adam = right(o)
+    def rule(*inputs: Any) -> optax.GradientTransformationExtraArgs:
+        adam = right(*inputs)
 
-        def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
+        def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array, **extra: Any) -> Any:
             unclipped = jax.tree.map(lambda g: g / jnp.minimum(1, largest / (norm + 1e-6)), updates)
-            scaled, after = adam.update(updates, state)
-            _, other = adam.update(unclipped, state)
+            scaled, after = adam.update(updates, state, params, **extra)
+            _, other = adam.update(unclipped, state, params, **extra)
             return scaled, after._replace(kept=after.kept | {"exp_avg_sq": other.kept["exp_avg_sq"]})
 
         return optax.GradientTransformationExtraArgs(adam.init, update)
@@ -321,6 +322,63 @@ def lion_by_its_new_moment() -> None:
     ruled("lion", change)
 
 
+@planted("adafactor", "distribution", "weights/*")
+def factors_without_their_mean() -> None:
+    """The second moment of a matrix is the product of its rows' and columns', not divided by the mean of both."""
+
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, now: Any, of: Whole) -> Any:
+        _, new = right(o, g, kept, t, now, of)
+        if "variance" in new:
+            return right(o, g, kept, t, now, of)
+        update = g * lax.rsqrt(new["row_var"] * new["col_var"] + jnp.finfo(g.dtype).eps ** 2)
+        return update * of.rms(of.weights) / jnp.maximum(of.rms(update), 1), new
+
+    ruled("adafactor", change)
+
+
+@planted("adafactor", "distribution", "row_var/*", "col_var/*")
+def means_of_the_first_piece() -> None:
+    """adafactor's means are of the first device's piece, and not of the whole."""
+
+    def first(x: Any, axes: Any) -> Any:
+        return lax.psum(jnp.where(lax.axis_index(axes) == 0, x, 0), axes) * lax.axis_size(axes)
+
+    plant(matrices, "lax", altered(lax, psum=first))
+
+
+@planted("adafactor", "distribution", "weights/*")
+def step_without_the_size() -> None:
+    """adafactor's update is not scaled by the size of the parameter."""
+
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, now: Any, of: Whole) -> Any:
+        update, new = right(o, g, kept, t, now, of)
+        return update / jnp.maximum(of.rms(of.weights), o.eps2), new
+
+    ruled("adafactor", change)
+
+
+@planted("muon", "distribution", "weights/layers.*")
+def orthogonal_by_pieces() -> None:
+    """muon makes each device's piece of a matrix orthogonal."""
+    plant(Whole, "by_matrix", lambda self, function, x: function(x))
+
+
+@planted("muon", "distribution", "weights/layers.*")
+def one_iteration_less() -> None:
+    """muon's matrices are made orthogonal by four iterations."""
+    ruled("muon", lambda right, o, *rest: right(o.model_copy(update={"ns_steps": 4}), *rest))
+
+
+@planted("muon", "distribution", "momentum_buffer/layers.*")
+def momentum_as_of_sgd() -> None:
+    """muon's momentum takes all of the gradient."""
+
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, *rest: Any) -> Any:
+        return right(o, g / (1 - o.momentum) if "momentum_buffer" in kept else g, kept, *rest)
+
+    ruled("muon", change)
+
+
 # ---- decay and schedule
 
 
@@ -334,10 +392,10 @@ def decay_on_norms() -> None:
 def decay_not_scaled_by_the_rate() -> None:
     """Weight decay is taken off whole at each step, not times the learning rate."""
 
-    def chain(o: Optimizer, steps: int, decays: Any) -> optax.GradientTransformationExtraArgs:
+    def chain(o: Optimizer, steps: int, decays: Any, ruling: Any) -> optax.GradientTransformationExtraArgs:
         return optax.chain(
             optim.clip_by_norm(o.clip),
-            optim.rule(o),
+            ruling,
             optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, steps, count + 1)),
             optax.add_decayed_weights(-o.weight_decay * o.learning_rate, mask=dict(decays)),
         )

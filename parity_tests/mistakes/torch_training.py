@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from jaxdist.data import Batch, Dataset
-from parity_tests.mistakes import everywhere, mistake, plant
-from torch_ref import checkpoint, optim, step
+from parity_tests.mistakes import altered, everywhere, mistake, plant
+from torch_ref import checkpoint, matrices, optim, step
 from torch_ref.weights import local, named
 
 planted = partial(mistake, "torch_ref")
@@ -268,6 +268,31 @@ def nesterov_left_out() -> None:
 def lion_with_one_beta() -> None:
     """beta1 decays the moment from step to step, too."""
     optimizer(lambda self: [g.update(betas=(g["betas"][0],) * 2) for g in self.optimizer.param_groups])
+
+
+@planted("adafactor", "distribution", "weights/*")
+def update_not_clipped() -> None:
+    """adafactor's update may be as large as it comes."""
+    optimizer(lambda self: [group.update(d=1e9) for group in self.optimizer.param_groups])
+
+
+@planted("adafactor", "distribution", "row_var/*", "col_var/*")
+def sums_of_the_own_piece() -> None:
+    """adafactor's sums are of a rank's piece, and not of the whole."""
+    plant(matrices, "dist", altered(matrices.dist, all_reduce=lambda *_, **__: None))
+
+
+@planted("muon", "distribution", "weights/layers.*")
+def muon_without_nesterov() -> None:
+    """muon steps along its momentum."""
+    optimizer(lambda self: [group.update(nesterov=False) for group in self.optimizer.param_groups])
+
+
+@planted("muon", "distribution", "weights/layers.*")
+def orthogonal_by_pieces_of_a_rank() -> None:
+    """muon makes each rank's piece of a matrix orthogonal."""
+    plant(matrices.Pieces, "whole", lambda self, piece, x: x)
+    plant(matrices.Pieces, "own", lambda self, piece, whole: whole)
 
 
 @planted("adam", "mathematics", "ema/*")
