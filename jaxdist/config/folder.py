@@ -150,9 +150,11 @@ class RunFolder:
         return (self.path / "config.toml").exists(), steps_in(self.checkpoints), logged
 
     def _kept(self, step: int) -> list[dict[str, Any]]:
-        """What was logged up to `step`; says so where a loss of power took lines of it."""
+        """What was logged up to `step`; says so where a loss of power took lines of it, or someone the file."""
+        begun = self.metrics.exists()
         kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
-        if kept and (lost := step - len(kept)):
+        # What was converted has an empty one where its source had none.
+        if (kept or not begun) and (lost := step - len(kept)):
             say(f"{self.metrics} lacks {lost} of the {step} steps that are done")
         return kept
 

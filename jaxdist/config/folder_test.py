@@ -25,6 +25,16 @@ def test_lines_that_were_lost_are_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert "lacks 2 of the 4 steps that are done" in capsys.readouterr().out
 
 
+def test_a_file_of_metrics_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be removed where it is damaged. One that a conversion left empty lacks nothing."""
+    logged(tmp_path, Experiment())
+    RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
+    assert not capsys.readouterr().out
+    (tmp_path / "metrics.jsonl").unlink()
+    RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=4)
+    assert "lacks 4 of the 4 steps that are done" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_kill_before_anything_was_written(resume: bool, tmp_path: Path) -> None:
     """Of a run that was writing its config: the folder is as good as empty."""
