@@ -160,8 +160,9 @@ class RunFolder:
 
     def synchronize(self) -> None:
         """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will."""
-        if self.metrics.exists():
-            synchronize(self.metrics)
+        with self.writing():  # network file systems and quotas tell here what they did not when it was written
+            if self.metrics.exists():
+                synchronize(self.metrics)
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one step's record; JSON has no NaN and no infinity: they are null."""

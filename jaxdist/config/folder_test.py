@@ -1,10 +1,13 @@
 """A run folder that others write too, or that a kill or a loss of power left."""
 
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, RunFolder, read_metrics
+from jaxdist.config import ConfigError, Experiment, RunFolder, TrainingError, read_metrics
 
 
 def every(steps: int) -> Experiment:
@@ -50,6 +53,27 @@ def test_another_interval_of_checkpoints(tmp_path: Path) -> None:
     """What is there was logged under the interval that the run had, not under that of the one that goes on."""
     logged(tmp_path, every(1000), *range(1, 101))
     assert RunFolder(tmp_path, every(10), resume=True).resume_from(marker="parameters") is None
+
+
+@pytest.mark.parametrize("failure", ["stop", "go on"])
+def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As network file systems and quotas tell it: not before they are asked to keep it."""
+    logged(tmp_path, Experiment(), 1)
+    folder = RunFolder(tmp_path, Experiment.parse({"checkpoint": {"failure": failure}}, source="test"), resume=True)
+
+    def full(_: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = f"--output {tmp_path}: {os.strerror(errno.EDQUOT)}; "
+    if failure == "stop":
+        with pytest.raises(TrainingError, match=f"^{re.escape(said)}make room, and go on by --resume$"):
+            folder.synchronize()
+    else:
+        folder.synchronize()
+        assert capsys.readouterr().out == f"{said}training goes on without it\n"
 
 
 @pytest.mark.parametrize("resume", [False, True])
