@@ -112,10 +112,10 @@ def from_first(function: Callable[[], Result]) -> Result:
     return found[0]
 
 
-def as_first(value: int, device: str) -> int:
-    """The first rank's value, on every rank."""
+def greatest(value: int, device: str) -> int:
+    """The greatest of all ranks' values, on each of them."""
     agreed = torch.tensor(value, device=device)
-    dist.broadcast(agreed, 0)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
     return int(agreed)
 
 
@@ -137,8 +137,9 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def rank_main(rank: int) -> None:
-            for number in before:
+            for number in STOP:
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(SAVE, signal.SIG_IGN)  # until `Saving` heeds it: there is nothing to save yet
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(plan.ranks)}
             os.environ["TORCH_REF_STORE"] = str(Path(folder) / "store")
             torch.set_num_threads(threads)

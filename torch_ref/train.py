@@ -55,7 +55,7 @@ def train(
 ) -> None:
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, folder or nullcontext():
-        with Saving(experiment.checkpoint, agree=partial(launch.as_first, device=mesh.device_type)) as schedule:
+        with Saving(experiment.checkpoint, agree=partial(launch.greatest, device=mesh.device_type)) as schedule:
             with torch.device("meta"):
                 plain, whole = (build(experiment.model) for _ in range(2))
             model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)

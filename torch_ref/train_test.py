@@ -339,6 +339,30 @@ def test_a_signal_saves_and_ends_a_run(train: Train, tmp_path: Path, number: sig
     assert distance(Run(folder), right) == (0, 0)
 
 
+SIGNALS = """
+import os, signal
+from torch_ref import train
+start, step = train.launch.process_group, train.train_step
+def starting(*arguments):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return start(*arguments)
+def signalled(*arguments):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM if arguments[5] == 3 else signal.SIGUSR1)
+    return step(*arguments)
+train.launch.process_group, train.train_step = starting, signalled
+"""
+
+
+def test_signals_to_one_rank_are_heeded_by_all(tmp_path: Path) -> None:
+    """As they come to one machine of several. Where a rank starts, there is nothing to save, and it is not ended."""
+    line = ["--mesh", "2x1", "--model.vocab", "256", "--output", str(tmp_path / "run")]
+    done = command(*line, before=SIGNALS)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.count("error: ended by a signal after step 3; step 3 is saved: go on by --resume") == 1
+    assert steps_in(tmp_path / "run" / "checkpoints") == [1, 2, 3]
+
+
 SIGNALLED = """
 import os, signal
 from torch_ref import train

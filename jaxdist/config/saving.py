@@ -30,8 +30,8 @@ class Due(IntEnum):
 
 
 class Saving:
-    """Signals are heeded within the context, in the process that decides. `clock`: seconds. `agree`: of what each of
-    several processes finds due, what all of them do."""
+    """Signals are heeded within the context. `clock`: seconds. `agree`: of what each of several processes finds due,
+    what all of them do."""
 
     def __init__(
         self,
