@@ -10,8 +10,8 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
 from jaxdist.config.checkpoints import Looked, placed, publish, sweep, thin, unfinished, written
 from jaxdist.config.foreign import read_json
-from jaxdist.processes import first, from_first
+from jaxdist.processes import agreement, first, from_first, together
 from jaxdist.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
@@ -63,16 +63,28 @@ class Checkpoints:
         values: dict[str, Any] = {item: ocp.args.StandardSave(tree, by_layer(tree)) for item, tree in arrays(state)}
         values["experiment"] = ocp.args.JsonSave(experiment.model_dump(exclude_none=True))
         with written(self.folder, step, self.config, first()):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.checkpointer.save(unfinished(self.folder, step), args=ocp.args.Composite(**values), force=True)
-            self.writing = step, self.thread.submit(self._finish, step)
+            from_first(partial(self.folder.mkdir, parents=True, exist_ok=True))
+            begin = partial(self.checkpointer.save, args=ocp.args.Composite(**values), force=True)
+            try:
+                together(partial(begin, unfinished(self.folder, step)))
+            except Exception:
+                with suppress(Exception):  # it gives up waiting for those that have not begun
+                    self.checkpointer.wait_until_finished()
+                raise
+            self.writing = step, self.thread.submit(self._finish, step, agreement())
 
-    def _finish(self, step: int) -> None:
-        """In the thread: when all files are written, give the checkpoint its name."""
+    def _finish(self, step: int, name: str) -> None:
+        """In the thread: when all files are written, the first gives the checkpoint its name, and the others hear how
+        that went by the agreement `name`. One whose steps end meanwhile, by an error of its own, gets here too."""
+        if not first():
+            with suppress(Exception):  # the first, which waits for all, says it
+                self.checkpointer.wait_until_finished()
+        from_first(partial(self._publish, step), name)
+
+    def _publish(self, step: int) -> None:
         self.checkpointer.wait_until_finished()
-        if first():
-            publish(self.folder, step)
-            thin(self.folder, self.config)
+        publish(self.folder, step)
+        thin(self.folder, self.config)
 
     def wait(self) -> None:
         """Until what is being written has its name. Raises TrainingError as `save` does."""
@@ -80,8 +92,7 @@ class Checkpoints:
         if writing:
             step, future = writing
             with written(self.folder, step, self.config, first()):
-                future.exception()  # of a process's own; the first, which waits for all, says how it went
-                from_first(future.result)
+                future.result()
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""

@@ -137,11 +137,19 @@ def _met(name: str, seconds: float) -> bool:
     return True
 
 
-def from_first(function: Callable[[], Result]) -> Result:
-    """On every process what `function` returns, or raises, on the first, the only one to call it, when all are here."""
+def agreement() -> str:
+    """A name for what all processes are to agree on; each asks for as many as the others, in the same order."""
+    return f"jaxdist/{next(_agreements)}"
+
+
+def from_first(function: Callable[[], Result], name: str | None = None) -> Result:
+    """On every process what `function` returns, or raises, on the first, the only one to call it, when all are here.
+
+    `name`: of the `agreement`, where another thread than the main one comes to it.
+    """
     if _world.size == 1:
         return function()
-    key, client = f"jaxdist/{next(_agreements)}", _store()
+    key, client = name or agreement(), _store()
     client.wait_at_barrier(key, FOREVER)
     if first():
         try:
@@ -154,6 +162,21 @@ def from_first(function: Callable[[], Result]) -> Result:
     if isinstance(found, Exception):
         raise found
     return found
+
+
+def together(function: Callable[[], None]) -> None:
+    """Call `function` on every process; an error that one of them meets is raised on all, when all are here."""
+    if _world.size == 1:
+        function()
+        return
+    key, client = agreement(), _store()
+    try:
+        function()
+    except Exception as error:
+        client.key_value_set_bytes(f"{key}/{_world.rank}", pickle.dumps(error))
+    client.wait_at_barrier(key, FOREVER)
+    for _, met in client.key_value_dir_get_bytes(key):
+        raise pickle.loads(met)
 
 
 def check_same(field: str, value: str) -> None:

@@ -59,7 +59,11 @@ def ranks(*command: str, **more: str) -> list[Ended]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    out = [process.communicate(timeout=300) for process in running]
+    try:
+        out = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()  # one that waits for ever
     return [Ended(p.args, p.returncode, *texts) for p, texts in zip(running, out, strict=True)]
 
 
@@ -144,9 +148,10 @@ def test_the_summary_is_of_all_devices(one: Path, two: Path) -> None:
 
 
 PLANT = """
-import os, signal
+import errno, functools, os, signal
 import numpy as np
-from jaxdist import processes, train
+from orbax.checkpoint import AsyncCheckpointer
+from jaxdist import checkpoint, processes, train
 from jaxdist.data.dataset import Sequences
 from jaxdist.program import Program
 
@@ -173,6 +178,22 @@ match os.environ.get("PLANT"):
         Program.rows = slice(0, 4)
     case "SIGTERM":
         at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    case "full disk" if rank == "0":
+        def full(self, record):
+            with self.writing():
+                if record["step"] == 3:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            log(self, record)
+        train.RunFolder.log = full
+    case "no memory":
+        soon = functools.partial(AsyncCheckpointer, timeout_secs=3)  # what another has not begun is given up
+        checkpoint.ocp.AsyncCheckpointer, save = soon, AsyncCheckpointer._save
+        async def copy(self, folder, *inputs, **named):
+            found = await save(self, folder, *inputs, **named)
+            if rank == "1" and "/2." in str(folder.get_final()):
+                raise MemoryError("no memory for a copy")
+            return found
+        AsyncCheckpointer._save = copy
 processes.run(train.main)
 """
 
@@ -202,6 +223,28 @@ def test_a_signal_to_one_ends_all_with_one_checkpoint_and_each_reads_its_rows(
     main([*TINY, *MESH, "--output", str(run), "--resume"])
     curves, states = distance(run, one)
     assert curves < 1e-12 and states < 1e-10
+
+
+def test_one_that_fails_alone_while_a_checkpoint_is_written_ends_all_and_it_is_kept(
+    planted: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    ended = ranks(planted, *TINY, *MESH, "--output", str(run), PLANT="full disk")
+    assert [process.returncode for process in ended] == [1, 1], ended
+    assert errors(ended) == [f"error: --output {run}: No space left on device; make room, and go on by --resume"]
+    assert [file.name for file in (run / "checkpoints").iterdir()] == ["2"]
+    assert damage(run / "checkpoints" / "2") is None
+
+
+def test_a_checkpoint_that_one_cannot_begin_is_left_out_by_all(planted: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    on = ["--checkpoint.failure", "go on"]
+    ended = ranks(planted, *TINY, *MESH, *on, "--output", str(run), PLANT="no memory")
+    assert [process.returncode for process in ended] == [0, 0], ended
+    left_out = f"the checkpoint of step 2 could not be written to {run}/checkpoints: no memory for a copy; training"
+    assert ended[0].stdout.count(left_out) == 1, ended[0].stdout
+    assert [file.name for file in (run / "checkpoints").iterdir()] == ["4"]
+    assert damage(run / "checkpoints" / "4") is None
 
 
 @pytest.mark.slow
