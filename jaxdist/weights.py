@@ -6,19 +6,19 @@ from typing import Any
 import jax
 
 from jaxdist import checkpoint
-from jaxdist.config import Experiment, same_model
+from jaxdist.config import Experiment, same_model, whole
+from jaxdist.config.checkpoints import placed
 from jaxdist.config.experiment import Verify
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import OWN
-from jaxdist.convert.verify import comparing, unchanged
 from jaxdist.program import Program
 
 
 def located(path: Path, verify: Verify = "checksums") -> Path:
-    """The verified checkpoint that a run folder of jaxdist stands for; any other path itself. Raises ConfigError."""
-    return checkpoint.locate(path, verify) if kind_of(path) == "orbax" else path
+    """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
+    return placed(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
 
 
 def source_experiment(path: Path) -> Experiment:
@@ -46,5 +46,4 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = content.averaged(path) if ema else content
     streamed = Conversion(content, OWN).stream(PARAMETERS)
-    with comparing(content.checkpoint) as wait, unchanged(wait):
-        return program.placed({name: put(abstract[name], array) for _, name, array in streamed})
+    return program.placed({name: put(abstract[name], array) for _, name, array in streamed})

@@ -38,6 +38,14 @@ SMALL = 1_000_000  # bytes: such a file says what a checkpoint is, larger ones h
 LINGER = 1.0  # seconds: TensorStore's threads and other ranks end the file they are at, which takes much less
 
 
+class Damaged(ConfigError):
+    """A checkpoint, the first argument, is not what its manifest says, for a reason in words, the second."""
+
+    def __str__(self) -> str:
+        checkpoint, reason = self.args
+        return f"checkpoint {checkpoint} is damaged: {reason}; use another, or a copy of it"
+
+
 def unfinished(checkpoints: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written, until `publish`."""
     return checkpoints / f"{step}{UNFINISHED}"
@@ -271,9 +279,9 @@ def whole(path: Path, verify: Looked = "checksums") -> Path:
 
 
 def check_whole(checkpoint: Path, verify: Looked = "checksums", **how: Any) -> None:
-    """Raises ConfigError where a checkpoint is not what its manifest says. `how`: as `damage` takes it."""
+    """Raises Damaged where a checkpoint is not what its manifest says. `how`: as `damage` takes it."""
     if reason := damage(checkpoint, verify, **how):
-        raise ConfigError(f"checkpoint {checkpoint} is damaged: {reason}; use another, or a copy of it")
+        raise Damaged(checkpoint, reason)
 
 
 def sealed(checkpoint: Path) -> Path | None:

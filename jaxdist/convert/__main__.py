@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxdist.config import ConfigError, exit_codes
+from jaxdist.config import ConfigError, exit_codes, whole
 from jaxdist.config.arguments import Parser, load, user_path
+from jaxdist.config.checkpoints import Damaged, run_of
 from jaxdist.config.display import megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
@@ -27,7 +28,10 @@ from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> what is converted, and into what -> check -> stream -> verify; or list."""
+    """Arguments -> what is converted, and into what -> check -> stream -> verify; or list.
+
+    A run folder stands for its newest whole checkpoint, also where the newest turns out to be damaged on the way.
+    """
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
     if a.inspect:
@@ -35,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if a.force:
         check_replaceable(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like})
+    try:
+        convert(a)
+    except Damaged as error:  # as was found while it was read
+        if run_of(error.args[0]) != a.source.absolute():
+            raise
+        a.source = whole(a.source)  # of the run, an older one
+        convert(a)
+
+
+def convert(a: Any) -> None:
+    """Write TARGET. Raises ConfigError, TrainingError."""
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
     with whole_or_nothing(a.target, a.force) as beside:
         check_room(a.target, conversion.bytes)

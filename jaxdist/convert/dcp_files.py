@@ -186,7 +186,8 @@ def _prefix(given: Sequence[str]) -> str:
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
+    """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
+    of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = whole(path, "small")
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters

@@ -48,7 +48,8 @@ def described(path: Path) -> dict[str, Leaf]:
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a checkpoint or of a run's newest whole one. Raises ConfigError."""
+    """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
+    of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
 

@@ -47,7 +47,7 @@ def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
     """Within, a checkpoint's files are compared with its manifest, beside whatever else reads them: to do it before
     would read them twice from the disk. What comes of it is to be waited for; no further file is begun at the end.
 
-    The wait raises ConfigError where one has changed.
+    The wait raises Damaged where one has changed.
     """
     if checkpoint is None:
         yield lambda: None

@@ -1,7 +1,9 @@
 """A source that changed since it was written, and what a conversion makes of it."""
 
 import importlib
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
+from jaxdist.weights import located
 
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
 
@@ -22,11 +25,59 @@ def damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of which one file of numbers has changed; all of these are taken for large ones."""
     monkeypatch.setattr(checkpoints, "SMALL", 200)
     run = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))
-    file = run / "checkpoints" / "7" / "parameters" / "embed.embedding" / "0.0"
+    flip(run / "checkpoints" / "7" / "parameters" / "embed.embedding" / "0.0")
+    return run
+
+
+def flip(file: Path) -> None:
     numbers = bytearray(file.read_bytes())
     numbers[9] ^= 1
     file.write_bytes(numbers)
-    return run
+
+
+def largest(folder: Path) -> Path:
+    """Of the files that hold numbers."""
+    return max([*folder.rglob("*.0"), *folder.rglob("*.distcp")], key=lambda file: file.stat().st_size)
+
+
+class TestRunWhoseNewestChanged:
+    """An older checkpoint, of step 5, is whole."""
+
+    @pytest.fixture(params=["orbax", "dcp"])
+    def run(self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(checkpoints, "SMALL", 200)
+        content = content_of(Llama(**SMALL))
+        run, other = written(tmp_path / "run", request.param, content), tmp_path / "other"
+        written(other, request.param, replace(content, step=5, updates=5))
+        (other / "checkpoints" / "5").rename(run / "checkpoints" / "5")
+        flip(largest(run / "checkpoints" / "7"))
+        return run
+
+    def test_is_converted_from_the_one_before(
+        self, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main([str(run), str(tmp_path / "target"), "--to", "dcp", "--verify"])
+        assert [path.name for path in (tmp_path / "target" / "checkpoints").iterdir()] == ["5"]
+        assert re.search(r"7 is damaged: its file \S+ has changed .*; going back to step 5", capsys.readouterr().out)
+        with pytest.raises(ConfigError, match="7 is damaged"):
+            main([str(run / "checkpoints" / "7"), str(tmp_path / "b"), "--to", "dcp"])
+
+    def test_is_evaluated_by_the_one_before(self, run: Path) -> None:
+        assert located(run) == run / "checkpoints" / "5"
+
+    def test_is_not_blamed_for_its_target(self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was written is damaged before it is read again, which another source would not mend."""
+        right, tries = dcp_files.write, list[Path]()
+
+        def spoiled(path: Path, conversion: Any) -> None:
+            tries.append(path)
+            right(path, conversion)
+            flip(largest(path))
+
+        monkeypatch.setattr(dcp_files, "write", spoiled)
+        with pytest.raises(ConfigError, match=r"partial/checkpoints/5 is damaged"):
+            main([str(run / "checkpoints" / "5"), str(tmp_path / "b"), "--to", "dcp", "--verify"])
+        assert len(tries) == 1
 
 
 class TestSourceThatChanged:
