@@ -3,6 +3,7 @@
 import importlib
 import json
 import pickle
+import shutil
 import tracemalloc
 import warnings
 import zipfile
@@ -43,6 +44,12 @@ def config(folder: Path, model: Any = MODEL) -> list[str]:
     return ["--model", str(file)]
 
 
+def save_distributed(folder: Path, tree: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+
+
 def names(folder: Path) -> list[str]:
     """As they stand in the file."""
     return sorted(load_file(folder / WEIGHTS))
@@ -50,6 +57,17 @@ def names(folder: Path) -> list[str]:
 
 class TestNames:
     """A Hugging Face folder has transformers' names, whatever the weights came from."""
+
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+    def test_wrappers_of_a_folder(self, prefix: str, tmp_path: Path) -> None:
+        """They are known, and come back."""
+        right, source = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("right", "a"))
+        wrapped = {prefix + name: tensor for name, tensor in load_file(source / WEIGHTS).items()}
+        save_file(wrapped, source / WEIGHTS, {"format": "pt"})
+        assert tensors(source) == tensors(right)
+        main([str(source), str(tmp_path / "run"), "--to", "orbax"])
+        main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf"])
+        assert names(tmp_path / "back") == sorted(wrapped)
 
     @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
     @pytest.mark.parametrize("through", ["", "orbax", "dcp"])
@@ -72,6 +90,35 @@ class TestNames:
         main([str(tmp_path / "b.pt"), str(tmp_path / "c"), "--to", "hf"])
         assert names(tmp_path / "c") == names(source)
 
+    @pytest.mark.parametrize("kind", ["hf", "torch", "dcp"])
+    def test_a_tied_head_without_the_embedding(self, kind: str, tmp_path: Path) -> None:
+        """As `safetensors.torch.save_model` leaves it: of two names for a tensor the first in the alphabet."""
+        embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+        whole = written(tmp_path / "whole", "hf" if kind == "hf" else "torch", content_of(TIED))
+        source, model = tmp_path / "source", config(tmp_path, TIED)
+
+        def renamed(tensors: Any) -> Any:
+            return {name: t for name, t in tensors.items() if name != embedding} | {head: tensors[embedding]}
+
+        if kind == "hf":
+            shutil.copytree(whole, source)
+            save_file(renamed(load_file(whole / WEIGHTS)), source / WEIGHTS)
+        else:
+            tree = torch.load(whole, weights_only=True)
+            tree["model"] = renamed(tree["model"])
+        if kind == "torch":
+            torch.save(tree, source)
+        if kind == "dcp":
+            called = [name for group in tree["optimizer"]["param_groups"] for name in group["param_names"]]
+            state = renamed(dict(zip(called, tree["optimizer"]["state"].values(), strict=True)))
+            save_distributed(source, {"model": tree["model"], "optim": {"state": state}, "step": 7})
+        for name, path in (("right", whole), ("run", source)):
+            main([str(path), str(tmp_path / name), "--to", "orbax", *model])
+        assert tensors(tmp_path / "run") == tensors(tmp_path / "right")
+        main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", kind])
+        before, after = (set(KINDS[kind].format.described(path)) for path in (source, tmp_path / "back"))
+        assert after == before and head in after and embedding not in after
+
     def test_a_config_of_something_else_beside_a_file(self, tmp_path: Path) -> None:
         file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
         for other in ('{"batch": 3}', "[1, 2]", "{"):
@@ -84,9 +131,7 @@ class TestDistributed:
     """What torch.distributed.checkpoint writes of trees that are none of ours."""
 
     def saved(self, folder: Path, tree: Any) -> list[str]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is here
-            dcp.save(tree, checkpoint_id=folder, no_dist=True)
+        save_distributed(folder, tree)
         return [str(folder), str(folder.with_suffix(".run")), *config(folder.parent)]
 
     @pytest.mark.parametrize("outer", [False, True])

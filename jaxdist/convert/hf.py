@@ -50,7 +50,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     experiment = agreed(str(path), found, wanted)
     tensors = Tensors(path)
     table, there = HUGGINGFACE[experiment.model.family], leaves(tensors)
-    names = inverted(str(path), {name: table.full_name(name) for name in there})
+    names = inverted(str(path), there, "huggingface", experiment.model)
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
     first = str(groups[PARAMETERS][table.rows[0].theirs].dtype) if table.rows[0].theirs in names else ""

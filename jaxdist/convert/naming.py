@@ -17,20 +17,25 @@ def plain(name: str) -> str:
 
 def recognized(source: str, names: Iterable[str], model: Family) -> tuple[str, dict[str, str]]:
     """The naming that has most of `names`, and its names -> those given. Raises ConfigError where two are one."""
-    given = [(name, plain(name)) for name in names]
-    tables = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
-    found = {n: inverted(source, {name: table.full_name(p) for name, p in given}) for n, table in tables.items()}
+    given = list(names)
+    known = [naming for naming, families in NAMINGS.items() if model.family in families]
+    found = {naming: inverted(source, given, naming, model) for naming in known}
     best = max(found, key=lambda naming: len(found[naming].keys() & entries(naming, model).keys()))
     return best, found[best]
 
 
-def inverted(source: str, full: Mapping[str, str]) -> dict[str, str]:
-    """Full name -> name in the file. Raises ConfigError where two tensors are the same parameter."""
-    found: dict[str, str] = {}
-    for name, parameter in full.items():
+def inverted(source: str, names: Iterable[str], naming: str, model: Family) -> dict[str, str]:
+    """Full name -> name in the file; a tied head that is there alone is the embedding, of which safetensors may have
+    kept that name. Raises ConfigError where two tensors are the same parameter."""
+    table, found = NAMINGS[naming][model.family], dict[str, str]()
+    for name in names:
+        parameter = table.full_name(plain(name))
         if parameter in found:
             raise ConfigError(f"{source}: tensors {found[parameter]} and {name} are the same parameter; give each once")
         found[parameter] = name
+    embedding = table.rows[0].theirs
+    if model.tied and table.head in found and embedding not in found:
+        return {embedding: found.pop(table.head)} | found
     return found
 
 
