@@ -20,7 +20,7 @@ KNOWN = (
     "*.distcp", INDEX, EXPERIMENT, MANIFEST, *TrainState._fields, "experiment", "params", "_*", "d", "*ocdbt*",
     "array_metadatas", "commit_success.txt", "README.md", "LICENSE*", "USE_POLICY*", ".gitattributes",
 )  # fmt: skip
-ZIP = b"PK\x03\x04"  # how a torch file begins, and one of before 1.6
+ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 1.6
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 
 
@@ -45,12 +45,13 @@ def others(target: Path) -> Iterator[Path]:
     if target.is_file():
         with target.open("rb") as file:
             begins = file.read(len(LEGACY))
-        if not (begins.startswith(ZIP) or begins == LEGACY or target.suffix == ".safetensors"):
+        torchs = begins == LEGACY or (begins.startswith(ZIP) and kind_at(target))  # zips are documents and wheels too
+        if not (torchs or target.suffix == ".safetensors"):
             yield target
         return
     if any(target.iterdir()) and not (kind_at(target) or is_tree(target)):
         yield target
     for entry in target.iterdir():
-        is_array = entry.is_dir() and any(entry.rglob(".zarray"))
+        is_array = (entry / ".zarray").is_file()
         if not is_array and not any(fnmatch(entry.name, name) for name in KNOWN):
             yield entry

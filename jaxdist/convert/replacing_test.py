@@ -1,5 +1,6 @@
 """What --force takes, and what it leaves alone."""
 
+import zipfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -41,13 +42,47 @@ def test_a_checkpoint_with_work_beside_it(beside: str, tmp_path: Path) -> None:
     assert (target / beside).read_text() == "work"
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "notes.pt"])
+def test_a_checkpoint_with_a_run_beside_it(tmp_path: Path) -> None:
+    """Which is of the same names as the rest, one folder deeper."""
+    source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
+    run = written(target / "mine", "orbax", content_of(MODEL))
+    with pytest.raises(ConfigError, match=r"TARGET \S+ has mine, which is of no checkpoint"):
+        main([str(source), str(target), "--force", "--to", "hf"])
+    assert (run / "config.toml").exists()
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "notes.pt", "thesis.docx", "thesis.pt"])
 def test_a_file_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
     source = written(tmp_path / "source", "hf", content_of(MODEL))
     (tmp_path / name).write_bytes(b"\1\0\2\0")
+    if name.startswith("thesis"):
+        with zipfile.ZipFile(tmp_path / name, "w") as document:
+            document.writestr("word/document.xml", "work")
+    before = (tmp_path / name).read_bytes()
     with pytest.raises(ConfigError, match=rf"{name} is no checkpoint, and --force replaces nothing else"):
         main([str(source), str(tmp_path / name), "--force", "--to", "torch"])
-    assert (tmp_path / name).read_bytes() == b"\1\0\2\0"
+    assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_a_torch_file_cut_short(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    source = written(tmp_path / "source", "hf", content_of(MODEL))
+    target = written(tmp_path / f"b{suffix}", "torch", content_of(MODEL))
+    target.write_bytes(target.read_bytes()[:1000])
+    main([str(source), str(target), "--force"])
+    assert tensors(target).keys() == tensors(source).keys()
+
+
+def test_a_checkpoint_of_a_run_in_progress(tmp_path: Path) -> None:
+    source, run = (written(tmp_path / name, "orbax", content_of(MODEL)) for name in ("source", "run"))
+    target = run / "checkpoints" / "7"
+    before = {path.relative_to(run) for path in run.rglob("*")}
+    with alone(run / LOCK), pytest.raises(ConfigError, match=r"7 is being written by a run; wait until it ends"):
+        main([str(source), str(target), "--force", "--to", "hf"])
+    assert {path.relative_to(run) for path in run.rglob("*")} == before
+    main([str(source), str(target), "--force", "--to", "hf"])
+    assert (target / "config.json").exists()
 
 
 def test_a_run_that_began_meanwhile(tmp_path: Path) -> None:

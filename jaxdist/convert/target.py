@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from jaxdist.config import ConfigError, TrainingError, check_writable
-from jaxdist.config.checkpoints import synchronize
+from jaxdist.config.checkpoints import run_of, synchronize
 from jaxdist.config.display import megabytes, say
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import Taken, alone
@@ -84,18 +84,18 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def no_run_in(target: Path) -> Iterator[None]:
-    """Within, no run writes to the folder. Raises ConfigError where one does."""
+    """Within, no run writes to the folder, or has it as a checkpoint. Raises ConfigError where one does."""
     with ExitStack() as stack:
-        if (target / LOCK).exists():
+        for lock in (folder / LOCK for folder in (target, run_of(target)) if folder and (folder / LOCK).exists()):
             try:
-                stack.enter_context(alone(target / LOCK))
+                stack.enter_context(alone(lock))
             except Taken:
                 raise ConfigError(
                     f"TARGET {target} is being written by a run; wait until it ends, or give another"
                 ) from None
             except OSError as error:
                 raise ConfigError(
-                    f"TARGET {target}: its {LOCK}: {error.strerror}; remove it, or give another"
+                    f"TARGET {target}: its lock {lock}: {error.strerror}; remove it, or give another"
                 ) from None
         yield
 

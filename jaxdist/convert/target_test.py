@@ -140,6 +140,6 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     main([str(source), str(tmp_path / "run"), "--to", "orbax"])
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match=f"its {LOCK}: .*remove it"):
+    with pytest.raises(ConfigError, match=rf"its lock \S+{LOCK}: .*remove it"):
         main([str(source), str(tmp_path / "run"), "--to", "orbax", "--force"])
     assert (tmp_path / "mine").read_text() == "mine"
