@@ -31,6 +31,16 @@ def say(line: str) -> None:
     console.print(printable(line), markup=False, soft_wrap=True)
 
 
+@contextmanager
+def aside(needed: bool = True) -> Iterator[None]:
+    """Within, lines go to standard error where it is `needed`: standard output is for a program to read."""
+    before, console.stderr = console.stderr, needed
+    try:
+        yield
+    finally:
+        console.stderr = before
+
+
 def megabytes(count: float) -> str:
     """Bytes as MB or GB, decimal."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"

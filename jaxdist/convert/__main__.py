@@ -14,7 +14,7 @@ import jax
 from jaxdist.config import ConfigError, exit_codes, whole
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.checkpoints import Damaged, run_of
-from jaxdist.config.display import megabytes, say, transfer
+from jaxdist.config.display import aside, megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, kind_at, kind_of, target_kind
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     a = arguments(sys.argv[1:] if argv is None else argv)
     jax.config.update("jax_platforms", "cpu")  # no accelerator is needed, and none should be held
     if a.inspect:
-        inspect(a.source, a.json)
+        with aside(a.json):
+            inspect(a.source, a.json)
         return
     if a.force:
         check_replaceable(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like})
@@ -155,7 +156,9 @@ def arguments(argv: Sequence[str]) -> Any:
     )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it exists, when the new one is whole")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
-    parser.add_argument("--json", action="store_true", help="with --inspect: print one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="with --inspect: print one JSON object, and all else to stderr"
+    )
     a = parser.parse_args(argv)
     if a.inspect and a.target:
         raise ConfigError(f"--inspect with TARGET {a.target}: inspecting writes nothing; leave one of them out")

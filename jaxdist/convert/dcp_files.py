@@ -173,7 +173,7 @@ def _geometric(x: int, start: int, n: int) -> int:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
-    return Tensors(whole(path)).parameters
+    return Tensors(whole(path, "small")).parameters
 
 
 def _prefix(given: Sequence[str]) -> str:

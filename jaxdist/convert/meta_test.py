@@ -159,6 +159,19 @@ def test_ranks_that_do_not_fit(other: Any, tmp_path: Path) -> None:
         meta.opened(saved(tmp_path / "meta", [first, second]))
 
 
+def test_its_listing_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was assumed of it is told elsewhere."""
+    folder = saved(tmp_path / "meta", [drawn()])
+    (folder / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": True}))
+    main(["--inspect", str(folder), "--json"])
+    said = capsys.readouterr()
+    assert json.loads(said.out)["kind"] == "meta"
+    assert "its rotation is taken to be stretched by" in said.err
+    main(["--inspect", str(folder)])
+    said = capsys.readouterr()
+    assert "its rotation is taken to be stretched by" in said.out and not said.err
+
+
 def test_its_tokenizer_goes_along(tmp_path: Path) -> None:
     folder = saved(tmp_path / "meta", [drawn()])
     (folder / "tokenizer.model").write_bytes(b"pieces")

@@ -43,7 +43,7 @@ READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
-    found = checkpoint.locate(path)
+    found = checkpoint.locate(path, "small")
     return {name: leaf(found, store) for name, store in named(found, "parameters", stores(found, "parameters")).items()}
 
 

@@ -1,6 +1,7 @@
 """A source that changed since it was written, and what a conversion makes of it."""
 
 import importlib
+import json
 import re
 import time
 from dataclasses import replace
@@ -62,6 +63,14 @@ class TestRunWhoseNewestChanged:
         with pytest.raises(ConfigError, match="7 is damaged"):
             main([str(run / "checkpoints" / "7"), str(tmp_path / "b"), "--to", "dcp"])
 
+    def test_is_listed_in_one_json_object(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """What is wrong with the newest is told elsewhere."""
+        flip(run / "checkpoints" / "7" / checkpoints.MANIFEST)
+        main(["--inspect", str(run), "--json"])
+        said = capsys.readouterr()
+        assert json.loads(said.out)["source"] == str(run)
+        assert "going back to step 5" in said.err
+
     def test_is_evaluated_by_the_one_before(self, run: Path) -> None:
         assert located(run) == run / "checkpoints" / "5"
 
@@ -105,6 +114,11 @@ class TestSourceThatChanged:
         monkeypatch.setattr(dcp_files, "check", refused)
         with pytest.raises(ConfigError, match="two dtypes"):
             main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
+
+    def test_is_listed(self, damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Its numbers are not read for their names."""
+        main(["--inspect", str(damaged)])
+        assert "embed.embedding" in capsys.readouterr().out
 
     def test_its_small_files_are_compared_before(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         KINDS["orbax"].format.opened(damaged)
