@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -103,10 +104,11 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
 
 
 def user_path(text: str) -> Path:
-    """A path as a person writes it: with ~ for the home folder, and short enough to be one."""
+    """A path as a person writes it: with ~ for the home folder, short enough to be one, and no circle of links."""
     try:
         path = Path(text).expanduser()
-        path.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
     except (OSError, RuntimeError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return path

@@ -456,6 +456,8 @@ class TestCommandLine:
             (["occupied", "new"], r"occupied: no checkpoint of a known kind"),
             (["run", "occupied"], r"TARGET occupied exists"),
             (["run"], r"TARGET is missing"),
+            (["run", "circle", "--force"], r"TARGET: 'circle': .*symbolic links"),
+            (["run", "circle/new"], r"TARGET: 'circle/new': .*symbolic links"),
             (["run", "new", "--inspect"], r"--inspect with TARGET new"),
             (["run", "new", "--json"], r"--json belongs to --inspect"),
             (["run", "new", "--to", "onnx"], r"--to: invalid choice: 'onnx'"),
@@ -468,6 +470,7 @@ class TestCommandLine:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "occupied").mkdir()
+        (tmp_path / "circle").symlink_to("circle")
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(ConfigError, match=says):
             main(argv)
