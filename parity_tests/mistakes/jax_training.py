@@ -369,7 +369,7 @@ def one_iteration_less() -> None:
     ruled("muon", lambda right, o, *rest: right(o.model_copy(update={"ns_steps": 4}), *rest))
 
 
-@planted("muon", "distribution", "momentum_buffer/layers.*")
+@planted("muon", "distribution", "momentum_buffer/layers.*", "distribution/momentum_buffer at the end: layers.*")
 def momentum_as_of_sgd() -> None:
     """muon's momentum takes all of the gradient."""
 
