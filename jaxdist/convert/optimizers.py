@@ -9,7 +9,7 @@ from torch import Tensor
 from jaxdist.config import EMA, ConfigError, Optimizer
 from jaxdist.config.display import say
 from jaxdist.config.optimizer import STATES
-from jaxdist.convert.atoms import Shape
+from jaxdist.convert.atoms import Entry, Shape
 from jaxdist.convert.torch_parts import like
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
@@ -27,11 +27,6 @@ class Rule(NamedTuple):
     fields: dict[str, Callable[[Group], Any]]
     build: Callable[[Any, float, Optimizer], torch.optim.Optimizer]
     counts: bool = False  # its updates, in `step`
-
-    @property
-    def config(self) -> Optimizer:
-        """Such an optimizer."""
-        return Optimizer(name=self.name)  # type: ignore[arg-type]
 
     def kinds(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """What it keeps of each parameter; nothing where no group has a momentum that it keeps."""
@@ -128,7 +123,7 @@ def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
     return rule
 
 
-Kept = Callable[[Rule, str], Mapping[str, Shape]]  # the shapes of what it keeps of a kind, by parameter
+Kept = Callable[[Optimizer, str], Mapping[str, Entry]]  # what such an optimizer keeps as a kind, by parameter
 
 
 def order_of(
@@ -147,7 +142,8 @@ def order_of(
     held = (entry for entry in entries.values() if isinstance(entry, dict))
     there = [str(kind) for entry in held for kind, value in entry.items() if value is not None]
     rule = rule_of(source, [*there, *map(str, state.keys() - KEPT)], groups)
-    wanted = {kind: kept(rule, kind) for kind in rule.kinds(groups)}
+    like_it = Optimizer(name=rule.name)  # type: ignore[arg-type]
+    wanted = {kind: {n: e.shape for n, e in kept(like_it, kind).items()} for kind in rule.kinds(groups)}
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
     for order in (*named, *_orders(groups, shapes, rename)):
         if set(order) == set(entries) and all(_fits(wanted, name, entries[i]) for i, name in order.items()):

@@ -30,7 +30,6 @@ from jaxdist.config.folder import parse_metrics
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import buffers, grad_scaler, optimizers, tables, torch_numpy
-from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
 from jaxdist.convert.hf import CONFIG, companions, is_companion
 from jaxdist.convert.naming import carried, plain, recognized
@@ -211,15 +210,10 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
     updates, trained = None, list[dict[str, Any]]()
     order, kinds = optimizers.Order(), tuple[str, ...]()
-
-    def kept_by(rule: optimizers.Rule, kind: str) -> dict[str, Shape]:
-        return {name: entry.shape for name, entry in tables.kept(naming, model, rule.config, kind).items()}
-
     if optimizer.get("state"):
         with reading(path, "optimizer"):
-            rule, order = optimizers.order_of(
-                str(path), optimizer, shapes, kept_by, lambda name: table.full_name(plain(name))
-            )
+            kept_as, rename = partial(tables.kept, naming, model), lambda name: table.full_name(plain(name))
+            rule, order = optimizers.order_of(str(path), optimizer, shapes, kept_as, rename)
             trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states, kinds = {name: optimizer["state"][i] for i, name in order.items()}, rule.kinds(trained)
         groups |= {
