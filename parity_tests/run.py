@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist import models
 from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
-from jaxdist.sharding import Layout
+from jaxdist.config.optimizer import ALL, Place
 from parity_tests import commands, compare, names
 
 METRICS = tuple(compare.FLOOR)
@@ -148,18 +148,21 @@ class Run:
                     yield f"{name} of step {step}"
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
-        """Of the model's parameters, by their names in JAX."""
-        return models.layouts(models.build(self.experiment.model))
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the model's parameters, by name."""
+        layouts = models.layouts(models.build(self.experiment.model))
+        zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
+        return {name: w.shape for name, w in names.as_torch(zeros).items()}
 
     def shapes_of(self, what: str) -> dict[str, tuple[int, ...]]:
         """Of those that have a kind of tensors: running statistics are weights alone, and what an optimizer keeps may
-        be of some."""
+        be of some, and a number of each row or column."""
         kind = what.partition(" ")[0]
-        of = self.experiment.optimizer.states.get(kind, lambda _: True)
-        there = (w for w in self.layouts.values() if kind == "weights" or (not w.statistic and of(w.stands)))
-        zeros = {layout.name: np.broadcast_to(np.zeros(()), layout.kept(kind)) for layout in there}
-        return {name: w.shape for name, w in names.as_torch(zeros).items()}
+        if kind == "weights":
+            return self.shapes
+        of = self.experiment.optimizer.states.get(kind, ALL)
+        trained = {name: shape for name, shape in self.shapes.items() if not name.endswith(names.STATISTICS)}
+        return {n: names.kept(shape, kind) for n, shape in trained.items() if of(Place.in_torch(n, len(shape)))}
 
     def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
         """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""

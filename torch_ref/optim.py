@@ -2,7 +2,6 @@
 ZeroRedundancyOptimizer."""
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -154,15 +153,14 @@ RULES = {
 }
 
 
-def stands(name: str, parameter: Tensor) -> Place:
-    """What rules tell parameters apart by: blocks are modules with a number."""
-    return Place(parameter.ndim >= 2, re.search(r"\.\d+\.", name) is not None)
-
-
 def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """The groups that the rule is made of: matrices decay and come first."""
     by_place = [
-        {"params": [t for name, t in parameters.items() if of(stands(name, t))], "weight_decay": o.weight_decay} | own
+        {
+            "params": [t for name, t in parameters.items() if of(Place.in_torch(name, t.ndim))],
+            "weight_decay": o.weight_decay,
+        }
+        | own
         for of, own in RULES[o.name].groups
     ]
     return [group for group in by_place if group["params"]]
@@ -205,7 +203,7 @@ class Optimizer:
     def _start(self, name: str) -> dict[str, Tensor]:
         """The state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
         parameter = self.parameters[name].detach()
-        kinds = [kind for kind, of in self.config.states.items() if of(stands(name, parameter))]
+        kinds = [kind for kind, of in self.config.states.items() if of(Place.in_torch(name, parameter.ndim))]
         state = {"step": torch.tensor(0.0)} | {kind: kept(parameter, kind) for kind in kinds}
         self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state

@@ -1,7 +1,8 @@
 """The optimizer: its update rule, the schedule of its rate, and what it keeps of each parameter."""
 
+import re
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,11 @@ class Place(NamedTuple):
 
     matrix: bool
     block: bool
+
+    @classmethod
+    def in_torch(cls, name: str, dims: int) -> Self:
+        """That of a parameter by its name there: blocks are modules with a number."""
+        return cls(dims >= 2, re.search(r"\.\d+\.", name) is not None)
 
     @property
     def inner(self) -> bool:
