@@ -120,13 +120,19 @@ def synchronize(path: Path) -> None:
         os.close(descriptor)
 
 
-def checksum(file: Path, kind: str = WRITTEN) -> str:
+def never() -> bool:
+    """What is not to be ended."""
+    return False
+
+
+def checksum(file: Path, kind: str = WRITTEN, ended: Callable[[], bool] = never) -> str:
+    """Of all of the file; of no use where it is `ended` meanwhile."""
     found = CHECKSUMS[kind]()
     with file.open("rb", buffering=0) as opened:
         if hasattr(os, "posix_fadvise"):  # macOS has none
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         block = memoryview(bytearray(min(BLOCK, os.fstat(opened.fileno()).st_size)))
-        while read := opened.readinto(block):
+        while not ended() and (read := opened.readinto(block)):
             found.update(block[:read])
     return str(found.hexdigest())
 
@@ -147,12 +153,12 @@ Looked = Verify | Literal["small"]
 def damage(
     folder: Path,
     verify: Looked = "checksums",
-    ended: Callable[[], bool] = lambda: False,
+    ended: Callable[[], bool] = never,
     threads: int | None = None,
 ) -> str | None:
     """The first thing in which a checkpoint is not what its manifest says, in words; None where it is whole.
 
-    Begins no further file when it is `ended`. `threads`: those that read, where they are not to have all cores.
+    Reads no further when it is `ended`. `threads`: those that read, where they are not to have all cores.
     """
     try:
         said = read_json(folder / MANIFEST)
@@ -174,7 +180,7 @@ def damage(
         return reason
 
     def as_said(entry: Entry) -> bool:
-        return checksum(entry.file, entry.kind) == entry.checksum
+        return checksum(entry.file, entry.kind, ended) == entry.checksum or ended()
 
     def other_content(entry: Entry) -> str | None:
         try:

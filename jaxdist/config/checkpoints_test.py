@@ -88,12 +88,25 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """As on a disk with a bad block, or for want of permission."""
     folder = write(tmp_path, 3)
 
-    def broken(file: Path, kind: str) -> str:
+    def broken(file: Path, *_: Any) -> str:
         raise OSError(5, "Input/output error", str(file))
 
     monkeypatch.setattr(checkpoints, "checksum", broken)
     assert damage(folder) == "its file a cannot be read: Input/output error"
     assert damage(folder, "sizes") is None
+
+
+def test_an_end_within_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of it is not read, and what was read tells nothing."""
+    folder, looked = write(tmp_path, 3), list[None]()
+    monkeypatch.setattr(checkpoints, "BLOCK", 10)
+
+    def ended() -> bool:
+        looked.append(None)
+        return len(looked) > 5
+
+    assert damage(folder, ended=ended, threads=1) is None
+    assert len(looked) < len((folder / "a").read_bytes()) / 10
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def verify_source(path: Path) -> Iterator[str]:
 @contextmanager
 def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
     """Within, a checkpoint's files are compared with its manifest, beside whatever else reads them: to do it before
-    would read them twice from the disk. What comes of it is to be waited for; no further file is begun at the end.
+    would read them twice from the disk. What comes of it is to be waited for; at the end no more is read.
 
     The wait raises Damaged where one has changed.
     """
@@ -63,9 +63,12 @@ def comparing(checkpoint: Path | None) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def unchanged(wait: Callable[[], None]) -> Iterator[None]:
-    """At its end a comparison is waited for, which explains what else was raised. Signals do not wait."""
+    """At its end a comparison is waited for, which explains what else was raised. Signals do not wait, nor does what
+    the target is to blame for."""
     try:
         yield
+    except TrainingError:
+        raise
     except Exception:
         wait()
         raise

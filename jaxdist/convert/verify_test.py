@@ -4,13 +4,14 @@ import importlib
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxdist.config import ConfigError, Llama, checkpoints
+from jaxdist.config import ConfigError, Llama, TrainingError, checkpoints
 from jaxdist.convert import verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import SMALL
@@ -126,10 +127,32 @@ class TestSourceThatChanged:
         with pytest.raises(ConfigError, match="is damaged"):
             KINDS["orbax"].format.opened(damaged)
 
+    def test_is_not_waited_for_by_a_full_disk(
+        self, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right, waited = checkpoints.checksum, list[Path]()
+
+        def slow(file: Path, kind: str, ended: Callable[[], bool]) -> str:
+            until = time.monotonic() + 5
+            while ended is not checkpoints.never and not ended() and not waited:
+                time.sleep(0.01)
+                if time.monotonic() > until:
+                    waited.append(file)
+            return right(file, kind)
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(checkpoints, "checksum", slow)
+        monkeypatch.setattr(dcp_files, "write", full)
+        with pytest.raises(TrainingError, match="No space left on device"):
+            main([str(damaged), str(tmp_path / "target"), "--to", "dcp"])
+        assert not waited
+
     def test_a_signal_waits_for_no_further_file(self, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         begun, right = list[Path](), checkpoints.checksum
 
-        def slow(file: Path, kind: str) -> str:
+        def slow(file: Path, kind: str, _: Callable[[], bool]) -> str:
             begun.append(file)
             time.sleep(0.2)
             return right(file, kind)
