@@ -70,7 +70,7 @@ def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
                 for part in (partial, *partial.rglob("*")):
                     synchronize(part)
                 try:
-                    if path.exists():
+                    if path.exists() and not (path.is_file() and partial.is_file()):  # a file gives way at once
                         with no_run_in(path):
                             path.rename(old)
                     partial.rename(path)

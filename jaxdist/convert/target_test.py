@@ -131,6 +131,22 @@ def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
     assert [p.name for p in tmp_path.iterdir()] == ["b"] and old.read_text() == "old"
 
 
+def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a kill comes, the old one or the new one is there."""
+    target, rename, there = tmp_path / "b", Path.rename, list[bool]()
+    target.write_text("old")
+
+    def watched(path: Path, to: Path) -> Path:
+        found = rename(path, to)
+        there.append(target.exists())
+        return found
+
+    monkeypatch.setattr(Path, "rename", watched)
+    with whole_or_nothing(target, force=True) as partial:
+        partial.write_text("new")
+    assert there and all(there) and target.read_text() == "new"
+
+
 def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     """What it leads to stays as it is."""
     (tmp_path / "mine").write_text("mine")
