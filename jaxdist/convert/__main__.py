@@ -190,11 +190,12 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
     if theirs:
         like = Pytree(a.like)
         conversion = mapped.to_ours(a.source, mapping, a.dtype, like)
-        target = Target(partial(mapped.write_ours, tree=like.tree), verified(lambda path: Pytree(path).leaves))
+        write = partial(mapped.write_ours, tree=like.tree)
+        target = Target(write, verified(lambda path: Pytree(path).leaves), source=mapped.manifest_of(a.like))
     else:
         conversion = mapped.to_theirs(a.source, mapping, a.dtype)
         write = partial(mapped.write_theirs, single=a.target.suffix == ".safetensors")
-        target = Target(write, verified(mapped.read_theirs), mapped.check_theirs)
+        target = Target(write, verified(mapped.read_theirs), mapped.check_theirs, source=mapped.manifest_of(a.source))
     say(f"{a.source} -> {a.target}: {summary(conversion)}")
     return conversion, target
 

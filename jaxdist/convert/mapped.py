@@ -8,6 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from jaxdist.config import ConfigError
+from jaxdist.config.checkpoints import sealed
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.convert import buffers, hf, orbax_files, safetensors_writer
 from jaxdist.convert.atoms import Entry, whole
@@ -62,6 +63,12 @@ def locate(path: Path) -> Path:
             f"{SINGLE}"
         )
     return chosen[0].resolve()
+
+
+def manifest_of(path: Path) -> Path | None:
+    """The checkpoint with a manifest whose pytree is at `path`, or that itself is one. Raises ConfigError."""
+    found = locate(path)
+    return sealed(found) or sealed(found.parent)
 
 
 class Pytree:

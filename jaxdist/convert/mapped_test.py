@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config.checkpoints import seal
 from jaxdist.convert import buffers, mapped, stream
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.mapped import Pytree, Remapping
@@ -83,6 +84,24 @@ def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: P
     assert same(read_tree(tmp_path / "back"), wanted)
     with ocp.StandardCheckpointer() as reader:
         assert same(reader.restore(tmp_path / "back"), wanted)
+
+
+@pytest.mark.parametrize("sealed", [".", "params"])
+def test_a_source_that_changed(sealed: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """A manifest of the tree, or of the checkpoint around it."""
+    ours, like, mapping = files
+    theirs, again = tmp_path / "theirs.safetensors", tmp_path / "again"
+    main([str(ours), str(theirs), "--mapping", str(mapping)])
+    save_file(load_file(theirs) | {"counter": np.zeros(1, np.float32)}, theirs)
+    main([str(theirs), str(again / "params"), "--mapping", str(mapping), "--like", str(like)])
+    seal(again / sealed)
+    main([str(again), str(tmp_path / "b"), "--mapping", str(mapping)])
+    numbers = max(again.rglob("0*"), key=lambda file: file.stat().st_size)
+    numbers.write_bytes(numbers.read_bytes()[::-1])
+    for source, target, more in ((again, "c", []), (theirs, "d", ["--like", str(again)])):
+        with pytest.raises(ConfigError, match=rf"is damaged: its file \S+{numbers.name} has changed"):
+            main([str(source), str(tmp_path / target), "--mapping", str(mapping), *more])
+        assert not (tmp_path / target).exists()
 
 
 def test_dtype(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
