@@ -98,6 +98,9 @@ def verify(target: Kind, path: Path, conversion: Conversion) -> Iterator[str]:
             raise TrainingError(f"buffer {name} was written and read again as other numbers; nothing is kept")
     if (written.step, written.updates) != (content.step, content.updates):
         raise TrainingError(f"step {content.step} was written and read again as {written.step}; nothing is kept")
+    scales = [tuple(map(float, c.scaling)) if c.scaling else None for c in (content, written)]
+    if scales[0] != scales[1]:
+        raise TrainingError("the loss scale {} was written and read again as {}; nothing is kept".format(*scales))
     here, there = logits(content), logits(written)
     equal = np.array_equal(here, there, equal_nan=True)
     apart = np.max(np.abs(here - there), initial=0) / np.max(np.abs(here), initial=0) if not equal else 0

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import ConfigError, Llama, TrainingError, checkpoints
+from jaxdist.config import ConfigError, Experiment, Llama, TrainingError, checkpoints
 from jaxdist.convert import verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
+from jaxdist.loss_scale import state_of
 from jaxdist.weights import located
 
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
@@ -88,6 +89,23 @@ class TestRunWhoseNewestChanged:
         with pytest.raises(ConfigError, match=r"partial/checkpoints/5 is damaged"):
             main([str(run / "checkpoints" / "5"), str(tmp_path / "b"), "--to", "dcp", "--verify"])
         assert len(tries) == 1
+
+
+def test_a_loss_scale_that_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the start is read in its place."""
+    content = content_of(Llama(**SMALL))
+    values = content.experiment.model_dump(exclude_none=True) | {"precision": {"policy": "fp16"}}
+    experiment = Experiment.parse(values, source="test")
+    source = written(tmp_path / "run", "orbax", replace(content, experiment=experiment, scaling=state_of(8.0, 3)))
+    line, right = [str(source), str(tmp_path / "target"), "--to", "dcp", "--verify"], dcp_files.write
+    main(line)
+
+    def forgetful(path: Path, conversion: Any) -> None:
+        right(path, replace(conversion, content=replace(conversion.content, scaling=None)))
+
+    monkeypatch.setattr(dcp_files, "write", forgetful)
+    with pytest.raises(TrainingError, match=r"loss scale \(8.0, 3.0\) was .* read again as \(65536.0, 0.0\)"):
+        main([*line, "--force"])
 
 
 class TestSourceThatChanged:
