@@ -350,6 +350,7 @@ class TestCommandLine:
         settings = json.loads((source / "config.json").read_text()) | {"bos_token_id": 3, "_mine": "kept"}
         (source / "config.json").write_text(json.dumps(settings))
         (source / "tokenizer.json").write_text("{}")
+        (source / "merges.txt").touch()
         for kind in STATEFUL:
             main([str(source), str(tmp_path / kind), "--to", kind])
             main([str(tmp_path / kind), str(tmp_path / f"{kind} back"), "--to", "hf"])

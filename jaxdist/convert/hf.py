@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family
+from jaxdist.config.display import say
 from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json, within
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
@@ -82,6 +83,15 @@ def companions(folder: Path) -> dict[str, bytes]:
         return {name: within(folder, name).read_bytes() for name in names}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
+
+
+def neighbours(file: Path) -> dict[str, bytes]:
+    """The companions in the folder of a file; they may be of something else, and what is wrong with them is told."""
+    try:
+        return companions(file.parent)
+    except ConfigError as error:
+        say(f"what lies beside {file} stays behind: {error}")
+        return {}
 
 
 def check(conversion: Conversion) -> bytes:

@@ -177,6 +177,15 @@ def test_an_experiment_that_is_no_table(values: Any) -> None:
         Experiment.parse(values, "a file")
 
 
+def test_a_terabyte_beside_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be of something else: the file is converted, without its neighbours."""
+    file = written(tmp_path / "a.pt", "torch", content_of(MODEL))
+    terabyte(tmp_path / "tokenizers.tar")
+    main([str(file), str(tmp_path / "b"), "--to", "hf"])
+    assert (tmp_path / "b" / "model.safetensors").exists()
+    assert "a.pt stays behind: " in capsys.readouterr().out
+
+
 def test_a_tokenizer_of_a_terabyte(tmp_path: Path) -> None:
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     terabyte(source / "tokenizer.json")

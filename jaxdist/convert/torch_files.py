@@ -31,7 +31,7 @@ from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import buffers, grad_scaler, optimizers, tables, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
-from jaxdist.convert.hf import CONFIG, companions, is_companion
+from jaxdist.convert.hf import CONFIG, is_companion, neighbours
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
@@ -127,7 +127,7 @@ def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
     start = begin + place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
-    spans = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    spans = [max(0, size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     count = 1 + sum(spans) if tensor.numel() else 0
     last = max(start + count * dtype.itemsize, tensor.numel() * dtype.itemsize)
     if min(start, *spans, 0) < 0 or last > path.stat().st_size:
@@ -246,7 +246,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     with reading(path, "scaler"):
         scaling = grad_scaler.scaling(scaler)
     extras = _extras(path, tree, order, kinds, averaged)
-    files = companions(path.parent) | _files(path, tree)
+    files = neighbours(path) | _files(path, tree)
     origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=_own(tree))
     if _own(tree) and ORIGIN in tree:
         origin = replace(_origin(path, tree), files=files)
@@ -451,7 +451,7 @@ def _ours(content: Content) -> dict[str, Any]:
     found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
     found |= {METRICS: content.metrics.decode()} if content.metrics else {}
     files = {} if content.origin.of_a_script else content.origin.files
-    bits = {name: torch.frombuffer(bytearray(file), dtype=torch.uint8) for name, file in files.items() if file}
+    bits = {name: to_torch(np.array(bytearray(file), np.uint8)) for name, file in files.items()}
     return found | ({FILES: bits} if bits else {})
 
 
