@@ -182,7 +182,7 @@ def test_what_takes_the_place_of_a_file(put: Callable[[Path], None], tmp_path: P
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("weights")
     seal(tmp_path)
-    monkeypatch.setattr("hashlib.file_digest", failing)
+    monkeypatch.setattr("jaxdist.config.checkpoints.CHECKSUMS", {"xxh128": failing})
     assert damage(tmp_path) == "its file a cannot be read: Input/output error"
     monkeypatch.setattr(Path, "is_file", failing)
     assert damage(tmp_path, "sizes") == "its file a cannot be read: Input/output error"
