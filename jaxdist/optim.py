@@ -86,18 +86,20 @@ def adafactor(
     """torch.optim.Adafactor: g/√v, v of a matrix by rows and columns (arXiv:1804.04235), scaled by the parameter's
     size; the rate is 1/√t at most."""
     taken, least = t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
-    means = dict.fromkeys(kept, g * g)
-    if "variance" not in kept:
-        rows, columns = of.layout.matrix
-        means = {ROWS: of.mean(g * g, columns), COLUMNS: of.mean(g * g, rows)}
-    kept = {kind: now(v + taken * (means[kind] - v), v) for kind, v in kept.items()}
+
+    def moved(kind: str, mean: jax.Array) -> jax.Array:
+        return now(kept[kind] + taken * (mean - kept[kind]), kept[kind])
+
     if "variance" in kept:
-        v = kept["variance"]
+        v = moved("variance", g * g)
+        new = {"variance": v}
     else:
-        v = kept[ROWS] * kept[COLUMNS] / jnp.maximum(of.mean(kept[ROWS], rows), least)
+        rows, columns = of.layout.matrix
+        new = {ROWS: moved(ROWS, of.mean(g * g, columns)), COLUMNS: moved(COLUMNS, of.mean(g * g, rows))}
+        v = new[ROWS] * new[COLUMNS] / jnp.maximum(of.mean(new[ROWS], rows), least)
     update = g * lax.rsqrt(jnp.maximum(v, least**2))
     size = jnp.maximum(of.rms(of.weights), o.eps2) / jnp.maximum(of.rms(update) / o.d, 1)
-    return update * size * jnp.minimum(1 / (of.rate * jnp.sqrt(t)), 1), kept
+    return update * size * jnp.minimum(1 / (of.rate * jnp.sqrt(t)), 1), new
 
 
 ADJUSTED: dict[str, Callable[[int, int], float]] = {

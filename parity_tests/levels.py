@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.config import Experiment
-from jaxdist.config.optimizer import COLUMNS, ROWS
+from jaxdist.config.optimizer import TAKEN
 from parity_tests import compare
 from parity_tests.collectives import Counts
 from parity_tests.compare import K
@@ -344,7 +344,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if parallel.strategy == "zero1":
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
-    if factors := sum(w.size for kind in (ROWS, COLUMNS) for w in b.kept_states(kind).values()) * item:
+    if factors := sum(w.size for kind in TAKEN for w in b.kept_states(kind).values()) * item:
         bound["optimizer_state"] += factors
         why["optimizer_state"] += "; a factor of a matrix is whole where its other dimension is split"
     if running := sum(name.endswith(STATISTICS) for name in b.kept_states("weights")):

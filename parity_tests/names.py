@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxdist.config import KEPT
-from jaxdist.config.optimizer import COLUMNS, ROWS
+from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from torch_ref.hf import TABLES as MODULES
 
@@ -69,8 +69,7 @@ def turned(kernel: np.ndarray) -> np.ndarray:
 
 def kept(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
     """The shape of what an optimizer keeps as `kind` of a parameter, in torch's order of dimensions."""
-    one = {ROWS: -1, COLUMNS: -2}.get(kind)
-    return tuple(1 if dim == one else size for dim, size in enumerate(shape, start=-len(shape)))
+    return tuple(1 if dim == TAKEN.get(kind) else size for dim, size in enumerate(shape, start=-len(shape)))
 
 
 def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from jaxdist.config.optimizer import COLUMNS, ROWS
+from jaxdist.config.optimizer import TAKEN
 from torch_ref.weights import local, place
 
 QUINTIC = 3.4445, -4.7750, 2.0315  # torch.optim.Muon's
 LEAST = 1e-7  # a norm that is divided by
-TAKEN = {ROWS: -1, COLUMNS: -2}  # the dimension that such means are taken over
 
 
 def kept(parameter: Tensor, kind: str) -> Tensor:

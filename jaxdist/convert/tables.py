@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Family, Optimizer
-from jaxdist.config.optimizer import COLUMNS, ROWS
+from jaxdist.config.optimizer import TAKEN
 from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
 
 STACKED = "layers."  # how the names of our stacked parameters begin
@@ -328,7 +328,7 @@ def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry
     """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
     a matrix is not ours or ours turned, whose rows and columns are others."""
     shapes = shapes_kept(model, o, kind)
-    if kind in (ROWS, COLUMNS) and naming not in (OWN, LAYERS):
+    if kind in TAKEN and naming not in (OWN, LAYERS):
         for row in NAMINGS[naming][model.family].rows_of(shapes):
             if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
                 raise ConfigError(

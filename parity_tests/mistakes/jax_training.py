@@ -327,9 +327,9 @@ def factors_without_their_mean() -> None:
     """The second moment of a matrix is the product of its rows' and columns', not divided by the mean of both."""
 
     def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, now: Any, of: Whole) -> Any:
-        _, new = right(o, g, kept, t, now, of)
+        update, new = right(o, g, kept, t, now, of)
         if "variance" in new:
-            return right(o, g, kept, t, now, of)
+            return update, new
         update = g * lax.rsqrt(new["row_var"] * new["col_var"] + jnp.finfo(g.dtype).eps ** 2)
         return update * of.rms(of.weights) / jnp.maximum(of.rms(update), 1), new
 
