@@ -13,19 +13,17 @@ from jaxdist.config.errors import (
     overflown,
 )
 from jaxdist.config.experiment import (
-    AXES,
-    STRATEGIES,
     Checkpoint,
     Data,
     Experiment,
     Memory,
     Metrics,
-    Parallel,
     Train,
 )
 from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
 from jaxdist.config.model import GPT2, Decoder, Family, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
+from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
 

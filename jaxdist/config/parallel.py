@@ -1,0 +1,132 @@
+"""How the work is laid out over devices: the mesh, the strategy, and how each axis works."""
+
+import math
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import model_validator
+
+from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.model import Count, NotNegative, Section
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+def _schedule(value: Any) -> Any:
+    """A schedule's name in any case, as torch's `get_schedule_class` takes it, also with - or _ between its words."""
+    known = {name.lower(): name for name in ("GPipe", "1F1B", "Interleaved1F1B")}
+    plain = value.lower().replace("_", "").replace("-", "") if isinstance(value, str) else value
+    return known.get(plain, value) if isinstance(plain, str) else value
+
+
+class Parallel(Section):
+    """How the work is laid out over devices."""
+
+    mesh: str = "1x1"
+    """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left). `expert` splits
+    the experts of a mixture, and the batch as fsdp does; `pipeline` splits the layers into stages."""
+    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    """What data-parallel devices split: ddp nothing, zero1 optimizer state, zero2 also gradients, fsdp all."""
+    reduce: Literal["auto", "microbatch", "step"] = "auto"
+    """When gradients cross devices under accumulation. auto: ddp, zero1 once per step; zero2, fsdp per microbatch.
+    step with zero2 or fsdp: once, at the price of whole gradients on every device."""
+    reshard_after_forward: bool = True
+    """false with fsdp: parameters are gathered once a step and kept whole to its end, as by FSDP2's option of this
+    name: a third less traffic, under accumulation yet less, for the memory of a whole model in the compute dtype."""
+    bucket_mb: NotNegative = 0.0
+    """MB of gradients or parameters that are sent as one: bucket_cap_mb of DDP, XLA's combine thresholds on GPUs; FSDP2
+    sends block by block. 0: what either does by itself."""
+    overlap: bool = False
+    """Collectives begin early and are awaited late: on GPUs XLA's latency-hiding scheduler and pipelined collectives,
+    in FSDP2 the prefetch of the next block's weights. DDP overlaps always."""
+    sequence: bool = False
+    """Sequence parallelism: between products norms and residual are split over time on the axis tensor
+    (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""
+    batch_norm: Literal["global", "replica"] = "global"
+    """Whose statistics a batch norm takes. global: those of the microbatch on all devices, as torch's SyncBatchNorm;
+    replica: each device those of its own rows, as under DDP without it, whose running statistics are the first's."""
+    context: Literal["ring", "ulysses"] = "ring"
+    """How the mesh axis context, which splits sequences, attends. ring: keys and values go round (arXiv:2310.01889);
+    ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
+    pipeline_schedule: Annotated[Literal["GPipe", "1F1B", "Interleaved1F1B"], pydantic.BeforeValidator(_schedule)] = (
+        "1F1B"
+    )
+    """In which order the stages of the mesh axis pipeline work on the train.accumulation microbatches, as
+    torch.distributed.pipelining calls it. GPipe: all forward passes first (arXiv:1811.06965); 1F1B: of each microbatch
+    the backward pass as soon as it can be, so that memory does not grow with their number (arXiv:2104.04473);
+    Interleaved1F1B: of each of a stage's virtual_stages."""
+    virtual_stages: Count = 1
+    """Interleaved1F1B: parts of the layers that a device has, apart from each other; the bubble is so many times
+    shorter."""
+
+    @model_validator(mode="after")
+    def _fit_the_strategy(self) -> "Parallel":
+        if self.reduce == "microbatch" and self.strategy in ("ddp", "zero1"):
+            raise ValueError(
+                f"parallel.reduce = microbatch with parallel.strategy = {self.strategy} would only repeat the "
+                "sum; use auto, or zero2 or fsdp"
+            )
+        if not self.reshard_after_forward and self.strategy != "fsdp":
+            raise ValueError(
+                f"parallel.reshard_after_forward = false with parallel.strategy = {self.strategy}: only fsdp gathers "
+                "parameters that it could keep; leave it out, or use fsdp"
+            )
+        if (self.virtual_stages > 1) != (self.pipeline_schedule == "Interleaved1F1B"):
+            raise ValueError(
+                f"parallel.virtual_stages = {self.virtual_stages} with parallel.pipeline_schedule = "
+                f"{self.pipeline_schedule}: Interleaved1F1B alone has several, and has to; use "
+                + ("Interleaved1F1B" if self.virtual_stages > 1 else "virtual_stages = 2, or 1F1B")
+            )
+        return self
+
+    @property
+    def reshards(self) -> bool:
+        """Whether parameters are gathered each time they are used, and given back after it."""
+        return self.strategy == "fsdp" and self.reshard_after_forward
+
+    def axes(self, devices: int | None = None) -> dict[str, int]:
+        """Sizes of the mesh axes, all of them. `devices` fills an axis of -1.
+
+        Raises ConfigError for a malformed, repeated or unknown axis and for sizes that cannot be.
+        """
+        sizes = dict.fromkeys(AXES, 1)
+        field = f"parallel.mesh = {self.mesh!r}"
+        if "=" in self.mesh:
+            given = [part.partition("=")[::2] for part in self.mesh.split(",")]
+            for axis in (names := [axis.strip() for axis, _ in given]):
+                if axis not in AXES:
+                    raise ConfigError(f"{field}: unknown axis {axis!r}; {nearest(axis, AXES)}")
+                if names.count(axis) > 1:
+                    raise ConfigError(f"{field}: axis {axis!r} is given twice; give each axis once")
+        else:
+            batch_axis = "data" if self.strategy == "ddp" else "fsdp"
+            parts = self.mesh.split("x")
+            if len(parts) > 2:
+                raise ConfigError(f"{field}: name the axes of a mesh of three or more, as data=2,fsdp=2,tensor=2")
+            given = list(zip((batch_axis, "tensor"), parts, strict=False))
+        for axis, text in given:
+            try:
+                size = int(text)
+            except ValueError:
+                size = 0
+            if size < 1 and size != -1:
+                raise ConfigError(f"{field}: size {text!r} of axis {axis.strip()!r} must be a number from 1, or -1")
+            sizes[axis.strip()] = size
+        if list(sizes.values()).count(-1) > 1:
+            raise ConfigError(f"{field}: only one axis can be -1; give the size of the others")
+        if -1 in sizes.values():
+            known = -math.prod(sizes.values())
+            if devices is None:
+                raise ConfigError(f"{field}: -1 needs a known number of devices; write the size out")
+            if devices % known:
+                raise ConfigError(f"{field}: {devices} devices are no multiple of {known}; change the given sizes")
+            sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
+        if self.strategy == "ddp" and sizes["fsdp"] > 1:
+            raise ConfigError(f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp")
+        if self.strategy != "ddp" and sizes["fsdp"] * sizes["expert"] * sizes["context"] == 1 and sizes["data"] > 1:
+            raise ConfigError(
+                f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "
+                "name the axis fsdp, or use --strategy ddp"
+            )
+        return sizes
