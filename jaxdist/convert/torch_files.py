@@ -29,13 +29,14 @@ from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import buffers, grad_scaler, optimizers, tables, torch_numpy
+from jaxdist.convert import amp, buffers, optimizers, tables, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
 from jaxdist.convert.hf import CONFIG, is_companion, neighbours
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_parts import (
+    APEX,
     ENTRIES,
     GROUPS,
     MODEL,
@@ -232,19 +233,17 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             averages = {k.removeprefix(INNER): t for k, t in tree[EMA].items() if k != AVERAGED}
             groups |= {EMA: {table.full_name(plain(n)): leaf(path, f"{EMA} of {n}", t) for n, t in averages.items()}}
             updates = count_of(path, tree[EMA][AVERAGED])
-    scaler: Mapping[str, Any] = {}
+    scaling = None
     if trained:
         with reading(path, "optimizer"):
             settings = optimizers.settings(str(path), rule, trained, shapes)
             settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
         experiment = trained_by(found, settings, f"{path}: optimizer")
-        scaler = tree_map_only(Tensor, partial(number, path), part(tree, SCALER))
-        if not wanted and not _own(tree) and (precision := grad_scaler.settings(scaler)):
-            experiment = Experiment.parse(
-                experiment.model_dump(exclude_none=True) | {"precision": precision}, f"{path}: scaler"
-            )
-    with reading(path, "scaler"):
-        scaling = grad_scaler.scaling(scaler)
+        with reading(path, "scaler"):
+            scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))
+            scaling = amp.scaling(scaler, apex)
+        if scaling and not _own(tree):
+            experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | _files(path, tree)
     origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=_own(tree))
@@ -486,8 +485,7 @@ def _training(
     made = put(tree, OPTIMIZER, optimizers.state_dict(o, fakes, groups, updates, counted, kept.get(ENTRIES)))
     made |= put(tree, SCHEDULER, scheduler) if scheduler else {}
     if content.scaling and not unchanged:
-        state = grad_scaler.state_dict(content.scaling, content.experiment.precision)
-        made |= put(tree, SCALER, part(tree, SCALER) | state)
+        made |= amp.put_scaling(tree, content.scaling, content.experiment.precision)
     if unchanged and content.origin.of_a_script:
         return made  # with the step as it was, or none
     name = next((name for name in STEP if name in tree), STEP[0])

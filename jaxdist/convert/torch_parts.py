@@ -16,6 +16,7 @@ MODEL = ("model", "state_dict", "model_state_dict", "module")
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
+APEX = ("amp",)  # of apex.amp: a loss scaler for each loss
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 GROUPS, ENTRIES = "param_groups", "entries"  # of an optimizer: torch's, and of each parameter's what is no moment
 
