@@ -14,7 +14,7 @@ from rich.progress import track
 
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, user_path
-from jaxdist.config.display import console, perplexity, say
+from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import IGNORED, Split, dataset_of
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
@@ -24,8 +24,18 @@ from jaxdist.weights import load_weights, located, source_experiment
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Arguments -> experiment -> mesh -> weights -> loss over a split, or logits of given tokens."""
+    """Arguments -> what is found, on standard output; with --json alone there."""
     a = arguments(sys.argv[1:] if argv is None else argv)
+    with aside(a.json):
+        told = evaluate(a)
+    say(told)
+
+
+def evaluate(a: Any) -> str:
+    """Experiment -> mesh -> weights -> loss over a split, or logits of given tokens, and a line that tells of it.
+
+    Raises ConfigError, TrainingError."""
+    a.checkpoint = from_first(partial(located, a.checkpoint))
     experiment = configure(a)
     mesh, where = make_mesh(experiment, a.device)
     program = Program(experiment, mesh)
@@ -33,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokens = read_tokens(a.tokens, experiment, program)
         logits = program.logits(load_weights(program, a.checkpoint, a.ema), tokens).astype(np.float32)
         from_first(partial(write, a.logits, logits))
-        say(f"{where}: wrote logits {logits.shape} to {a.logits}")
-        return
+        return f"{where}: wrote logits {logits.shape} to {a.logits}"
     dataset = dataset_of(experiment)
     check_same("data.fingerprint", dataset.fingerprint)
     split: Split = "train" if a.data else "validation"
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         result = {"loss": loss, "perplexity": perplexity(loss), "tokens": int(count)}
         told = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
-    say(json.dumps(result) if a.json else f"{where}: {told}")
+    return json.dumps(result) if a.json else f"{where}: {told}"
 
 
 def write(file: Path, logits: np.ndarray) -> None:
@@ -113,7 +122,6 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
     if a.logits and not a.logits.parent.is_dir():
         raise ConfigError(f"--logits {a.logits}: no such folder; give a file in one that exists")
-    a.checkpoint = from_first(partial(located, a.checkpoint))
     return a
 
 

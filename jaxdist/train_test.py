@@ -273,6 +273,10 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
         checkpoint.read(path / "checkpoints" / "6")
     with pytest.raises(ConfigError, match=name):
         evaluate(["--checkpoint", str(path / "checkpoints" / "6"), "--device", "cpu"])
+    capsys.readouterr()
+    evaluate(["--checkpoint", str(path), "--device", "cpu", "--batches", "1", "--json"])
+    told, said = capsys.readouterr()
+    assert json.loads(told)["loss"] > 0 and "going back to step 4" in said  # for a program, and for a person
     main([*TINY, "--mesh", "2x2", "--output", str(path), "--steps", "8", "--resume"])
     said = capsys.readouterr().out
     assert f"6 is damaged: {name}" in said and "going back to step 4" in said
