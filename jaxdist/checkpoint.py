@@ -52,7 +52,8 @@ class Checkpoints:
 
     @cached_property
     def checkpointer(self) -> ocp.AsyncCheckpointer:
-        return ocp.AsyncCheckpointer(items(ocp.StandardCheckpointHandler))
+        # Weights and moments hardly compress, by 7 %, and to read them would then take as long as the disk does.
+        return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
 
     def save(self, step: int, experiment: Experiment, state: TrainState) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can go on.
@@ -60,7 +61,7 @@ class Checkpoints:
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
         self.wait()
-        values: dict[str, Any] = {item: ocp.args.StandardSave(tree, by_layer(tree)) for item, tree in arrays(state)}
+        values: dict[str, Any] = {item: ocp.args.PyTreeSave(tree, by_layer(tree)) for item, tree in arrays(state)}
         values["experiment"] = ocp.args.JsonSave(experiment.model_dump(exclude_none=True))
         with written(self.folder, step, self.config, first()):
             from_first(partial(self.folder.mkdir, parents=True, exist_ok=True))

@@ -1,6 +1,8 @@
 """The errors that end a process with one message instead of a traceback, and its exit code."""
 
+import atexit
 import difflib
+import gc
 import math
 import os
 import sys
@@ -26,6 +28,7 @@ CODES: dict[type[BaseException], int] = {ConfigError: 2, TrainingError: 1, Inter
 
 def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
     """Run `main` and end the process: 0 done, or one of CODES and one message. `quiet`: another rank says why."""
+    atexit.register(gc.freeze)  # to look for cycles among all that is imported takes a process seconds more to end
     try:
         main()
         sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Convert checkpoints between Hugging Face, torch, torch's distributed checkpoints and Orbax, or list their tensors."""
 
+import gc
 import json
 import signal
 import sys
@@ -232,4 +233,5 @@ def described(source: Path) -> tuple[str, str, Leaves]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C does, it leaves nothing behind
+    gc.disable()  # what a conversion makes has no cycles, and torch, imported later, is half a million objects
     exit_codes(main)

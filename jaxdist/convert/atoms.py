@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 
-BLOCK = 128  # rows and columns
+BLOCK = 256  # bytes of a row of a block, which has as many rows as numbers in one
 Shape = tuple[int, ...]
 Atom = tuple[str, int]  # a parameter of ours and its layer, or the number of another piece; 0 for one that is whole
 
@@ -92,6 +92,7 @@ def copy(to: np.ndarray, of: np.ndarray) -> None:
         return
     if to.strides[0] < to.strides[1]:
         to, of = to.T, of.T
-    for row, column in product(*(range(0, size, BLOCK) for size in to.shape)):
-        block = slice(row, row + BLOCK), slice(column, column + BLOCK)
+    numbers = max(1, BLOCK // to.itemsize)
+    for row, column in product(*(range(0, size, numbers) for size in to.shape)):
+        block = slice(row, row + numbers), slice(column, column + numbers)
         to[block] = np.ascontiguousarray(of[block].T).T

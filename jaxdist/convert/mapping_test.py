@@ -238,7 +238,7 @@ class TestTransforms:
     @pytest.mark.parametrize("turned", [False, True])
     def test_copies_in_blocks(self, turned: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """A matrix of several blocks and a rest, either of the two turned."""
-        monkeypatch.setattr(atoms, "BLOCK", 3)
+        monkeypatch.setattr(atoms, "BLOCK", 3 * np.dtype(dtype).itemsize)
         of = np.arange(7 * 11).astype(dtype).reshape(7, 11)
         to = np.zeros((11, 7), dtype)
         atoms.copy(to if turned else to.T, of.T if turned else of)

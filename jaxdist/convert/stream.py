@@ -148,9 +148,12 @@ class Recut(ABC):
         return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
 
     def _cost(self, group: str, unit: Unit) -> int:
-        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be."""
+        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be; once
+        where that is what is made."""
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
         read = [self.given[group][source.name] for source in unit.sources]
+        if unit.targets[0].same(unit.sources[0]) and read[0].dtype == self._dtype(group, unit):
+            return made
         return made + max(made, *(leaf.bytes for leaf in read))
 
     @property
