@@ -47,6 +47,22 @@ def test_transformers_trains_the_same(runs: Runs, model: str, mesh: str) -> None
     """Their Qwen3 (with a window and Llama 3's rotation) and GPT-2, in float64: as close as our own twin."""
     ours = runs(JAX, model, ONE | RECORD)
     theirs = runs("transformers", model, MESHES[mesh] | RECORD | {"train.accumulation": 2})
+    assert_same_training(ours, theirs, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh"), [("mixtral", "hybrid"), pytest.param("qwen3_moe", "ddp", marks=pytest.mark.slow)]
+)
+def test_a_mixture_of_transformers_trains_the_same(mixed: Runs, model: str, mesh: str) -> None:
+    """Each expert's gradients and moments, the balance being that of the whole batch; another weight of it is seen."""
+    ours = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0})
+    theirs = mixed("transformers", model, MESHES[mesh] | RECORD | {"model.capacity": 0})
+    assert_same_training(ours, theirs, model)
+    wrong = mixed(JAX, model, ONE | RECORD | {"model.capacity": 0, "model.balance": 0.0500001})
+    assert "loss" in failed(wrong, theirs, model)
+
+
+def assert_same_training(ours: Run, theirs: Run, model: str) -> None:
     assert failed(ours, theirs, model) == []
     for step in (1, STEPS):
         errors = bisect.errors(ours, theirs, step, zero_gradient=model == "gpt2")
@@ -71,6 +87,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
     "gpt2": {"family": "gpt2", "heads": 4},
     "gpt2 untied": {"family": "gpt2", "heads": 4, "tied": False},
+    "mixtral": {"family": "mixtral", "experts": 8, "top_k": 3, "balance": 0.05},
+    "qwen3 moe": {"family": "qwen3_moe", "experts": 8, "top_k": 3, "balance": 0.05, "qk_norm": True},
 }
 SIZES = {"layers": 2, "dim": 40, "hidden": 56, "vocab": 256, "positions": 64, "init_std": 0.1}
 LLAMA = {"family": "llama", "heads": 12, "kv_heads": 4, "head_dim": 8}

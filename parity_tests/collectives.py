@@ -16,8 +16,9 @@ from jaxdist.config import Experiment, Mixture, ResNet
 from jaxdist.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
 from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
 from parity_tests import stages
-from parity_tests.run import JAX
+from parity_tests.run import JAX, REFERENCES
 
+TRANSFORMERS = REFERENCES["transformers"]
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
 LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not computed again
 SCALARS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
@@ -56,7 +57,8 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
 def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
     """The least bytes that a side could send, by axis.
 
-    torch: keys and values are gathered, their gradients reduce-scattered. For zero1 DDP all-reduces whole gradients
+    torch: keys and values are gathered, their gradients reduce-scattered; with transformers' mixtures the logits of the
+    routers are, for the balance of all ranks. For zero1 DDP all-reduces whole gradients
     over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts
     hangs on what the router chooses: see `unknown`.
     """
@@ -73,6 +75,10 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
         keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
         found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
+    if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
+        logits = e.train.batch * e.data.sequence * m.experts * ITEMSIZE[str(e.precision.compute)]
+        ranks = math.prod(mesh[axis] for axis in TOKENS)
+        found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
     if side != JAX and e.parallel.strategy == "zero1":
         for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
             found[axis] -= size
@@ -170,10 +176,15 @@ def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str,
 def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends rows,
     beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
-    gathered. Tallies cross all axes that tokens differ over, in torch one by one.
+    gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers' experts, which each
+    rank has, the routers' logits do.
     """
     p, memory, model = passes(e, mesh), e.memory, e.model
     if not isinstance(model, Mixture):
+        return
+    if side == TRANSFORMERS:
+        logits = exactly(p.losses * model.layers * bool(model.balance))
+        yield first(mesh, TOKENS), {"all_gather": logits, "reduce_scatter": logits}
         return
     m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0

@@ -1,8 +1,10 @@
 """The five levels of a proof: what is asked of a pair of runs, as checks with bounds and where these come from."""
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -51,6 +53,8 @@ LONGER = "prove more steps or a larger learning rate, or give a run of it in fp6
 UNEQUAL = "NaN and infinity are equal to nothing"
 SCHEDULE = "learning rate of the whole schedule"
 SCALED = "powers of their factors: an overflow on one side alone is one within rounding of the largest number"
+WEIGHTS = "weights at the end"
+GRADIENTS = "cost to gradients at step "
 ROUNDED = "weights that rounding alone moves at the end"
 RATE = f"{K} roundings of float32, of the highest rate: the formula's angle, cosine, factor and product"
 
@@ -133,14 +137,39 @@ def too_wide(checks: Iterable[Check], limits: Mapping[str, float] = WIDEST) -> d
     return found
 
 
+def judged_until(checks: Iterable[Check]) -> int:
+    """The last step whose gradients, and the updates before it, no rounding hides at the precision level; else 0."""
+    narrow = (c.name for c in checks if c.level == "precision" and c.widest <= WIDEST["precision"])
+    return max((int(name.removeprefix(GRADIENTS)) for name in narrow if name.startswith(GRADIENTS)), default=0)
+
+
 def hardly_moved(policy: Pair, double: Pair, start: Tensors, decay: float, still: Collection[str] = ()) -> str:
     """Why the weights of a float32 run that is all there is of the other side decide nothing; empty where they do."""
-    name = "weights at the end"
-    ours, exact = (vectors(run, still)[name] for run in (policy[0], double[0]))
-    apart = LIMIT["float32"] * compare.length(ours[n] - w for n, w in exact.items())
-    moved = compare.length(w - start[n] for n, w in exact.items())
-    rates = sum(record["learning_rate"] for record in double[0].metrics)
-    return too_little(apart, moved, decay * rates * smallest(start.values()))
+    moved = compare.length(w - start[n] for n, w in vectors(double[0], still)[WEIGHTS].items())
+    decayed = decay * rates_of(double[0])
+    return too_little(may_differ(policy, double, still), moved, decayed * smallest(start.values()))
+
+
+def may_differ(policy: Pair, double: Pair, still: Collection[str] = ()) -> float:
+    """The norm by which weights of a float32 run that is all there is of the other side may differ from those of our
+    float64 run."""
+    ours, exact = (vectors(run, still)[WEIGHTS] for run in (policy[0], double[0]))
+    cost = max(compare.whole(ours, exact), ROUNDING["float32"])
+    return LIMIT["float32"] * cost * compare.length(exact.values())
+
+
+def rates_of(run: Run) -> float:
+    """The sum of its learning rates: weight decay moves a tensor by so many times itself and the decay."""
+    return float(sum(record["learning_rate"] for record in run.metrics))
+
+
+def decay_hidden(policy: Pair, double: Pair, start: Tensors, decay: float, still: Collection[str] = ()) -> list[str]:
+    """Kinds of tensors, by name without the layer, whose weight decay such a run may leave out, or add, unseen."""
+    kinds: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    for name, tensor in start.items():
+        kinds[re.sub(r"\.\d+\.", ".", name.partition("/")[2])].append(tensor)
+    decayed, allowed = decay * rates_of(double[0]), may_differ(policy, double, still)
+    return [kind for kind, tensors in kinds.items() if 0 < decayed * compare.length(tensors) <= allowed]
 
 
 def smallest(tensors: Collection[np.ndarray]) -> float:
@@ -240,12 +269,17 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
         limit = DRIFT if name == ROUNDED else LIMIT[compute]
         yield from cost(name, x, others.get(name, float("inf")), limit, ALONE if alone else LOSES)
     for field in compare.FLOOR:
-        if any(run.metrics[0][field] is None for run in policy):
+        if any(all(record[field] is None for record in counted(run)) for run in policy):
             continue  # steps of a user's own tell the loss alone
         if field == "learning_rate":
             yield from rates(policy, double)
-        elif len(a.metrics) >= FEWEST:
+        elif min(len(counted(run)) for run in policy) >= FEWEST:
             yield from cost(field, *lost(policy, double, field), DRIFT, DRIFTS)
+
+
+def counted(run: Run) -> list[dict[str, Any]]:
+    """The metrics of the steps that did not overflow."""
+    return [record for record in run.metrics if record["step"] not in run.overflown]
 
 
 def scales_differ(a: Run, b: Run) -> list[int]:

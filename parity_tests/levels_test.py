@@ -147,6 +147,24 @@ def test_all_that_a_run_keeps_is_judged(wrong: dict[str, Any], name: str, alone:
     }  # fmt: skip
 
 
+def test_an_overflow_at_the_first_step_hides_no_norm() -> None:
+    """As of a scale that begins too high: the norm of the steps after it is judged."""
+
+    @dataclass
+    class Scaled(Made):
+        overflown: frozenset[int] = frozenset({1})
+
+        @property
+        def metrics(self) -> list[dict[str, Any]]:
+            first, *others = super().metrics
+            return [first | {"grad_norm": None}, *others]
+
+    right, wrong = (Scaled(1e-3, NOISE, draw=i, grad_norm=x) for i, x in enumerate((1e-3, 9.0)))
+    assert failed(right, wrong) == {"cost to grad_norm"}
+    few = {check.name for check in judged(replace(right, steps=FEWEST), replace(wrong, steps=FEWEST))}
+    assert few == {*NAMES.values(), "made, learning_rate"}
+
+
 def test_a_run_by_itself_may_lose_less() -> None:
     """Than ours; of two that have float64 runs of their own either may be the one that loses too much."""
     less = Made(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)
@@ -205,6 +223,22 @@ def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, ra
     start = {"weights/w": TRUE * (1 + moved), "weights/norm": np.ones(3)}
     found = levels.hardly_moved((run, run), (exact, exact), start, decay)
     assert word in found and bool(found) == bool(word)
+
+
+def test_decay_that_float32_hides_is_named() -> None:
+    """Of one kind of tensor, where that of all would be seen; another run's noise is at least a rounding."""
+    exact: Any = Made(learning_rate=-0.99)  # five steps at 1e-3
+    start = {"weights/layers.0.q_proj.weight": TRUE * 1e-4, "weights/layers.1.q_proj.weight": TRUE * 1e-4}
+    start |= {"weights/embed.weight": TRUE}
+    for cost, decay, hidden in (
+        (1e-7, 0.1, ["layers.q_proj.weight"]),  # 32e-7 of TRUE, where decay moves the embedding by 5e-4 of it
+        (0.0, 0.1, ["layers.q_proj.weight"]),  # 19e-7
+        (1e-7, 100.0, []),
+        (1e-7, 0.0, []),
+        (1e-4, 0.1, ["layers.q_proj.weight", "embed.weight"]),
+    ):
+        run: Any = Made(vectors={"weights": cost})
+        assert levels.decay_hidden((run, run), (exact, exact), start, decay) == hidden
 
 
 # ---- what is kept

@@ -25,16 +25,11 @@ LEAVES = {
 IMAGES = ("stem", "stages.")  # modules whose outputs are [B, Y, X, C] in JAX, [B, C, Y, X] in torch
 CONVOLUTION = (3, 2, 0, 1)  # the axes of a kernel [Y, X, in, out] in torch's order
 
-# Modules that hold others, beside those with parameters, by family: ours -> Hugging Face's.
+# Modules that hold others, beside those with parameters, by family: ours -> transformers'.
 CONTAINERS = {
     "llama": {
         "layers.#.attention": "model.layers.#.self_attn",
         "layers.#.mlp": "model.layers.#.mlp",
-        "layers.#": "model.layers.#",
-    },
-    "mixtral": {
-        "layers.#.attention": "model.layers.#.self_attn",
-        "layers.#.mlp": "model.layers.#.block_sparse_moe",
         "layers.#": "model.layers.#",
     },
     "gpt2": {
@@ -43,9 +38,7 @@ CONTAINERS = {
         "layers.#": "transformer.h.#",
     },
 }
-
-
-CONTAINERS["qwen3_moe"] = CONTAINERS["llama"]
+CONTAINERS["mixtral"] = CONTAINERS["qwen3_moe"] = CONTAINERS["llama"]
 
 
 def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
@@ -124,17 +117,22 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
 def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
     from jaxdist.convert.tables import HUGGINGFACE  # imports jax, which most readers of records do not need
 
-    table, ours, left = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays)
+    table, ours, left, missing = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays), list[str]()
     for row in table.rows:
         experts = (
             sum(row.theirs.format(layer=0, expert=e) in arrays for e in range(len(arrays))) if row.by_expert else 1
         )
         theirs = row.names(layers, experts)
-        if experts and all(name in arrays for name in theirs):
+        absent = [name for name in theirs if name not in arrays]
+        if 0 < len(absent) < len(theirs):
+            missing += absent
+        elif experts and not absent:
             parts = zip(*(row.split(arrays[name]) for name in theirs), strict=True)
             stacks = ((n, np.stack(p) if row.stacked else p[0]) for n, p in zip(row.ours, parts, strict=True))
             ours |= {n: a.reshape(layers, experts, *a.shape[1:]) if row.by_expert else a for n, a in stacks}
             left -= {*theirs}
+    if missing:
+        raise ValueError(f"{', '.join(missing[:3])} {'are' if missing[1:] else 'is'} missing")
     if unknown := sorted(name for name in left if name != table.head and not table.ignored.search(name)):
         raise ValueError(f"{', '.join(unknown[:3])} has no counterpart in it")
     return as_torch(ours)

@@ -19,7 +19,7 @@ from parity_tests import bisect, collectives, compare, levels, names, reach, scr
 from parity_tests.bisect import Parting
 from parity_tests.commands import TRAIN
 from parity_tests.reach import OTHERS, RECORDED
-from parity_tests.run import JAX, REFERENCES, Run, command
+from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Cause, Check, Verdict
 
@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "eps": {"precision": DOUBLE},
 }
 
+ASKED = "the mesh of the config, by the sizes that a run's own mesh says it has"
 REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
 
 
@@ -262,6 +263,18 @@ class Proof:
                 found.append(Comparison("distribution", what, (side, "mesh"), (side, "one")))
         return found
 
+    def mesh_of(self, side: str, kind: str, devices: int) -> dict[str, int]:
+        """The mesh that a run of ours is to have; transformers' has the axes of it that split the batch."""
+        axes = self.experiment.parallel.model_copy(update=KINDS[kind].get("parallel", {})).axes(devices)
+        return axes if side in SIDES else axes | {axis: 1 for axis in axes if axis not in ("data", "fsdp")}
+
+    def elsewhere(self) -> Iterator[Check]:
+        """Runs of ours that were made on another mesh than was asked for: they would agree, and be of another thing."""
+        for side in (side for side in self.sides if side in MADE):
+            found = {kind: run.mesh for (of, kind), run in self.done.items() if of == side and "mesh" in run.summary}
+            wrong = [k for k, mesh in found.items() if mesh != self.mesh_of(side, k, math.prod(mesh.values()))]
+            yield Check("distribution", f"{side}, runs on another mesh", len(wrong), 0, ASKED, of=", ".join(wrong))
+
     @property
     def exact(self) -> bool:
         """Whether the sides are compared in float64."""
@@ -298,6 +311,7 @@ class Proof:
 
     def checks(self) -> Iterator[Check]:
         """All levels."""
+        yield from self.elsewhere()
         for level, what, a, b in self.comparisons():
             yield from levels.agreement(level, what, self.done[a], self.done[b], self.noise)
         policy = self.pair("policy")
@@ -314,11 +328,11 @@ class Proof:
                 yield from levels.peak(run, self.scratch)
         mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
-            known = run.side == JAX or run.side in REFERENCES.values()
+            known = run.side in MADE
             counts = collectives.expected(run.side, self.experiment, self.layouts, mesh) if known else None
-            backend = JAX if run.summary.get("backend") == "jax" else "torch_ref"
-            least = collectives.least(backend, self.experiment, self.layouts, mesh)
-            yield from levels.traffic(run, least, counts, collectives.unknown(backend, mesh, self.experiment))
+            like = run.side if known else JAX if run.summary.get("backend") == "jax" else "torch_ref"
+            least = collectives.least(like, self.experiment, self.layouts, mesh)
+            yield from levels.traffic(run, least, counts, collectives.unknown(like, mesh, self.experiment))
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""
@@ -387,7 +401,7 @@ class Proof:
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
         """A run like that of `key`, up to the last of `steps`, of which everything is kept."""
         side, kind = key
-        if side not in (JAX, *REFERENCES.values()):
+        if side not in MADE:
             return self.done[key]
         path = self.folder / "bisect" / f"{side}-{kind}-{'-'.join(map(str, steps))}"
         config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})

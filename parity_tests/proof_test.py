@@ -47,8 +47,14 @@ def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summ
     return run
 
 
+def mesh_of(_: str, kind: str, __: int) -> dict[str, int]:
+    """In place of a proof's own, which is of the config: that of the policy is on one device, where nothing is sent."""
+    return TWO if kind == "mesh" else ONE
+
+
 def judged(asked: Proof, **off: float) -> Verdict:
     """The verdict of a proof whose runs are right, up to those that are `off`, as `torch_ref_policy`."""
+    vars(asked)["mesh_of"] = mesh_of
     for side, kind in asked.needed():
         cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
         mesh = TWO if kind == "mesh" else ONE
@@ -260,7 +266,7 @@ def against(
     theirs = made("run mine", off, steps)
     theirs.__dict__["experiment"] = experiment(precision={"policy": policy}, **sections)
     found = Proof.against(theirs, theirs.experiment, tmp_path)
-    found.__dict__["started"] = {"weights/w": np.zeros(50)}
+    vars(found).update(mesh_of=mesh_of, started={"weights/w": np.zeros(50)})
     for kind in found.kinds:
         mesh = TWO if kind == "mesh" else ONE
         found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps, mesh=mesh)
@@ -352,14 +358,63 @@ def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
     ours, theirs = proof.sides
     assert not any(note.startswith("distribution") for note in judged(proof).notes)
     # As transformers, which splits the batch alone, has of a mesh that splits other things.
+    vars(proof)["mesh_of"] = lambda side, kind, devices: TWO if (side, kind) == (ours, "mesh") else ONE
     proof.done[theirs, "mesh"] = made(theirs)
     verdict = proof.verdict()
     assert told.format(theirs) in verdict.notes
-    assert {check.about for check in verdict.checks if check.level == "distribution"} == {
+    assert {check.about for check in verdict.checks if check.level == "distribution" and check.about} == {
         f"{ours} on the mesh and on one device"
     }
+    vars(proof)["mesh_of"] = lambda side, kind, devices: ONE
     proof.done[ours, "mesh"] = proof.done[ours, "one"]
     assert told.format(f"{ours} and {theirs}") in proof.verdict().notes
+
+
+def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
+    """All on one device the numbers are the same, and nothing is left to compare with it."""
+    proof = asked(tmp_path)
+    judged(proof)
+    for (_, kind), run in proof.done.items():
+        run.__dict__["summary"] = run.summary | {"mesh": ONE} if kind == "mesh" else run.summary
+    (first, second) = (check for check in proof.verdict().failed if check.level == "distribution")
+    assert (first.name, second.name) == ("jaxdist, runs on another mesh", "torch_ref, runs on another mesh")
+    assert first.of == second.of == "mesh"
+
+
+def test_the_mesh_that_is_asked_for(tmp_path: Path) -> None:
+    """Of transformers' the axes that split the batch; of a size that is left open what the run says."""
+    given = {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}}
+    proof = asked(tmp_path, **given)
+    theirs = Proof.of(experiment(**given), tmp_path, reference="transformers")
+    assert {n: k for n, k in proof.mesh_of(TORCH, "policy", 8).items() if k > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert {n: k for n, k in theirs.mesh_of("transformers", "mesh", 4).items() if k > 1} == {"data": 2, "fsdp": 2}
+    assert set(proof.mesh_of(JAX, "one", 1).values()) == {1}
+    assert asked(tmp_path, parallel={"mesh": "-1x2"}).mesh_of(JAX, "policy", 8)["fsdp"] == 4
+
+
+def test_float32_that_training_amplified_leaves_the_rest_to_float64(tmp_path: Path) -> None:
+    """Which has judged the same steps; what it hides is told."""
+    found = asked(tmp_path)
+    assert judged(found, jaxdist_policy=1e-3, torch_ref_policy=1e-3).word == "undecided"
+    for narrow, word in ((1, "undecided"), (2, "equivalent")):  # of the first the update is not judged
+        for side in found.sides:
+            record = found.done[side, "policy"].records[narrow]
+            record["gradient/w"] = np.linspace(1, 2, 50) * (1 + 1e-6)
+        assert found.verdict().word == word
+    (note,) = (note for note in found.verdict().notes if note.startswith("precision: steps 1 to 2 are judged"))
+    assert "training amplifies" in note and "the float64 levels alone" in note
+    assert not any(note.startswith("precision") for note in judged(asked(tmp_path)).notes)
+
+
+def test_a_run_that_overflowed_all_the_time_is_left_open(tmp_path: Path) -> None:
+    found = asked(tmp_path, precision={"policy": "fp16"})
+    assert judged(found).word == "equivalent"
+    for (_, kind), run in found.done.items():
+        run.__dict__.pop("overflown", None)
+        run.__dict__["experiment"] = found.experiment
+        for record in run.metrics[:2] if kind in ("policy", "reordered") else ():
+            record |= {"loss_scale": 1024.0, "skipped": True, "grad_norm": None}
+    assert "2 of 5 steps overflow" in found.verdict().open["precision"]
 
 
 def test_float32_within_float64_is_told(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from parity_tests import collectives, levels
-from parity_tests.run import JAX, REFERENCES, Run
+from parity_tests.run import JAX, MADE, REFERENCES, Run
 from parity_tests.verdict import Check
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ DOUBLE = "README, 'A run of your own loop', says how float32 by name is made flo
 def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
     """Levels that the runs cannot decide, with the reason."""
     found = levels.too_wide(checks, levels.WIDEST_NOISY if proof.noisy else levels.WIDEST)
+    if proof.exact and levels.judged_until(checks) > 1:  # what rounding hides of later steps, float64 has excluded
+        found.pop("precision", None)
     if not proof.exact and not proof.noisy and "precision" not in found:
         decay = proof.experiment.optimizer.weight_decay
         if reason := levels.hardly_moved(proof.pair("policy"), proof.double, proof.started, decay, proof.still):
@@ -32,6 +34,13 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
             f"at step {step} gradients overflow on one side alone, as they do or not by the order of sums alone; "
             "give a smaller --precision.loss_scale or learning rate",
         )
+    overflown = max(len(run.overflown) for run in proof.pair("policy"))
+    if proof.experiment.train.steps - overflown < levels.FEWEST:
+        yield (
+            "precision",
+            f"{overflown} of {proof.experiment.train.steps} steps overflow, so that no {levels.FEWEST} are left of "
+            "which the loss could be judged; prove more steps, or with a smaller --precision.loss_scale",
+        )
     if not proof.exact and proof.noisy:
         yield (
             "mathematics",
@@ -39,7 +48,7 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
             "clip that is a little off; give a run of it in fp64 or fp32",
         )
     for (side, kind), run in proof.done.items():
-        if run.side in (JAX, *REFERENCES.values()) and (missing := list(run.lacking(proof.experiment.record.steps))):
+        if run.side in MADE and (missing := list(run.lacking(proof.experiment.record.steps))):
             yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
 
 
@@ -59,14 +68,19 @@ def not_compared(proof: "Proof") -> list[str]:
 
 
 def hidden(proof: "Proof") -> list[str]:
-    """Fields of which float32's noise would hide another value: a tenth of it."""
+    """Fields of which float32's noise would hide another value, a tenth of it, and what may be decayed or not."""
     ours, exact = proof.done[JAX, "policy"], proof.double[0]
     others = {kind: proof.done[JAX, kind] for kind in OTHERS if (JAX, kind) in proof.done}
-    return [
+    found = [
         f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
         for kind, other in others.items()
         if levels.within_noise(other, ours, exact, proof.still)
     ]
+    if proof.exact or proof.noisy:
+        return found
+    decay = proof.experiment.optimizer.weight_decay
+    kinds = levels.decay_hidden(proof.pair("policy"), proof.double, proof.started, decay, proof.still)
+    return found + [f"weight decay of {kind} (within the noise of float32)" for kind in kinds]
 
 
 def gradients_lacking(proof: "Proof") -> str:
@@ -105,6 +119,9 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
         yield f"{less}; {DOUBLE}."
     if proof.noisy:
         yield " ".join(noise(proof))
+    elif proof.exact and (wide := levels.too_wide(checks).get("precision")):
+        until = f"steps 1 to {levels.judged_until(checks)} are judged by it; in later ones {wide}"
+        yield f"precision: {until}. What is less, the float64 levels alone exclude."
 
 
 def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:

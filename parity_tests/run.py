@@ -122,7 +122,8 @@ class Run:
         if steps != list(range(1, told + 1)):
             raise ConfigError(
                 f"{self.path / 'metrics.jsonl'} has {len(steps)} whole steps, {_numbered(steps)}, where train.steps = "
-                f"{told}: each has to be there once, from 1, on a line that ends; finish the run, or make it again"
+                f"{told}: each has to be there once, in order, from 1, on a line that ends; finish the run, or make it "
+                "again"
             )
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
@@ -223,6 +224,7 @@ class Run:
 JAX = "jaxdist"
 SIDES = (JAX, "torch_ref")
 REFERENCES = {"torch": "torch_ref", "transformers": "transformers"}  # --against -> the side
+MADE = (JAX, *REFERENCES.values())  # the sides whose runs a proof makes
 
 
 def one_of(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -201,3 +201,11 @@ def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:
     assert f"{kind}/norm.weight" in names.from_hf(record, "llama", 2)
     with pytest.raises(ValueError, match=rf"{name} has no counterpart"):
         names.from_hf(record | {f"{kind}/{name}": np.ones(4)}, "llama", 2)
+
+
+def test_a_parameter_that_one_layer_lacks() -> None:
+    """It is named, and not those of the other layers."""
+    record = {f"weights/model.layers.{i}.self_attn.{n}_proj.weight": np.ones((4, 4)) for i in range(2) for n in "qk"}
+    del record["weights/model.layers.0.self_attn.q_proj.weight"]
+    with pytest.raises(ValueError, match=r"^model.layers.0.self_attn.q_proj.weight is missing$"):
+        names.from_hf(record, "llama", 2)

@@ -18,7 +18,9 @@ def torch_taps(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterat
 
     def hook(path: str) -> Callable[..., None]:
         def noted(_: nn.Module, __: Any, y: Any) -> None:
-            first = next(iter(y.values() if isinstance(y, Mapping) else y), None) if _several(y) else y
+            if isinstance(y, Mapping):
+                y = y.get("logits", tuple(y.values()))  # a mixture's come after the loss of its routers
+            first = next(iter(y), None) if isinstance(y, tuple | list) else y
             if isinstance(first, Tensor) and torch.is_floating_point(first):
                 calls[path] += 1
                 note(numbered(path, calls[path]), first)
@@ -29,7 +31,3 @@ def torch_taps(module: nn.Module, note: Callable[[str, Tensor], None]) -> Iterat
         for path, part in module.named_modules():
             stack.callback(part.register_forward_hook(hook(path)).remove)
         yield
-
-
-def _several(y: Any) -> bool:
-    return isinstance(y, tuple | list | Mapping)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -63,7 +63,7 @@ from torch_ref.weights import local
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
 
-BLOCKS = {"llama": "model.layers", "gpt2": "transformer.h"}
+BLOCKS = {"llama": "model.layers", "mixtral": "model.layers", "qwen3_moe": "model.layers", "gpt2": "transformer.h"}
 
 
 class Double(TorchFunctionMode):
@@ -107,10 +107,10 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         raise ConfigError(
             f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use fsdp"
         )
-    if isinstance(experiment.model, Mixture):
+    if isinstance(experiment.model, Mixture) and experiment.model.capacity:
         raise ConfigError(
-            f"model.family = {experiment.model.family}: transformers 5 stacks experts in tensors that the proof has no "
-            "names for; use --against torch, or a run folder under the names of Hugging Face's files"
+            f"model.capacity = {experiment.model.capacity}: transformers leaves out no token; use --against torch, or "
+            "model.capacity = 0"
         )
     if isinstance(experiment.model, ResNet):
         raise ConfigError(
@@ -129,9 +129,8 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
 def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path, folder: RunFolder) -> None:
     """One rank: model -> DDP or FSDP2 -> loop -> summary."""
     double = experiment.precision.compute == "float64"
-    weights = {name: w for file in sorted(init.glob("*.safetensors")) for name, w in load_file(file).items()}
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, Double() if double else nullcontext():
-        plain = build(init, weights, experiment, mesh)
+        plain = build(init, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
         average = Average(plain, optimizer, experiment.optimizer.ema)
@@ -182,17 +181,16 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
             folder.summarize(summary(experiment, plain, mesh, held, traffic) | dtypes)
 
 
-def build(init: Path, weights: dict[str, Tensor], experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
-    """transformers' model of a folder's config.json with these weights, in the dtype of the policy's parameters."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def build(init: Path, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
+    """transformers' model of a folder, in the dtype of the policy's parameters."""
+    from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, str(experiment.precision.parameters))
-    config = AutoConfig.from_pretrained(init)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or [name for name in missing if name != "lm_head.weight" or not config.tie_word_embeddings]:
-        raise ConfigError(f"--init {init}: missing {missing}, unexpected {unexpected}; give whole weights")
-    model.tie_weights()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(init, dtype=dtype, output_loading_info=True, **eager)
+    model, told = loaded
+    if wrong := [f"{what}: {', '.join(map(str, names))}" for what, names in told.items() if names]:
+        raise ConfigError(f"--init {init}: {'; '.join(wrong)}; give the whole weights of its config.json")
     model.config.use_cache = False
     return model.to(mesh.device_type).eval()  # no dropout
 
@@ -265,13 +263,16 @@ def train_step(
     count = (batch.targets != IGNORED).sum()
     dist.all_reduce(count)
     total = torch.zeros((), dtype=torch.float64, device=count.device)
+    asked = {"output_router_logits": True} if getattr(experiment.model, "balance", 0) else {}
     for i, (tokens, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
         with summing(model, experiment.parallel, last=i == parts - 1):
-            logits = model(tokens).logits.float()
+            found = model(tokens, **asked)
+            logits = found.logits.float()
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-            scaler.scale(loss * ranks / count).backward()
+            added = balance(found.router_logits, experiment.model) / parts if asked else 0
+            scaler.scale(loss * ranks / count + added).backward()
         total += loss.detach() / count
     dist.all_reduce(total)
     scaler.unscale_(optimizer)
@@ -284,6 +285,19 @@ def train_step(
             average.update()
     scaler.update()
     return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
+
+
+def balance(logits: Sequence[Tensor], c: Any) -> Any:
+    """The balance loss of the microbatch of all ranks, by transformers' own function; of each block's logits [B·T, E].
+
+    Each rank has all of it: its gradient, summed over ranks by the gather, is averaged by DDP or FSDP2 as others are.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    ranks = list(range(dist.get_world_size()))
+    of_all = tuple(all_gather_tensor_autograd(block, 0, ranks) for block in logits)
+    loss: Any = load_balancing_loss_func(of_all, c.experts, c.top_k)
+    return c.balance * loss
 
 
 def summing(model: nn.Module, parallel: Parallel, last: bool) -> AbstractContextManager[None]:
@@ -317,6 +331,8 @@ class Average:
 class Keeping:
     """What of one step goes into its record: gradients, or all; the last step's states in any case."""
 
+    model: Any  # transformers' PreTrainedModel
+
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, experiment: Experiment, scale: float
     ):
@@ -330,7 +346,11 @@ class Keeping:
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def _keep(self, kind: str, tensors: dict[str, Tensor]) -> None:
-        self.arrays |= {f"{kind}/{name}": a for name, a in whole(tensors).items()}
+        """Under the names of files, in which experts lie one by one."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found = {name: torch.from_numpy(a) for name, a in whole(tensors).items()}
+        self.arrays |= {f"{kind}/{name}": array(a) for name, a in revert_weight_conversion(self.model, found).items()}
 
     def gradients(self, kind: str) -> None:
         if self.recorded and (self.every or kind == "gradient"):

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxdist import collectives, optim, program, sharding, step
+from jaxdist import collectives, mesh, optim, program, sharding, step
 from jaxdist.collectives import Parallel, vary
+from jaxdist.config import Experiment
 from jaxdist.data import Batch, Dataset
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import layers
@@ -33,6 +34,18 @@ def the_same_rows_twice() -> None:
         return Batch(*(np.concatenate([x[: len(x) // 2]] * 2) for x in right(*inputs, **more)))
 
     plant(Dataset, "batch", batch)
+
+
+@planted("2x2", "distribution", "distribution/jaxdist, runs on another mesh*")
+def all_on_one_device() -> None:
+    """Whatever mesh is asked for, one device does it all: the same numbers, and none of its memory is saved."""
+    right = mesh.make_mesh
+
+    def make_mesh(e: Experiment, device: str) -> Any:
+        alone = e.parallel.model_copy(update={"mesh": "1x1"})
+        return right(e.model_copy(update={"parallel": alone}), device)
+
+    everywhere(right, make_mesh)
 
 
 # ---- reductions

@@ -64,9 +64,9 @@ def tied_embedding_not_summed_over_stages() -> None:
     plant(Step, "reduce", reduce)
 
 
-@planted("stages", "distribution", "gradient/*")
+@planted("stages", "distribution", "loss")
 def computed_again_from_another_input() -> None:
-    """A stage computes again from an input that is a time off from what it received."""
+    """A stage computes again, for gradients and the loss that is told, from an input that is a time off."""
     right = OneFOneB.accumulate
 
     def accumulate(self: Any, *inputs: Any) -> Any:

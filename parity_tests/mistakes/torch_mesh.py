@@ -15,9 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from jaxdist.config import Parallel
 from jaxdist.data import Batch, Dataset
 from parity_tests.mistakes import altered, everywhere, mistake, plant
-from torch_ref import context, optim, parallelize, step
+from torch_ref import context, launch, optim, parallelize, step
 from torch_ref.models import layers, llama
 
 planted = partial(mistake, "torch_ref")
@@ -32,6 +33,17 @@ def one_rank_fed_twice() -> None:
         return right(self, step, size, seed, split, slice(0, 2) if rows.start == 6 else rows)
 
     plant(Dataset, "batch", batch)
+
+
+@planted("2x2", "distribution", "distribution/torch_ref, runs on another mesh*")
+def all_on_one_rank() -> None:
+    """Whatever mesh is asked for, one rank does it all: the same numbers, and none of its memory is saved."""
+    right = launch.plan
+
+    def plan(parallel: Parallel, device: str) -> Any:
+        return right(parallel.model_copy(update={"mesh": "1x1"}), device)
+
+    everywhere(right, plan)
 
 
 # ---- DDP

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity_tests.mistakes import altered, everywhere, mistake, plant
 from torch_ref import pipeline, step
@@ -55,13 +55,12 @@ def tied_embedding_counted_twice() -> None:
 
 @planted("interleaved", "distribution", "activation/*")
 def parts_in_another_order() -> None:
-    """A rank's two parts are exchanged."""
-    right = pipeline.part
+    """The blocks of a rank's two parts are exchanged."""
+    right = Pipeline.__init__
 
-    def part(model: nn.Module, index: int, parts: int) -> nn.Module:
-        layers = model.get_submodule("layers")._modules
-        second, third = layers["1"], layers["2"]
-        layers["1"], layers["2"] = third, second
-        return right(model, index, parts)
+    def init(self: Any, parts: list[Any], *more: Any) -> None:
+        first, second = parts
+        first.layers, second.layers = second.layers, first.layers
+        right(self, parts, *more)
 
-    everywhere(right, part)
+    plant(Pipeline, "__init__", init)
