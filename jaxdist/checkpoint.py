@@ -52,7 +52,7 @@ class Checkpoints:
 
     @cached_property
     def checkpointer(self) -> ocp.AsyncCheckpointer:
-        # Weights and moments hardly compress, by 7 %, and to read them would then take as long as the disk does.
+        # Weights and moments hardly compress: 3.02 GB to 2.75.
         return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
 
     def save(self, step: int, experiment: Experiment, state: TrainState) -> None:

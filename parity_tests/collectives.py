@@ -57,10 +57,10 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
 def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
     """The least bytes that a side could send, by axis.
 
-    torch: keys and values are gathered, their gradients reduce-scattered; with transformers' mixtures the logits of the
-    routers are, for the balance of all ranks. For zero1 DDP all-reduces whole gradients
-    over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts
-    hangs on what the router chooses: see `unknown`.
+    torch: keys and values are gathered, their gradients reduce-scattered; so are the logits of the routers in mixtures
+    of transformers, for the balance of all ranks. For zero1 DDP all-reduces whole gradients over all axes at once, then
+    ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts hangs on what the router
+    chooses: see `unknown`.
     """
     if side != JAX and mesh["pipeline"] > 1:
         found = stages.least(e, layouts, mesh)

@@ -238,8 +238,7 @@ def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]
     """What a policy moves a curve by, root mean square over the steps, on either side."""
 
     def moved(run: Run, run64: Run) -> float:
-        ours, exact = ([r for r in one.metrics if r["step"] not in run.overflown] for one in (run, run64))
-        return compare.rms(compare.curve(ours, exact, field))
+        return compare.rms(compare.curve(counted(run), counted(run64, run), field))
 
     x, y = (moved(*pair) for pair in zip(policy, double, strict=True))
     return x, y
@@ -277,9 +276,9 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
             yield from cost(field, *lost(policy, double, field), DRIFT, DRIFTS)
 
 
-def counted(run: Run) -> list[dict[str, Any]]:
-    """The metrics of the steps that did not overflow."""
-    return [record for record in run.metrics if record["step"] not in run.overflown]
+def counted(run: Run, as_of: Run | None = None) -> list[dict[str, Any]]:
+    """The metrics of the steps that did not overflow, in this run or in another."""
+    return [record for record in run.metrics if record["step"] not in (as_of or run).overflown]
 
 
 def scales_differ(a: Run, b: Run) -> list[int]:
