@@ -42,6 +42,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         return axes
 
     jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32: GPUs would take TF32, TPUs bf16
     fixed = None if "-1" in parallel.mesh else fitting()  # before any device is made
     share = math.prod(fixed.values()) // processes if fixed else 0
     preset = whole_number("JAX_NUM_CPU_DEVICES")

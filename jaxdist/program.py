@@ -60,7 +60,8 @@ class Program:
 
     @cached_property
     def context(self) -> Context:
-        return context(self.experiment.parallel, axes_of(self.mesh)["context"])
+        gpu = self.mesh.devices.flat[0].platform == "gpu"
+        return context(self.experiment.parallel, axes_of(self.mesh)["context"], fused=gpu)
 
     @cached_property
     def stacked(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The program that is compiled: as large for many layers as for few."""
+"""The program that is compiled: as large for many layers as for few, and float32 what it says is float32."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +7,9 @@ import jax
 import pytest
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.lax import Precision
 
-from jaxdist.conftest import tiny
+from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.models import llama
 from jaxdist.program import Program
@@ -22,6 +23,41 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             for part in value if isinstance(value, tuple | list) else (value,):
                 if isinstance(part, ClosedJaxpr | Jaxpr):
                     yield from equations(getattr(part, "jaxpr", part))
+
+
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"model": MIXTRAL},
+    "resnet": {"model": {"family": "resnet", "depths": [1, 1], "widths": [8, 16]}, "parallel": {"mesh": "2x1"}},
+}
+
+
+def approximate(fields: dict[str, Any], mesh: str = "2x2") -> tuple[list[str], list[str]]:
+    """The kinds of products of a step in float32, and those that a GPU may compute in TF32, or a TPU in bfloat16."""
+    experiment = tiny(**({"parallel": {"mesh": mesh}} | fields))
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    jaxpr = program.step.trace(program.abstract, program.abstract_batch).jaxpr.jaxpr
+    products = [equation for equation in equations(jaxpr) if equation.primitive.name in PRODUCTS]
+    exact = (Precision.HIGHEST, Precision.HIGHEST)
+    lax = [equation for equation in products if equation.params["precision"] not in (Precision.HIGHEST, exact)]
+    return [e.primitive.name for e in products], [e.primitive.name for e in lax]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_is_float32_on_all_devices(model: str) -> None:
+    products, rounded = approximate(MODELS[model])
+    assert len(products) > 10 and not rounded
+
+
+def test_products_in_less_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = jax.config.update
+
+    def but_one(name: str, value: Any) -> None:
+        update(name, None if name == "jax_default_matmul_precision" else value)
+
+    monkeypatch.setattr(jax.config, "update", but_one)
+    assert approximate(MODELS["llama"])[1]
 
 
 def size(layers: int, mesh: str = "2x4", remat: str = "none") -> int:

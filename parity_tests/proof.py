@@ -351,8 +351,9 @@ class Proof:
     @property
     def scratch(self) -> Scratch:
         """The closed form of what a step of either side takes beside its state."""
-        ours, _ = self.pair("policy")
-        return Scratch(self.experiment, self.layouts, ours.mesh, ours.summary.get("platform") == "gpu")
+        ours, theirs = self.pair("policy")
+        gpu, workspaces = ours.summary.get("platform") == "gpu", theirs.memory.get("workspaces", 0)
+        return Scratch(self.experiment, self.layouts, ours.mesh, gpu, workspaces)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -361,7 +362,7 @@ class Proof:
 
     def causes(self) -> list[Cause]:
         """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
-        memory = {run.side: run.summary.get("memory") or {} for run in self.pair("policy")}
+        memory = {run.side: run.memory for run in self.pair("policy")}
         peaks = self.measured("memory") and all(m.get("peak") for m in memory.values())
         return self.scratch.causes(memory) if self.sides == scratch.SIDES and peaks and self.scratch.known else []
 

@@ -148,6 +148,11 @@ class Run:
                 if (step not in self.overflown or name.startswith(self.state_kinds)) and not np.isfinite(tensor).all():
                     yield f"{name} of step {step}"
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What it reports of its memory; nothing where it does not."""
+        return self.summary.get("memory") or {}
+
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the model's parameters, by name."""
@@ -177,7 +182,7 @@ class Run:
             found = self.summary.get(name)
             if found is None or (name != SENT and not found):
                 yield name
-        if self.side in SIDES and self.summary.get("memory") and not self.summary["memory"].get("peak"):
+        if self.side in SIDES and self.memory and not self.memory.get("peak"):
             yield "peak of memory"  # which transformers' runs do not measure
         steps = self.experiment.train.steps
         if absent := set(range(1, steps + 1)) - {record["step"] for record in self.metrics}:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxdist.config import Experiment, ResNet
+from jaxdist.models.layers import has_kernel
 from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 from parity_tests.verdict import UNEXPLAINED, Cause
 
@@ -43,6 +44,7 @@ AGAIN: Mapping[tuple[str, str], Arrays] = {
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (4, 0), "D": (2, 0), "S": (0, 1.25), "F": (4, 0)}
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
+XLA_WORKSPACE = 2**25  # bytes that XLA lets cuBLAS have on Hopper; 2**22 on GPUs before it
 
 
 NAMES = (
@@ -58,6 +60,7 @@ NAMES = (
     INSIDE := "gradients within one block",
     LAST := "activations of the last norm",
     LOGITS := "logits, their softmax and gradient",
+    WORKSPACE := "workspaces of cuBLAS",
     UPDATE := "the update of one parameter",
     FETCHED := "parameters and moments that are fetched from the host for the update",
 )
@@ -72,12 +75,14 @@ def amount(arrays: Arrays, sizes: Sizes, compute: int) -> float:
 
 @dataclass(frozen=True)
 class Scratch:
-    """The closed form for one experiment on one mesh. `gpu`: torch's fused attention keeps no scores."""
+    """The closed form for one experiment on one mesh. `gpu`: fused attention keeps no scores, and cuBLAS has
+    `workspaces`, bytes: the one part that is measured, of torch's run."""
 
     experiment: Experiment
     layouts: Mapping[str, Layout]
     mesh: Mapping[str, int]
     gpu: bool = False
+    workspaces: float = 0.0
 
     @property
     def known(self) -> bool:
@@ -143,8 +148,10 @@ class Scratch:
         arrays = dict(KEPT[side, m.family])
         if getattr(m, "qk_norm", False):
             arrays |= {w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}
-        if (self.fused and side == TORCH) or (self.ring and side == JAX):
+        if not self.scores(side):
             arrays["S"] = (0, 0)
+        elif side == TORCH and self.gpu and not self.windowed:  # keys and values once for each head of queries
+            arrays |= {"S": (0, 1), "Q": (arrays["Q"][0] + 2, arrays["Q"][1])}
         if side == TORCH:  # keys and values of all times
             arrays["K"] = self.mesh["context"] * arrays["K"][0], self.mesh["context"] * arrays["K"][1]
         none = self.tokens * amount(arrays, self.sizes, self.compute(side))
@@ -171,7 +178,11 @@ class Scratch:
         compute, (none, again), gradients = self.compute(JAX), self.block(JAX), self.gradients(JAX)
         stacked = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
-        always = {BATCH: 2 * self.tokens * e.train.accumulation * 4.0, GRADIENTS: gradients}
+        always = {
+            BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
+            GRADIENTS: gradients,
+            WORKSPACE: XLA_WORKSPACE * self.gpu,
+        }
         kept = row.parameters and not row.reshards and n > 1
         during = always | {
             FRESH: gradients * (e.train.accumulation > 1),
@@ -182,7 +193,7 @@ class Scratch:
         yield during | {LOGITS: self.arrays({"V": (0, 2)}, JAX), LAST: self.arrays(NORM, JAX)}
         yield during | {
             AGAIN_ONE: none - again,
-            TAKEN_ONE: self.arrays({w: a for w, a in TAKEN.items() if not (self.ring and w == "S")}, JAX) * stacked,
+            TAKEN_ONE: self.arrays({w: a for w, a in TAKEN.items() if w != "S" or self.scores(JAX)}, JAX) * stacked,
             INSIDE: self.inside,
             WEIGHTS: self.weights(True) / e.model.layers * compute,
         }
@@ -204,6 +215,8 @@ class Scratch:
         """
         if self.ring:
             return self.arrays({"P": (0, 4), "Q": (0, 2), "K": (4, 4)}, JAX)
+        if not self.scores(JAX):
+            return self.arrays({"D": (2, 0), "F": (2, 0)}, JAX)
         return self.arrays({"S": (0, 1)}, JAX) + self.tokens * self.sizes["S"]
 
     def _torch(self) -> Iterator[dict[str, float]]:
@@ -217,10 +230,14 @@ class Scratch:
         block, ends = self.weights(True) / layers * compute, self.weights(False) * compute
         stay = strategy_ in ("zero2", "fsdp") and not e.parallel.reshards
         whole = layers if stay else 2 if n > 1 else 1  # blocks: this one and the next, or all
-        always = {BATCH: 2 * self.tokens * e.train.accumulation * 8.0, ENDS: ends * (not ddp)}
+        always = {
+            BATCH: 2 * self.tokens * e.train.accumulation * 8.0,
+            ENDS: ends * (not ddp),
+            WORKSPACE: self.workspaces,
+        }
         inside = max(
             self.arrays({"D": (2, 0), "F": (2, 0)}, TORCH),
-            self.arrays({"D": (1, 0), "S": (0, not self.fused), "F": (-4, 0)}, TORCH),
+            self.arrays({"D": (1, 0), "S": (0, self.scores(TORCH)), "F": (-4, 0)}, TORCH),
         )
         during = {
             AGAIN_ONE: none - again,
@@ -237,12 +254,24 @@ class Scratch:
         }
         yield always | {GRADIENTS: stand, FRESH: beside, BLOCKS: self.kept(TORCH)} | during
         yield always | {GRADIENTS: gradients, FRESH: beside, BLOCKS: again} | during
-        yield {GRADIENTS: gradients, UPDATE: 2 * self.largest / (1 if ddp else n)}
+        update = 2 * self.largest / (1 if ddp else n)
+        yield {GRADIENTS: gradients, UPDATE: update, WORKSPACE: self.workspaces}
 
     @property
-    def fused(self) -> bool:
-        """Whether torch's attention is the fused kernel, which keeps no scores."""
-        return self.gpu and not getattr(self.experiment.model, "window", 0)
+    def windowed(self) -> bool:
+        """Whether attention has a window, for which `torch_ref` asks no kernel of torch's."""
+        return bool(getattr(self.experiment.model, "window", 0))
+
+    def scores(self, side: str) -> bool:
+        """Whether a side's attention keeps its scores, as no fused kernel does, nor the ring.
+
+        torch has a kernel for grouped queries in 16 bits alone.
+        """
+        m, compute = self.experiment.model, self.experiment.precision.compute
+        if side == JAX:
+            return not self.ring and not (self.gpu and has_kernel(compute, m.head_dim))
+        grouped = self.sizes["K"] != self.sizes["Q"]
+        return not self.gpu or self.windowed or (grouped and ITEMSIZE[str(compute)] > 2)
 
     @property
     def largest(self) -> float:

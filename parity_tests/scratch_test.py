@@ -110,6 +110,22 @@ def test_what_a_run_of_torch_took(case: dict[str, Any], measured: int) -> None:
     assert sum(scratch(experiment(**case)).peak(TORCH).values()) == pytest.approx(measured, rel=0.1)
 
 
+# What `python -m parity_tests --mesh 1x1 --device gpu --precision POLICY` measured beside parameters and moments on an
+# H200, bytes of either side, with jax 0.11.2 and torch 2.11; of torch's 2^26 are the workspaces of cuBLAS.
+ON_A_GPU = {"bf16": (86_735_264, 130_542_948), "fp32": (233_767_616, 206_410_596)}
+
+
+@pytest.mark.parametrize("policy", ON_A_GPU)
+def test_what_a_gpu_took(policy: str) -> None:
+    form = replace(scratch(experiment(**{"parallel.mesh": "1x1", "precision.policy": policy})), gpu=True)
+    jax_took, torch_took = ON_A_GPU[policy]
+    assert sum(form.peak(JAX).values()) <= 1.4 * jax_took and jax_took <= form.most(JAX)
+    form = replace(form, workspaces=2**26)
+    assert sum(form.peak(TORCH).values()) == pytest.approx(torch_took, rel=0.02)
+    assert torch_took <= form.most(TORCH)
+    assert torch_took > replace(form, workspaces=0).most(TORCH)
+
+
 @pytest.mark.parametrize("mesh", ["1x1", "8x1"])
 def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From forward to backward: of all blocks, gathered or sliced."""

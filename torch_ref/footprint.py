@@ -21,8 +21,8 @@ from torch_ref.weights import local
 class Peak:
     """Within it, the most bytes that this rank's tensors take at once: `bytes`, None before.
 
-    On a GPU the allocator's own figure. On the CPU, which keeps none, every tensor made and freed is followed,
-    which is slow; what gloo copies inside is not seen.
+    On a GPU the allocator's own figure, of which `workspaces` are cuBLAS's. On the CPU, which keeps none, every tensor
+    made and freed is followed, which is slow; what gloo copies inside is not seen.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str):
@@ -30,6 +30,7 @@ class Peak:
         self.parts = list(model) if isinstance(model, Pipeline) else []
         self.tracker, self.context = MemTracker(), ExitStack()
         self.bytes: int | None = None
+        self.workspaces = 0
 
     def __enter__(self) -> None:
         if self.cuda:
@@ -50,6 +51,14 @@ class Peak:
         self.context.close()
         tracked = self.tracker.get_tracker_snapshot("peak").values()
         self.bytes = torch.cuda.max_memory_allocated() if self.cuda else sum(device["Total"] for device in tracked)
+        self.workspaces = workspaces() if self.cuda else 0
+
+
+def workspaces() -> int:
+    """Bytes that cuBLAS holds of the allocator's, for each thread that has called it; given back, to be taken anew."""
+    before = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_allocated()
 
 
 def held(
@@ -57,13 +66,13 @@ def held(
     optimizer: Optimizer | torch.optim.Optimizer,
     experiment: Experiment,
     mesh: DeviceMesh,
-    peak: int | None = None,
+    peak: Peak | None = None,
 ) -> dict[str, int | None]:
     """Bytes on the fullest device after a step; called by all ranks.
 
     `host` is what of parameters and optimizer state lies in the host's memory, and so not in the `peak` of a step.
     `statistics` are the running ones of batch norms, where there are any. `temporary` is what else of the peak is none
-    of these; None without a peak.
+    of these, on GPUs the `workspaces` of cuBLAS among it; None without a peak.
     """
 
     def size(tensors: Iterable[Tensor]) -> int:
@@ -77,13 +86,14 @@ def held(
     ]
     statistics = size(model.buffers())
     host = kinds[0] + kinds[2] if offloads(model) else 0
-    if peak and mesh.device_type == "cpu":  # where all memory is the host's
-        peak -= host
-    fullest = torch.tensor(
-        [*kinds, host, (peak or 0) - sum(kinds) - statistics + host, peak or 0], device=mesh.device_type
-    )
+    most, taken = (peak.bytes or 0, peak.workspaces) if peak else (0, 0)
+    if most and mesh.device_type == "cpu":  # where all memory is the host's
+        most -= host
+    fullest = torch.tensor([*kinds, host, most - sum(kinds) - statistics + host, most, taken], device=mesh.device_type)
     dist.all_reduce(fullest, dist.ReduceOp.MAX)
-    names = ("parameters", "gradients", "optimizer_state", "host", "temporary", "peak")
+    names = ("parameters", "gradients", "optimizer_state", "host", "temporary", "peak", "workspaces")
     found: dict[str, int | None] = dict(zip(names, fullest.tolist(), strict=True))
     found |= {"statistics": statistics} if statistics else {}
-    return found if peak else found | {"temporary": None, "peak": None}
+    if mesh.device_type == "cpu":
+        del found["workspaces"]
+    return found if most else found | {"temporary": None, "peak": None}

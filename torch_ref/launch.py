@@ -84,6 +84,7 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     store = os.environ.get("TORCH_REF_STORE")
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)
+        torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as torch has it of matrix products
     dist.init_process_group(
         "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl" if offloaded else "nccl",
         init_method=f"file://{store}" if store else "env://",

@@ -83,7 +83,7 @@ def train(
                 keep(folder, steps, model, optimizer, experiment)
             if schedule.stopping():
                 raise schedule.interrupted(steps, folder.checkpoints if folder else None)
-        held = footprint.held(model, optimizer, experiment, mesh, peak.bytes)
+        held = footprint.held(model, optimizer, experiment, mesh, peak)
         summary = metrics.summary(experiment, whole, mesh, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if isinstance(model, pipeline.Pipeline):

@@ -187,3 +187,21 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int 
     seen = (behind >= 0) & (behind < (window or T))
     probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
     return jnp.einsum("BKGTS,BSKC->BTKGC", probabilities.astype(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)
+
+
+def has_kernel(dtype: Any, head_dim: int) -> bool:
+    """Whether cuDNN's fused attention is made for a dtype and a size of heads, on all GPUs that have one."""
+    return jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
+
+
+def fused_attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int = 0) -> jax.Array:
+    """`attend` on a GPU: by cuDNN's fused kernel where it has one, which keeps no scores.
+
+    The same mathematics with another rounding, as torch's `scaled_dot_product_attention`.
+    """
+    if not has_kernel(q_BTHC.dtype, q_BTHC.shape[3]):
+        return attend(q_BTHC, k_BSKC, v_BSKC, window)
+    local = (window - 1, 0) if window else None  # how many before a token, and after it, are seen
+    return jax.nn.dot_product_attention(
+        q_BTHC, k_BSKC, v_BSKC, is_causal=True, local_window_size=local, implementation="cudnn"
+    )

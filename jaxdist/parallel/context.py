@@ -10,6 +10,8 @@ x being the bytes of keys and values of all times, the ring sends x(n-1)/n (x(2n
 Ulysses sends (2A + x)(n-1)/n² each way.
 """
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,15 @@ from jax import lax
 
 from jaxdist.collectives import Context
 from jaxdist.config import Parallel
-from jaxdist.models.layers import attend
+from jaxdist.models.layers import attend, fused_attend
 from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
 
 
+@dataclass(frozen=True)
 class Whole:
-    """All times on every device."""
+    """All times on every device, which may be a GPU with a kernel for that."""
+
+    fused: bool = False
 
     def order(self, length: int, n: int) -> np.ndarray:
         return np.arange(length)
@@ -31,7 +36,7 @@ class Whole:
         return table_TD
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
-        return attend(q_BTHC, k_BTKC, v_BTKC, window)
+        return (fused_attend if self.fused else attend)(q_BTHC, k_BTKC, v_BTKC, window)
 
 
 class Ring:
@@ -49,11 +54,9 @@ class Ring:
         return ring_attention(q_BTHC, k_BTKC, v_BTKC, window)
 
 
-class Ulysses:
+@dataclass(frozen=True)
+class Ulysses(Whole):
     """Each device attends for its own heads over all times (arXiv:2309.14509)."""
-
-    def order(self, length: int, n: int) -> np.ndarray:
-        return np.arange(length)
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
         size = table_TD.shape[0] // lax.axis_size(AXIS)
@@ -61,12 +64,11 @@ class Ulysses:
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         q, k, v = (lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True) for x in (q_BTHC, k_BTKC, v_BTKC))
-        return lax.all_to_all(attend(q, k, v, window), AXIS, split_axis=1, concat_axis=2, tiled=True)
+        y = super().attend(q, k, v, window)
+        return lax.all_to_all(y, AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-CONTEXTS: dict[str, Context] = {"ring": Ring(), "ulysses": Ulysses()}
-
-
-def context(parallel: Parallel, size: int) -> Context:
-    """The row for `parallel.context` over an axis of this size."""
-    return CONTEXTS[parallel.context] if size > 1 else Whole()
+def context(parallel: Parallel, size: int, fused: bool) -> Context:
+    """The row for `parallel.context` over an axis of this size; `fused`: on GPUs."""
+    rows: dict[str, Context] = {"ring": Ring(), "ulysses": Ulysses(fused)}
+    return rows[parallel.context] if size > 1 else Whole(fused)

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import traffic
 from jaxdist.collectives import Context
-from jaxdist.models.layers import attend
+from jaxdist.models.layers import attend, fused_attend, has_kernel
 from jaxdist.parallel import ring_attention
-from jaxdist.parallel.context import CONTEXTS, Whole
+from jaxdist.parallel.context import Ring, Ulysses, Whole
 
 B, H, K, C = 2, 8, 4, 3
 SPEC = P(None, "context")
@@ -56,31 +56,31 @@ def error(context: Context, n: int, window: int, length: int = 48) -> float:
 @pytest.mark.parametrize("window", [0, 1, 5, 13, 40])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_a_ring_attends_as_one_device(n: int, window: int) -> None:
-    assert error(CONTEXTS["ring"], n, window) <= BOUND
+    assert error(Ring(), n, window) <= BOUND
 
 
 @pytest.mark.parametrize("window", [0, 13])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_ulysses_attends_as_one_device(n: int, window: int) -> None:
-    assert error(CONTEXTS["ulysses"], n, window) <= BOUND
+    assert error(Ulysses(), n, window) <= BOUND
 
 
 def test_a_step_masked_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two late chunks, or early ones, the pair that is not to be seen."""
     monkeypatch.setattr(ring_attention, "_others", lambda step: ((1, 0), (0, 0)))
-    assert error(CONTEXTS["ring"], 4, 0) > 1e-3
+    assert error(Ring(), 4, 0) > 1e-3
 
 
 def test_gradients_that_stay_away_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without their last way, home: those of the keys are the neighbour's."""
     monkeypatch.setattr(ring_attention, "_home", lambda gradients: gradients)
-    assert error(CONTEXTS["ring"], 4, 0) > 1e-3
+    assert error(Ring(), 4, 0) > 1e-3
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("context", [Ring(), Ulysses()], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_rows_are_in_the_order_of_the_devices(name: str, n: int) -> None:
-    context, table = CONTEXTS[name], np.arange(48.0)[:, None]
+def test_rows_are_in_the_order_of_the_devices(context: Context, n: int) -> None:
+    table = np.arange(48.0)[:, None]
     mesh = jax.make_mesh((n,), ("context",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
     rows = jax.jit(jax.shard_map(context.rows, mesh=mesh, in_specs=P(), out_specs=P("context")))(table)
     np.testing.assert_array_equal(rows[:, 0], context.order(48, n))
@@ -90,7 +90,7 @@ def test_rows_are_in_the_order_of_the_devices(name: str, n: int) -> None:
 
 def test_a_ring_costs_every_device_alike() -> None:
     """Pairs of query and key that are to be seen, by device."""
-    order = CONTEXTS["ring"].order(48, 4).reshape(4, -1)
+    order = Ring().order(48, 4).reshape(4, -1)
     seen = [sum(int(t) + 1 for t in times) for times in order]
     assert len(set(seen)) == 1
 
@@ -100,11 +100,11 @@ def test_bytes(n: int) -> None:
     """As `parallel/context.py` says, forward and backward."""
     keys, queries = (B * 48 * heads * C * 8 for heads in (2 * K, H))
 
-    def sent(name: str) -> float:
-        return sum(c.bytes for c in traffic.count(meet(CONTEXTS[name], n, 0).trace(*inputs(48)).jaxpr))
+    def sent(context: Context) -> float:
+        return sum(c.bytes for c in traffic.count(meet(context, n, 0).trace(*inputs(48)).jaxpr))
 
-    assert sent("ring") == pytest.approx(keys * (n - 1) / n + keys * (2 * n - 1) / n)
-    assert sent("ulysses") == pytest.approx(2 * (2 * queries + keys) * (n - 1) / n**2)
+    assert sent(Ring()) == pytest.approx(keys * (n - 1) / n + keys * (2 * n - 1) / n)
+    assert sent(Ulysses()) == pytest.approx(2 * (2 * queries + keys) * (n - 1) / n**2)
 
 
 def test_a_ring_keeps_no_scores() -> None:
@@ -114,9 +114,40 @@ def test_a_ring_keeps_no_scores() -> None:
     sizes = []
 
     def kept(*x: jax.Array) -> jax.Array:
-        y, backward = jax.vjp(lambda q, k, v: CONTEXTS["ring"].attend(q, k, v, 0), *x)
+        y, backward = jax.vjp(lambda q, k, v: Ring().attend(q, k, v, 0), *x)
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves(backward)))
         return y
 
     jax.eval_shape(jax.shard_map(kept, mesh=mesh, in_specs=SPEC, out_specs=SPEC), q, k, v)
     assert sizes[-1] <= (2 * q.size + k.size + v.size + q.size // C) // 2
+
+
+@pytest.mark.parametrize("window", [0, 1, 13])
+def test_a_fused_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """Of what is sent to cuDNN, as XLA's own attention understands it."""
+    asked = []
+
+    def by_xla(*x: jax.Array, implementation: str, **options: Any) -> jax.Array:
+        asked.append(implementation)
+        return dot_product_attention(*x, **options)
+
+    dot_product_attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.standard_normal((B, 48, heads, 8)), jnp.bfloat16) for heads in (H, K, K))
+    wide_q, wide_k, wide_v = (a.astype(jnp.float64) for a in (q, k, v))
+    want = attend(wide_q, wide_k, wide_v, window)
+
+    def error(window: int) -> float:
+        found = Whole(fused=True).attend(q, k, v, window)
+        return float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
+
+    assert error(window) < 1e-2 < error(window + 1 if window else 47)
+    assert asked == ["cudnn"] * 2
+
+
+def test_what_has_no_fused_kernel_is_attended_by_ours() -> None:
+    q, k, v, _ = map(jnp.asarray, inputs(48))
+    np.testing.assert_array_equal(fused_attend(q, k, v, 5), attend(q, k, v, 5))
+    kernels = {(dtype, size): has_kernel(dtype, size) for dtype in ("float32", "bfloat16") for size in (64, 12, 256)}
+    assert [case for case, there in kernels.items() if there] == [("bfloat16", 64)]
