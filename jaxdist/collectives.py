@@ -110,6 +110,9 @@ class Context(Protocol):
     def rows(self, table_TD: jax.Array) -> jax.Array:
         """The rows of this device's times, of a table of all."""
 
+    def all_times(self, x_BT: jax.Array) -> jax.Array:
+        """x [B, T, ...] of all times, in their order, of which each device has its own. No gradient goes through it."""
+
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         """`layers.attend` over all times, of which each device has its own queries, keys and values."""
 
@@ -133,7 +136,9 @@ def one_stage(blocks: Callable[[X], X], x: X) -> X:
 class Dispatch(Protocol):
     """How tokens come to the experts on the mesh axis `expert`, and back (`parallel/experts.py`)."""
 
-    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+    def __call__(
+        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
+    ) -> jax.Array:
         """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
         by expert and how many each has."""
 
@@ -185,7 +190,7 @@ class Parallel:
 
     def experts(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
         """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
-        return self.dispatch(experts, x_BTD, weights_BTk, chosen_BTk)
+        return self.dispatch(experts, x_BTD, weights_BTk, chosen_BTk, self.context)
 
     def of_all_times(self, sums: jax.Array) -> jax.Array:
         """Sums over all times that this device enters, of those over the times that it has between `leave` and

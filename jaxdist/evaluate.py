@@ -55,8 +55,7 @@ def evaluate(a: Any) -> str:
     steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
     for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
         batch = dataset.batch(step, size, 0, split=split, rows=program.rows)
-        left = sequences - (step - 1) * size - program.rows.start
-        batch.targets[max(0, left) :] = IGNORED  # the last batch goes round to the first sequences
+        batch.targets[program.rows >= sequences - (step - 1) * size] = IGNORED  # the last batch goes round to the first
         found = program.evaluate(parameters, program.place(batch))
         total, count, right = total + float(found.loss), count + float(found.count), right + float(found.right)
     if not math.isfinite(total):

@@ -194,22 +194,18 @@ class Program:
         return self.schedule.order(self.experiment.model.layers)
 
     @cached_property
-    def rows(self) -> Any:
-        """The rows of the global batch that devices of this process have: what it reads of each batch, a slice, or of
-        images in microbatches their numbers."""
+    def rows(self) -> np.ndarray:
+        """The rows of the global batch that devices of this process have, which are what it reads of each batch."""
         size = self.experiment.train.batch
         indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
         bounds = [index[0].indices(size) for index in indices if index]
-        own = slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
-        return own if self.dealt is None else self.dealt[own]
+        return self.dealt[min(start for start, *_ in bounds) : max(stop for _, stop, _ in bounds)]
 
     @cached_property
-    def dealt(self) -> np.ndarray | None:
-        """The rows in the order in which devices hold them, where it is not their own."""
-        e, axes = self.experiment, axes_of(self.mesh)
-        if e.model.takes == "tokens" or e.train.accumulation == 1:
-            return None
-        return dealt(e.train.batch, math.prod(axes[axis] for axis in BATCH), e.train.accumulation)
+    def dealt(self) -> np.ndarray:
+        """The rows of a batch in the order in which devices hold them."""
+        train, axes = self.experiment.train, axes_of(self.mesh)
+        return dealt(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
 
     def place(self, batch: Batches) -> Batches:
         """A batch, of which this process has its `rows`, on the devices: each has its rows, and of tokens its times."""

@@ -36,7 +36,7 @@ from jaxdist.program import Program
 from jaxdist.sharding import BATCH, PARTS, TOKENS
 from jaxdist.step import Arrays, TrainState
 
-OF_TIMES = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [B, T, ...]
+OF_ROWS = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [B, ...], of tokens [B, T, ...]
 
 Note = Callable[[str, jax.Array], jax.Array]
 
@@ -138,22 +138,18 @@ class Recorder:
     def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
         """What `record.tensors` asks for of the step that begins with `state`, on the host."""
         every = self.program.experiment.record.tensors == "all"
-        # Where batch norms see one microbatch at a time, a forward pass of the whole batch is another.
-        looks = every and self.program.dealt is None
         before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
-        kinds = before | (self.forward(state, batch) if looks else {}) | self.update(state, batch)
+        kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
         if not every:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
         program, e = self.program, self.program.experiment
-        if e.model.takes == "images":
-            rows = slice(None) if program.dealt is None else np.argsort(program.dealt)
-            return {n: a[rows] if n.startswith("batch/") else a for n, a in found.items()}
-        times, layers = np.argsort(program.order(e.data.sequence)), np.argsort(program.layers)
+        rows, layers = np.argsort(program.dealt), np.argsort(program.layers)
+        times = np.argsort(program.order(e.data.sequence)) if e.model.takes == "tokens" else slice(None)
 
         def in_order(name: str, a: np.ndarray) -> np.ndarray:
-            if name.startswith(OF_TIMES):
-                return a[:, times]
+            if name.startswith(OF_ROWS):
+                return a[rows] if e.model.takes == "images" else a[rows][:, times]
             return a[layers] if name.partition("/")[2] in program.stacked else a
 
         return {name: in_order(name, a) for name, a in found.items()}
@@ -204,8 +200,13 @@ class Recorder:
             shapes[name] = jax.typeof(y)
             return y
 
+        def microbatches(batch: Batches) -> Batches:
+            parts = self.program.experiment.train.accumulation
+            return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+
         def see(state: TrainState, batch: Batches) -> jax.Array:
-            return lax.psum(self.loss(look, state, batch), PARTS)
+            one = jax.tree.map(lambda x: x[0], microbatches(batch))
+            return lax.psum(self.loss(look, state, one, jnp.ones(())), PARTS)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
@@ -222,20 +223,26 @@ class Recorder:
         jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
 
         def function(state: TrainState, batch: Batches) -> dict[str, Arrays]:
-            def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
-                noted: Arrays = {}
-
-                def note(name: str, y: jax.Array) -> jax.Array:
-                    noted[name] = y + probes[name]
-                    return noted[name]
-
-                return self.loss(note, state, batch), noted
-
-            probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
-            gradients, noted = jax.grad(loss, has_aux=True)(probes)
+            count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
             scale = loss_scale.factor(state.scaling)
-            unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
-            return of_first({"activation": noted, "activation_gradient": unscaled})
+
+            def of_one(microbatch: Batches) -> dict[str, Arrays]:
+                def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
+                    noted: Arrays = {}
+
+                    def note(name: str, y: jax.Array) -> jax.Array:
+                        noted[name] = y + probes[name]
+                        return noted[name]
+
+                    return self.loss(note, state, microbatch, count), noted
+
+                probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
+                gradients, noted = jax.grad(loss, has_aux=True)(probes)
+                unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
+                return {"activation": noted, "activation_gradient": unscaled}
+
+            found = lax.map(of_one, microbatches(batch))
+            return of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
 
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
@@ -247,18 +254,15 @@ class Recorder:
 
         return ordered
 
-    def loss(self, note: Note, state: TrainState, batch: Batches) -> jax.Array:
-        """This device's part of the scaled loss of the global batch, its activations passed through `note`.
-
-        What a model adds is here that of one microbatch, whatever `train.accumulation` is.
-        """
+    def loss(self, note: Note, state: TrainState, microbatch: Batches, count: jax.Array) -> jax.Array:
+        """This device's part of what a microbatch adds to the scaled loss of the global batch, of whose targets `count`
+        are valid; its activations are passed through `note`."""
         step = self.program.step_function
-        count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
         of_all = np.argsort(self.program.layers)
         weights = {
             name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
             for name, w in step.gathered(state.parameters).items()
         }
         with Taps(note).installed(step.model) as model:
-            loss, made = replace(step, model=model, rematerialize=KEPT).loss(None, weights, batch)
-        return (loss / count + made.added) * loss_scale.factor(state.scaling)
+            loss, made = replace(step, model=model, rematerialize=KEPT).loss(None, weights, microbatch)
+        return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)

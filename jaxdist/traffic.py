@@ -230,7 +230,8 @@ def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[st
 
     Over expert, n devices, what `parallel/experts.py` says of each block: x of the group's tokens and their k weights
     and choices are gathered, results scattered; backward x, weights and results again. Where it is computed again, x,
-    weights and choices are gathered once more. With a capacity, boxes there and back, forward, backward and again.
+    weights and choices are gathered once more. With a capacity, boxes there and back, forward, backward and again, and
+    over context the choices of all times.
 
     Over tensor the gradients of the k weights are summed, or under sequence parallelism weights and choices gathered
     and gradients scattered. A microbatch's tallies cross all axes: E counts, and over tensor 2E sums under sequence.
@@ -243,8 +244,8 @@ def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[st
     again = recomputed(e) * blocks + forward
     x, weights, chosen = tokens * m.dim * compute, tokens * m.top_k * wide, tokens * m.top_k * 4
     if m.capacity:
-        rows = tokens / e.data.sequence * mesh["context"]
-        boxes = rows * m.experts * m.room(e.data.sequence) * m.dim * compute
+        times = e.data.sequence // mesh["context"]
+        boxes = tokens / times * m.experts * min(m.room(e.data.sequence), times) * m.dim * compute
         dispatched = ring_bytes("all_to_all", (4 * blocks + 2 * again) * boxes, n)
     else:
         gathered = (blocks + again) * (x + weights + chosen) + (blocks + forward) * x
@@ -256,9 +257,18 @@ def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[st
         entered += ring_bytes("all_reduce", tallies, tensor)
     else:
         entered = ring_bytes("all_reduce", blocks * weights, tensor)
-    return dict(
-        Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
-    )
+    found = Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
+    return dict(found + Counter({"context": least_of_choices(e, mesh)}))
+
+
+def least_of_choices(experiment: Experiment, mesh: Mapping[str, int]) -> float:
+    """Least bytes a device must send per step over context where an expert has room for so many of a whole sequence:
+    a number of 4 bytes for each of a token's experts, forward and where it is computed again."""
+    m, n, p = experiment.model, mesh["context"], passes(experiment, mesh)
+    if not isinstance(m, Mixture) or not m.capacity:
+        return 0.0
+    times = p.both * p.layers * (1 + recomputed(experiment)) + p.forward * p.layers
+    return times * ring_bytes("all_gather", tokens_of(experiment, mesh) * n * m.top_k * 4, n)
 
 
 def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:

@@ -73,13 +73,13 @@ def test_gpt2_sends_the_least(case: str) -> None:
     assert all(0.999 < ratio <= BOUND for ratio in found.values()), found
 
 
-@pytest.mark.parametrize(("case", "capacity"), EXPERTS[::2])
+@pytest.mark.parametrize(("case", "capacity"), EXPERTS[::3])
 def test_a_mixture_sends_the_least(case: str, capacity: float) -> None:
     least_is_sent(case, capacity)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "capacity"), EXPERTS[1::2])
+@pytest.mark.parametrize(("case", "capacity"), [pair for pair in EXPERTS if pair not in EXPERTS[::3]])
 def test_mixtures_send_the_least(case: str, capacity: float) -> None:
     least_is_sent(case, capacity)
 

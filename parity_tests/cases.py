@@ -63,7 +63,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 EXPERT_MESHES: dict[str, dict[str, Any]] = {
-    "fsdp, full": {"mesh": "fsdp=2,expert=2", "memory.remat": "full"},
+    "fsdp, full, accumulation": {"mesh": "fsdp=2,expert=2", "memory.remat": "full", "train.accumulation": 2},
     "ddp": {"mesh": "data=2,expert=2", "strategy": "ddp"},
     "tensor zero2": {"mesh": "expert=2,tensor=2", "strategy": "zero2"},
     "sequence, full": {"mesh": "expert=2,tensor=2", "parallel.sequence": True, "memory.remat": "full"},

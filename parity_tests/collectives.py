@@ -75,6 +75,7 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
         keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
         found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
+        found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
     if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
         logits = e.train.batch * e.data.sequence * m.experts * ITEMSIZE[str(e.precision.compute)]
         ranks = math.prod(mesh[axis] for axis in TOKENS)
@@ -177,7 +178,7 @@ def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Se
     """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends rows,
     beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
     gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers' experts, which each
-    rank has, the routers' logits do.
+    rank has, the routers' logits do. Over context the choices of all times are gathered where experts have a capacity.
     """
     p, memory, model = passes(e, mesh), e.memory, e.model
     if not isinstance(model, Mixture):
@@ -189,6 +190,7 @@ def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Se
     m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
     forward, sequence = blocks + again + alone, e.parallel.sequence
+    yield "context", {"all_gather": exactly(forward * bool(model.capacity))}
     if side != JAX:
         yield "expert", {"all_to_all": exactly(3 * forward + 2 * blocks)}
         yield from ((axis, {"all_reduce": (0, m)}) for axis in (*TOKENS, *["tensor"] * sequence))

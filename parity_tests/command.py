@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, Mixture, check_new, parse
+from jaxdist.config import Arguments, ConfigError, check_new, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.data import in_steps
@@ -110,13 +110,6 @@ def check(a: Arguments) -> Path:
         a.experiment.check_mesh(a.experiment.parallel.axes())
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")
-    model, train = a.experiment.model, a.experiment.train
-    if isinstance(model, Mixture) and model.balance and train.accumulation > 1:
-        raise ConfigError(
-            f"train.accumulation = {train.accumulation} with model.balance = {model.balance}: which rows are balanced "
-            "together hangs on the mesh, so that equal runs differ; prove it with train.accumulation = 1 or "
-            "model.balance = 0"
-        )
     if a.more["against"] == "transformers":
         if find_spec("transformers") is None:
             raise ConfigError("--against transformers: it is not installed; pip install transformers")

@@ -74,7 +74,9 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "muon": {"optimizer": {"name": "muon", "momentum": 0.95, "nesterov": True}, "parallel": {"mesh": "2x2"}},
     "mixture": {"model": MIXTURES["mixtral"]},
     "experts": {"model": MIXTURES["mixtral"], "parallel": {"mesh": "fsdp=2,expert=2"}},
+    "balanced": {"model": MIXTURES["mixtral"], "train": {"accumulation": 2}, "parallel": {"mesh": "2x1"}},
     "capped": {"model": MIXTURES["qwen3_moe"], "parallel": {"mesh": "fsdp=2,expert=2"}},
+    "capped context": {"model": MIXTURES["qwen3_moe"], "parallel": {"mesh": "context=2"}},
     "stages": {
         "model": DEEP["gpt2, 4 layers"], "train": {"accumulation": 4}, "parallel": {"mesh": "pipeline=2,fsdp=2"},
     },

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxdist.config import ConfigError, Experiment
-from parity_tests.cases import EXPERT_MESHES
+from parity_tests.cases import EXPERT_MESHES, MIXTURES
 from parity_tests.conftest import FIGURES, STEPS, Runs
 from parity_tests.parity_test import Record, measured
 from parity_tests.seeded import misplaced, worst
@@ -13,15 +13,15 @@ from torch_ref import experts
 
 SIDES = ("jaxdist", "torch_ref")
 DROPS = {"model.capacity": 1.0}
-QUICK = "fsdp, full"
-# Qwen3-MoE has a capacity, which counts whole sequences, and `context` splits them.
-SLOW = [("mixtral", mesh) for mesh in EXPERT_MESHES if mesh != QUICK]
-SLOW += [("qwen3_moe", mesh) for mesh in EXPERT_MESHES if mesh != "context"]
+QUICK = [("mixtral", "fsdp, full, accumulation"), ("qwen3_moe", "context")]
+SLOW = [(model, mesh) for model in MIXTURES for mesh in EXPERT_MESHES if (model, mesh) not in QUICK]
 
 
 def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
     jax, torch = (mixed(side, model, EXPERT_MESHES[mesh]) for side in SIDES)
-    alone = mixed("torch_ref", model, {"mesh": "1x1"})
+    # One device balances the same microbatches.
+    one = {name: value for name, value in EXPERT_MESHES[mesh].items() if name == "train.accumulation"}
+    alone = mixed("torch_ref", model, {"mesh": "1x1"} | one)
     assert len(jax.metrics) == STEPS
     record(FIGURES, {"model": model, "mesh": "expert", "variant": mesh, **measured(jax, torch, model)})
     assert worst(jax, torch) <= 1 and worst(jax, alone) <= 1 and worst(torch, alone) <= 1
@@ -29,8 +29,9 @@ def check(mixed: Runs, record: Record, model: str, mesh: str) -> None:
         assert misplaced(made) == []
 
 
-def test_float64(mixed: Runs, record_property: Record) -> None:
-    check(mixed, record_property, "mixtral", QUICK)
+@pytest.mark.parametrize(("model", "mesh"), QUICK)
+def test_float64(mixed: Runs, record_property: Record, model: str, mesh: str) -> None:
+    check(mixed, record_property, model, mesh)
 
 
 @pytest.mark.slow

@@ -127,9 +127,11 @@ class Proof:
     @property
     def other_sums(self) -> dict[str, Any] | None:
         """Fields of `train` by which a step on one device sums in another order; None where no field does."""
-        train = self.experiment.train
+        train, model = self.experiment.train, self.experiment.model
         if math.prod(self.experiment.parallel.axes().values()) > 1:
             return {}  # it is the mesh that sums otherwise
+        if model.takes == "images" or getattr(model, "balance", None):
+            return None  # other microbatches would be normalized, or balanced, otherwise
         if train.accumulation > 1:
             return {"accumulation": 1}
         parts = next((n for n in range(2, train.batch + 1) if train.batch % n == 0), None)

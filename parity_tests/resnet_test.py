@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from parity_tests import bisect
 from parity_tests.cases import IMAGES, write_images
 from parity_tests.conftest import FIGURES, STEPS, run
 from parity_tests.parity_test import Record, measured
@@ -15,7 +16,8 @@ from parity_tests.seeded import misplaced, worst
 
 SIDES = ("jaxdist", "torch_ref")
 ACCUMULATION = {"train.accumulation": 2}
-QUICK: dict[str, Any] = {"mesh": "4x1", **ACCUMULATION}
+RECORD = {"record.steps": "1,3", "record.tensors": "all"}
+QUICK: dict[str, Any] = {"mesh": "4x1", **ACCUMULATION, **RECORD}
 SLOW: dict[str, dict[str, Any]] = {
     "ddp": {"mesh": "4x1", "strategy": "ddp"},
     "ddp, accumulation": {"mesh": "4x1", "strategy": "ddp", **ACCUMULATION},
@@ -86,6 +88,10 @@ def check(imaged: Imaged, record: Record, name: str, settings: dict[str, Any]) -
 
 def test_float64(imaged: Imaged, record_property: Record) -> None:
     check(imaged, record_property, "fsdp, accumulation", QUICK)
+    jax, torch = (imaged(side, QUICK) for side in SIDES)
+    for step in (1, 3):  # with what each microbatch was normalized to
+        errors = bisect.errors(jax, torch, step, zero_gradient=False)
+        assert any(name.startswith("activation_gradient/") for name in errors) and max(errors.values()) < 1e-10
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ from jaxdist.config import (
 )
 from jaxdist.config.display import progress, say
 from jaxdist.config.hf import read_model
-from jaxdist.data import IGNORED, Dataset, dataset_of, in_steps
+from jaxdist.data import IGNORED, Dataset, dataset_of, dealt, in_steps
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
 from torch_ref import footprint, launch
@@ -341,6 +342,8 @@ class Keeping:
         self.every = self.recorded and experiment.record.tensors == "all"
         self.last = step == experiment.train.steps
         self.arrays: Arrays = {}
+        train = experiment.train
+        self.order = np.argsort(dealt(train.batch, dist.get_world_size(), train.accumulation))
         if self.every:
             self._keep("start", dict(model.named_parameters()))
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -374,7 +377,7 @@ class Keeping:
             local = torch.cat(parts)
             rows = [torch.empty_like(local) for _ in range(mesh.size())]
             dist.all_gather(rows, local.contiguous())
-            self.arrays[name] = array(torch.cat(rows))
+            self.arrays[name] = array(torch.cat(rows))[self.order]
         if self.every or self.last:
             parameters = dict(self.model.named_parameters())
             self._keep("weights", dict(parameters))

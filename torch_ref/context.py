@@ -25,9 +25,9 @@ class Context:
         """The time of the first of this rank's x [B, T, ...]."""
         return self.index * x.shape[TIME]
 
-    def gather(self, x_BTKC: Tensor) -> Tensor:
-        """x of all times [B, S, K, C]."""
-        return x_BTKC
+    def gather(self, x_BT: Tensor) -> Tensor:
+        """x [B, S, ...] of all times."""
+        return x_BT
 
 
 class Gathered(Context):
@@ -36,5 +36,5 @@ class Gathered(Context):
     def __init__(self, mesh: DeviceMesh):
         self.index, self.size, self.group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
 
-    def gather(self, x_BTKC: Tensor) -> Tensor:
-        return all_gather_tensor_autograd(x_BTKC.contiguous(), gather_dim=TIME, group=self.group)
+    def gather(self, x_BT: Tensor) -> Tensor:
+        return all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.group)

@@ -186,8 +186,6 @@ class Recorder:
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
         self.images = experiment.model.takes == "images"
-        # Of microbatches JAX keeps no activations where batch norms see one at a time; nor does this, then.
-        self.looks = self.every and not (self.images and experiment.train.accumulation > 1)
         self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
         self.length = experiment.data.sequence // mesh["context"].size()
 
@@ -207,13 +205,12 @@ class Recorder:
             parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
             kinds["batch"] = self.joined(dict(parts))
             kinds["start"] = whole(dict(held(self.model)))
-        with taps.installed(self.model, self.namespace) if self.looks else nullcontext():
+        with taps.installed(self.model, self.namespace) if self.every else nullcontext():
             yield watch
-        if self.looks:
+        if self.every:
             kinds["activation"] = self.joined(taps.noted)
             backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward, backward=True)
-        if self.every:
             kinds |= self.moments()
             kinds["weights"] = whole(dict(held(self.model)))
         else:
@@ -238,9 +235,10 @@ class Recorder:
         ranks: dict[Any, dict[str, list[np.ndarray]]] = {}
         for at, arrays in found:
             ranks.setdefault(at, {}).update(arrays)
+        order = np.argsort(self.order)
         if self.images:
             rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
-            return {n: a[np.argsort(self.order)] for n, a in rows_of.items()}
+            return {n: a[order] for n, a in rows_of.items()}
         context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
 
         def join(name: str) -> np.ndarray:
@@ -257,7 +255,7 @@ class Recorder:
             ])  # fmt: skip
 
         names = sorted(ranks[0, 0, 0], key=lambda name: -depth(name) if backward else depth(name))
-        return {name: join(name) for name in names}
+        return {name: join(name)[order] for name in names}
 
     def moments(self) -> dict[str, Arrays]:
         """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""

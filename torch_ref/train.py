@@ -179,13 +179,11 @@ def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
 
 
 def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int, split: Any = "train") -> Rows:
-    """This rank's part of the global batch: rank r of n over the axes BATCH reads rows r·B/n to (r+1)·B/n, and of them
-    keeps its times, as many on each rank of `context`. Of images it reads those of each microbatch: see `dealt`."""
+    """This rank's part of the global batch: of n over the axes BATCH each reads an n-th of every microbatch, and of
+    tokens keeps its times, as many on each rank of `context`."""
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
-    rows: Any = slice(rank * size // ranks, (rank + 1) * size // ranks)
-    if experiment.model.takes == "images":
-        rows = dealt(size, ranks, experiment.train.accumulation)[rows]
+    rows = dealt(size, ranks, experiment.train.accumulation)[rank * size // ranks : (rank + 1) * size // ranks]
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
     if isinstance(batch, Batch):
         part, parts = mesh.get_local_rank("context"), mesh["context"].size()

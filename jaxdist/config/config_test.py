@@ -202,7 +202,6 @@ BAD: list[tuple[list[str], str]] = [
     ([*MIXED, "--mesh", "expert=3"], r"model.experts = 8 .* mesh axis expert = 3; the nearest size .* is 2"),
     ([*MIXED, "--mesh", "fsdp=4,expert=8"], r"train.batch = 16 .* over data × fsdp × expert = 32 devices"),
     ([*MIXED, "--model.top_k", "9"], r"model.top_k = 9 is more than model.experts = 8; use at most 8"),
-    ([*MIXED, "--mesh", "context=2", "--model.capacity", "1"], r"model.capacity = 1.0 counts .* use capacity = 0"),
     ([*MIXED, "--mesh", "expert=2,tensor=5"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 5"),
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),

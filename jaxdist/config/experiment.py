@@ -291,11 +291,6 @@ class Experiment(Section):
                 f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; the nearest size "
                 f"that divides them is {fitting}"
             )
-        if model.capacity and axes["context"] > 1:
-            raise ConfigError(
-                f"model.capacity = {model.capacity} counts the tokens of whole sequences, which the mesh axis context "
-                f"= {axes['context']} splits; use capacity = 0, or the axis expert or fsdp"
-            )
 
     def _check_stages(self, stages: int) -> None:
         """Raises ConfigError where the axis `pipeline` does not divide the layers, or with what it cannot serve."""

@@ -68,7 +68,8 @@ def _as_begun(data: Data, dataset: "Dataset") -> "Dataset":
 def dealt(size: int, ways: int, microbatches: int) -> NDArray[np.int64]:
     """The rows of a batch in the order in which devices hold them, each a part of every microbatch in turn.
 
-    So microbatch i is the i-th part of the batch however many devices there are: its images are normalized together.
+    So microbatch i is the i-th part of the batch however many devices there are: its images are normalized together,
+    and its tokens balanced among experts.
     """
     rows = np.arange(size).reshape(microbatches, ways, -1)
     return rows.swapaxes(0, 1).reshape(size)

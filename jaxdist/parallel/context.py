@@ -7,7 +7,7 @@
 | `Ulysses` | chunk i of n | q, k, v and the result by all-to-all, (n-1)/n of each (the same) |
 
 x being the bytes of keys and values of all times, the ring sends x(n-1)/n (x(2n-1)/n); with A those of the queries,
-Ulysses sends (2A + x)(n-1)/n² each way.
+Ulysses sends (2A + x)(n-1)/n² each way. What else looks at all times gathers what it wants to know of them.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import Context
+from jaxdist.collectives import TIME, Context
 from jaxdist.config import Parallel
 from jaxdist.models.layers import attend, fused_attend
 from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
@@ -35,6 +35,9 @@ class Whole:
     def rows(self, table_TD: jax.Array) -> jax.Array:
         return table_TD
 
+    def all_times(self, x_BT: jax.Array) -> jax.Array:
+        return x_BT
+
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         return (fused_attend if self.fused else attend)(q_BTHC, k_BTKC, v_BTKC, window)
 
@@ -50,6 +53,10 @@ class Ring:
         size = table_TD.shape[0] // (2 * n)
         return jnp.concatenate([lax.dynamic_slice_in_dim(table_TD, j * size, size) for j in (i, 2 * n - 1 - i)])
 
+    def all_times(self, x_BT: jax.Array) -> jax.Array:
+        x_BT = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
+        return x_BT[:, np.argsort(self.order(x_BT.shape[TIME], lax.axis_size(AXIS)))]
+
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         return ring_attention(q_BTHC, k_BTKC, v_BTKC, window)
 
@@ -61,6 +68,9 @@ class Ulysses(Whole):
     def rows(self, table_TD: jax.Array) -> jax.Array:
         size = table_TD.shape[0] // lax.axis_size(AXIS)
         return lax.dynamic_slice_in_dim(table_TD, lax.axis_index(AXIS) * size, size)
+
+    def all_times(self, x_BT: jax.Array) -> jax.Array:
+        return lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         q, k, v = (lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True) for x in (q_BTHC, k_BTKC, v_BTKC))

@@ -9,7 +9,8 @@ x being the bytes of the group's tokens, those of the n devices along the axis, 
 beside it k weights and numbers of experts a token. Boxes have room for C = capacity · k · T / E rows of each sequence
 and expert, of which a device with B sequences sends 2 · E·B·C·D · (n-1)/n numbers each way. They are fewer where
 capacity · k < n. Room is by sequence, in the order of time: what is left out depends on no mesh, and of no token on a
-later one.
+later one. Where `context` splits sequences, the choices of all times are gathered, and a device's boxes have room for
+as many rows as it has times, if that is less than C.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import Dispatch, Rows, wide
+from jaxdist.collectives import Context, Dispatch, Rows, wide
 from jaxdist.config import Mixture, Model
 
 AXIS = "expert"
@@ -35,7 +36,9 @@ class Dropless:
 
     count: int
 
-    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+    def __call__(
+        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
+    ) -> jax.Array:
         x_BTD, weights_BTk, chosen_BTk = (
             lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_BTD, weights_BTk, chosen_BTk)
         )
@@ -50,19 +53,29 @@ class Dropless:
         return lax.psum_scatter(weighted(y_BTkD, weights_BTk), AXIS, scatter_dimension=0, tiled=True)
 
 
+def places(chosen_BTk: jax.Array, count: int) -> jax.Array:
+    """How many of a sequence went to the same one of `count` experts before [B, T, k]."""
+    chosen_BN = chosen_BTk.reshape(len(chosen_BTk), -1)
+    until_BNE = jnp.cumsum(jax.nn.one_hot(chosen_BN, count, dtype=jnp.int32), axis=1)
+    return jnp.take_along_axis(until_BNE, chosen_BN[..., None], axis=-1).reshape(chosen_BTk.shape) - 1
+
+
 @dataclass(frozen=True)
 class Capped:
     """Each sequence has a box of C rows for each expert, which travels to the expert's device and back."""
 
     model: Mixture
 
-    def __call__(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
-        (B, T, k), D = chosen_BTk.shape, x_BTD.shape[-1]
-        E, C = self.model.experts, self.model.room(T)
-        chosen_BN = chosen_BTk.reshape(B, T * k)
-        before_BNE = jnp.cumsum(jax.nn.one_hot(chosen_BN, E, dtype=jnp.int32), axis=1)
-        place_BN = jnp.take_along_axis(before_BNE, chosen_BN[..., None], axis=-1)[..., 0] - 1
-        at = chosen_BN, jnp.arange(B)[:, None], place_BN  # a place from C on is outside of the box
+    def __call__(
+        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
+    ) -> jax.Array:
+        (B, T, k), D, E = chosen_BTk.shape, x_BTD.shape[-1], self.model.experts
+        place_SBk = places(context.all_times(chosen_BTk), E).swapaxes(0, 1)
+        room = self.model.room(len(place_SBk))
+        taken_BTk = context.rows(place_SBk).swapaxes(0, 1) < room
+        C = min(room, T)  # the first of a sequence are the first of this device's
+        place_BN = jnp.where(taken_BTk, places(chosen_BTk, E), C).reshape(B, T * k)
+        at = chosen_BTk.reshape(B, T * k), jnp.arange(B)[:, None], place_BN  # place C is outside of the box
         empty = jnp.zeros_like(x_BTD, shape=(E, B, C, D))
         boxes = empty.at[at].set(jnp.repeat(x_BTD, k, axis=1), mode="drop")
         rows = lax.all_to_all(boxes, AXIS, split_axis=0, concat_axis=1, tiled=True)

@@ -1,7 +1,5 @@
 """Which tokens reach which experts, against a loop over tokens: dropless, and with room in each sequence."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import AXES, Mixture
 from jaxdist.parallel import experts
+from jaxdist.parallel.context import Whole
 
 B, T, D, E, K = 4, 6, 3, 4, 2
 MODEL = Mixture(family="mixtral", experts=E, top_k=K)
@@ -51,8 +50,8 @@ def dispatched(devices: int, capacity: float) -> np.ndarray:
         own = lax.axis_index("expert") * len(counts_E) + jnp.arange(len(counts_E)) + 1.0
         return lax.ragged_dot(x_ND, own[:, None, None] * jnp.eye(D), counts_E)
 
-    def function(*inputs: Any) -> jax.Array:
-        return row(multiply, *inputs)
+    def function(x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+        return row(multiply, x, weights, chosen, Whole())
 
     spec = P("expert")
     return np.asarray(jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))(*tokens()))

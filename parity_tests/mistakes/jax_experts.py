@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxdist import program
 from jaxdist.collectives import Parallel, vary
 from jaxdist.models import mixtral
 from jaxdist.parallel import experts
+from jaxdist.parallel.context import Ring
 from jaxdist.step import Step
 from parity_tests.mistakes import altered, mistake, plant
 
@@ -106,10 +109,10 @@ def room_shared_by_sequences() -> None:
     """An expert's room is that of all sequences of a device together, so that other tokens are left out."""
     right = experts.Capped.__call__
 
-    def call(self: Any, rows: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
+    def call(self: Any, rows: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, context: Any) -> jax.Array:
         B, T = chosen.shape[:2]
-        one = (a.reshape(1, B * T, -1) for a in (x, weights, chosen))
-        return right(self, rows, *one).reshape(x.shape)
+        x_1, weights_1, chosen_1 = (a.reshape(1, B * T, -1) for a in (x, weights, chosen))
+        return right(self, rows, x_1, weights_1, chosen_1, context).reshape(x.shape)
 
     plant(experts.Capped, "__call__", call)
 
@@ -122,3 +125,19 @@ def overflow_in_the_place_of_another() -> None:
         return jnp.minimum(jnp.take_along_axis(a, index, axis), 12)  # of 32 times, top_k 3 and 8 experts: the last one
 
     plant(experts, "jnp", altered(jnp, take_along_axis=take))
+
+
+@planted("capped context", "distribution", f"{MIXED}*")
+def choices_in_the_order_of_devices() -> None:
+    """An expert's room is filled in the order in which devices have times, of which each has early and late ones."""
+
+    def all_times(self: Ring, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, "context", axis=1, tiled=True)
+
+    plant(Ring, "all_times", all_times)
+
+
+@planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")
+def microbatches_of_a_devices_rows() -> None:
+    """Each device has rows that follow each other, so that on another mesh other ones are balanced together."""
+    plant(program, "dealt", lambda size, *_: np.arange(size))

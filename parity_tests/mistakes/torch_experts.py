@@ -3,10 +3,12 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from parity_tests.mistakes import mistake, plant
+from jaxdist.data import dealt
+from parity_tests.mistakes import everywhere, mistake, plant
 from torch_ref import experts
 from torch_ref.models import mixtral
 
@@ -85,5 +87,22 @@ def gradients_of_rows_not_sent_back() -> None:
 @planted("capped", "distribution", f"{MIXED}*")
 def the_last_are_taken() -> None:
     """An expert's room is filled from the end of a sequence."""
-    right = mixtral.taken
-    plant(mixtral, "taken", lambda chosen, *rest: right(chosen.flip(1, 2), *rest).flip(1, 2))
+    right = mixtral.places
+    plant(mixtral, "places", lambda chosen, *rest: right(chosen.flip(1, 2), *rest).flip(1, 2))
+
+
+@planted("capped context", "distribution", f"{MIXED}*")
+def room_for_each_ranks_times() -> None:
+    """An expert has its room for a sequence on each rank that has some of its times."""
+
+    def taken(self: Any, chosen: Tensor) -> Tensor:
+        room = self.config.room(chosen.shape[1] * self.context.size)
+        return mixtral.places(chosen, self.config.experts) < room
+
+    plant(mixtral.Experts, "taken", taken)
+
+
+@planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")
+def microbatches_of_a_ranks_rows() -> None:
+    """Each rank has rows that follow each other, so that on another mesh other ones are balanced together."""
+    everywhere(dealt, lambda size, *_: np.arange(size))

@@ -27,12 +27,11 @@ def choose(probabilities_BTE: Tensor, k: int) -> Tensor:
     return torch.argsort(probabilities_BTE, dim=-1, descending=True, stable=True)[..., :k]
 
 
-def taken(chosen_BTk: Tensor, experts: int, room: int) -> Tensor:
-    """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
+def places(chosen_BTk: Tensor, count: int) -> Tensor:
+    """How many of a sequence went to the same one of `count` experts before [B, T, k]."""
     chosen_BN = chosen_BTk.flatten(1)
-    before_BNE = functional.one_hot(chosen_BN, experts).cumsum(1)
-    place_BN = before_BNE.gather(-1, chosen_BN[..., None])[..., 0] - 1
-    return (place_BN < room).view_as(chosen_BTk)
+    until_BNE = functional.one_hot(chosen_BN, count).cumsum(1)
+    return until_BNE.gather(-1, chosen_BN[..., None]).view_as(chosen_BTk) - 1
 
 
 def tally(probabilities_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs, SwiGLU (arXiv:2002.05202), each for its own rows."""
 
-    dispatch = Dispatch()
+    context, dispatch = Context(), Dispatch()
 
     def __init__(self, c: Config):
         super().__init__()
@@ -71,9 +70,15 @@ class Experts(nn.Module):
         h_NF = functional.silu(self.gate_proj(x_ND, counts)) * self.up_proj(x_ND, counts)
         return self.down_proj(h_NF, counts)
 
+    def taken(self, chosen_BTk: Tensor) -> Tensor:
+        """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
+        if not self.config.capacity:
+            return torch.ones_like(chosen_BTk, dtype=torch.bool)
+        place_SBk = places(self.context.gather(chosen_BTk), self.config.experts).swapaxes(0, 1)
+        return self.context.rows(place_SBk).swapaxes(0, 1) < self.config.room(len(place_SBk))
+
     def forward(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
-        E, room = self.config.experts, self.config.room(chosen_BTk.shape[1])
-        y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, taken(chosen_BTk, E, room), E)
+        y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, self.taken(chosen_BTk), self.config.experts)
         return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).to(x_BTD.dtype)
 
 
