@@ -36,11 +36,13 @@ SILENT = {"axis_index", "pvary", "pcast"}  # name an axis and send nothing
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of a step of one kind; `bytes` is what a device sends."""
+    """All collectives of a step of one kind; `bytes` is what a device sends. `single`: sums of one number each, as of
+    the loss, a count or the norm."""
 
     op: str
     axis: str
     dtype: str
+    single: bool
     count: int
     bytes: float
 
@@ -55,8 +57,8 @@ def ring_bytes(op: str, whole: float, n: int) -> float:
 
 def count(closed: Any) -> list[Collective]:
     """The collectives of a traced program (`jit(f).trace(...).jaxpr`), scans multiplied out, groups of one left out."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    sent: dict[tuple[str, str, str], float] = defaultdict(float)
+    counts: Counter[tuple[str, str, str, bool]] = Counter()
+    sent: dict[tuple[str, str, str, bool], float] = defaultdict(float)
     for equation, times, mesh in equations(closed):
         named = equation.params.get("axes", equation.params.get("axis_name"))
         names = [name for name in (named if isinstance(named, tuple) else (named,)) if mesh.get(name, 1) > 1]
@@ -67,10 +69,10 @@ def count(closed: Any) -> list[Collective]:
             raise NotImplementedError(f"{primitive} over {names}: what it sends is not counted yet")
         op, n = KINDS[primitive], math.prod(mesh[name] for name in names)
         for before, after in zip(equation.invars, equation.outvars, strict=True):
-            key = op, "+".join(names), str(before.aval.dtype)
-            whole = max(v.aval.size for v in (before, after)) * before.aval.dtype.itemsize
+            size, dtype = max(v.aval.size for v in (before, after)), before.aval.dtype
+            key = op, "+".join(names), str(dtype), op == "all_reduce" and size == 1
             counts[key] += times
-            sent[key] += times * ring_bytes(op, whole, n)
+            sent[key] += times * ring_bytes(op, size * dtype.itemsize, n)
     return [Collective(*key, counts[key], sent[key]) for key in sorted(counts)]
 
 

@@ -101,7 +101,7 @@ def test_files_of_the_contract(straight: Path) -> None:
         "mfu",
     } <= set(summary)
     assert {"parameters", "gradients", "optimizer_state", "temporary", "peak"} <= set(summary["memory"])
-    assert all({"op", "axis", "dtype", "count", "bytes"} == set(c) for c in summary["collectives"])
+    assert all({"op", "axis", "dtype", "single", "count", "bytes"} == set(c) for c in summary["collectives"])
     assert {"config.toml", "metrics.jsonl", "summary.json", "checkpoints"} == {f.name for f in straight.iterdir()}
     assert [f.name for f in (straight / "checkpoints").iterdir()] == ["8"]
 

@@ -318,13 +318,15 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
     line = ["--against", str(run), "--output", str(tmp_path / "proof"), "--config", str(config)]
     with pytest.raises(ConfigError, match=r"is a run with optimizer.learning_rate = 0.01, not 0.02"):
         main([*line, "--optimizer.learning_rate", "0.02"])
-    with pytest.raises(ConfigError, match=rf"is a run of {STEPS} steps, not {2 * STEPS}; leave out --steps"):
+    with pytest.raises(
+        ConfigError, match=rf"is a run of {STEPS} steps, not {2 * STEPS}; give --steps {STEPS}, or leave out"
+    ):
         main([*line[:4], "--steps", str(2 * STEPS), "--optimizer.decay_steps", str(STEPS)])
     with pytest.raises(ConfigError, match=r"--first 5: of .* all steps are proved; leave it out"):
         main([*line[:4], "--first", "5"])
     with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
         main([*line[:4], "--memory.remat_every", "3"])
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match=r"--against .*nowhere: no run folder, .* give torch, transformers, or a run"):
         main(["--against", str(tmp_path / "nowhere"), "--output", str(tmp_path / "proof")])
 
 

@@ -109,7 +109,7 @@ def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
     x, y = ({key: w for key, w in tensors.items() if key not in lone} for tensors in (x, y))
     found = compare.states(x, y, zero_gradient)
     order = [key for key in in_order(y) if key in found]
-    return {key: found[key] for key in [*order, *(found.keys() - set(order))]}
+    return {key: found[key] for key in [*order, *sorted(found.keys() - set(order))]}
 
 
 def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -> Parting | None:

@@ -17,13 +17,12 @@ from jaxdist.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
 from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
 from parity_tests import stages
 from parity_tests.run import JAX, REFERENCES
+from parity_tests.stages import Range
 
 TRANSFORMERS = REFERENCES["transformers"]
+SETTLED = 8  # broadcasts by which DDP settles what its buckets are
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
 LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not computed again
-SCALARS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
-
-Range = tuple[int, int]  # the fewest and the most
 Sent = tuple[str, dict[str, Range]]  # an axis, and by op how many
 Counts = dict[str, dict[str, Range]]
 
@@ -35,7 +34,7 @@ def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     if side != JAX and mesh["pipeline"] > 1:
         return together(stages.expected(e, layouts, mesh), update)
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
-    found: Counts = {axis: {"all_reduce": (0, SCALARS)} for axis, size in mesh.items() if size > 1}
+    found: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
     if isinstance(e.model, ResNet):
         activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
     else:
@@ -92,13 +91,18 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     return {axis: size for axis, size in found.items() if size > 1}
 
 
-def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> tuple[str, ...]:
-    """The axes of which no closed form tells the bytes that a side sends: how often an interleaved schedule of torch
-    gathers what it has resharded follows from its actions, and what of a matrix it asks for in an update from its
-    pieces."""
-    interleaved, whole = mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1, e.optimizer.asks_for_whole
-    known = [("expert", mesh["expert"] > 1), (first(mesh, SHARDS), interleaved or whole), ("tensor", whole)]
-    return tuple(axis for axis, hidden in known if hidden and side != JAX)
+def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]:
+    """The axes of which no closed form tells the bytes that a side sends, and why."""
+    if side == JAX:
+        return {}
+    shards, found = first(mesh, SHARDS), dict[str, str]()
+    if e.optimizer.asks_for_whole:
+        found |= dict.fromkeys((shards, "tensor"), "as its update asks for matrices by the pieces that it has of them")
+    if mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1:
+        found[shards] = "as an interleaved schedule gathers what its actions ask for"
+    if mesh["expert"] > 1:
+        found["expert"] = "as it sends the rows that the router chooses"
+    return {axis: why for axis, why in found.items() if mesh[axis] > 1}
 
 
 def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
@@ -248,7 +252,7 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
         for axes in filter(None, cut_alike(layouts)):
             whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
-            yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SCALARS)}
+            yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SETTLED)}
         if updated:
             yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
         return

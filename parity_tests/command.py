@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, check_new, parse
+from jaxdist.config import Arguments, ConfigError, make_new, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.data import in_steps
@@ -88,6 +88,8 @@ def run_at(given: str) -> Run:
         path = user_path(given)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--against {error}; give torch, transformers, or a run folder") from None
+    if not (path / "config.toml").exists():
+        raise ConfigError(f"--against {given}: no run folder, it lacks config.toml; give torch, transformers, or a run")
     run = Run(f"run {path.name}", path)
     run.check()
     run.check_names()
@@ -98,7 +100,6 @@ def check(a: Arguments) -> Path:
     """The output folder. Raises ConfigError for what this command cannot do, before anything is run."""
     if a.output is None:
         raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
-    check_new(a.output, f"--output {a.output}")
     if a.experiment.train.steps < FEWEST:
         raise ConfigError(
             f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
@@ -116,6 +117,7 @@ def check(a: Arguments) -> Path:
         from parity_tests.transformers_train import on_batch_axes
 
         on_batch_axes(a.experiment)
+    make_new(a.output, f"--output {a.output}")
     return a.output
 
 

@@ -18,6 +18,8 @@ from runpy import run_module
 from subprocess import PIPE, CompletedProcess, Popen
 from tempfile import TemporaryDirectory
 
+from jaxdist.config import TrainingError
+
 NOTHING = "parity_tests"
 TRAIN = {  # side -> the module of its train command
     "jaxdist": "jaxdist.train",
@@ -28,7 +30,7 @@ OUTPUTS = {1: "stdout", 2: "stderr"}  # by file descriptor
 
 
 def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> CompletedProcess[str]:
-    """A command to its end: its exit code and what it said."""
+    """A command to its end: its exit code and what it said. Raises TrainingError where it could not be begun."""
     about = (t for w in (module, *arguments) for side, t in TRAIN.items() if w == t or w.partition(".")[0] == side)
     imported = next(about, NOTHING)
     with TemporaryDirectory() as folder:
@@ -36,7 +38,10 @@ def run(module: str, arguments: tuple[str, ...], environment: Mapping[str, str])
         assert origin.stdin and origin.stdout
         origin.stdin.write(json.dumps([folder, module, *arguments]) + "\n")
         origin.stdin.flush()
-        code = int(origin.stdout.readline())
+        answer = origin.stdout.readline()
+        if not answer:
+            raise TrainingError(f"python -m {module}: the process that it was to be forked from ended; start anew")
+        code = int(answer)
         said = (Path(folder, name).read_text(encoding="utf-8") for name in OUTPUTS.values())
         return CompletedProcess([module, *arguments], code, *said)
 

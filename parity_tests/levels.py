@@ -380,7 +380,8 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if factors := sum(w.size for kind in TAKEN for w in b.kept_states(kind).values()) * item:
         bound["optimizer_state"] += factors
         why["optimizer_state"] += "; a factor of a matrix is whole where its other dimension is split"
-    if running := sum(name.endswith(STATISTICS) for name in b.kept_states("weights")):
+    running = sum(name.endswith(STATISTICS) for name in b.kept_states("weights"))
+    if running and "statistics" in b.memory:
         share["statistics"], bound["statistics"] = 1, 4 * running // len(STATISTICS)
         why["statistics"] = "torch counts batches in 8 bytes, JAX in 4; all else of them is whole on each device"
     stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
@@ -440,8 +441,8 @@ def traffic(
 ) -> Iterator[Check]:
     """Bytes a device sends per step over each mesh axis, against the `least` that its side could send.
 
-    `counts`: how many collectives of which kind that takes, where it is known. Of axes that are `unknown` there is no
-    closed form of the bytes, and no check.
+    `counts`: how many collectives of which kind that takes, where it is known, but for sums of single numbers. Of axes
+    that are `unknown` there is no closed form of the bytes, and no check.
     """
     bytes_sent = {axis: size for axis, size in sent(run).items() if axis not in unknown}
     for axis, expected in least.items():
@@ -450,7 +451,7 @@ def traffic(
     for axis, ranges in (counts or {}).items():
         found: Counter[str] = Counter()
         for collective in run.summary["collectives"]:
-            if compare.billed(collective["axis"]) == axis:
+            if compare.billed(collective["axis"]) == axis and not collective["single"]:
                 found[collective["op"]] += collective["count"]
         for op in sorted({*ranges, *found}):
             fewest, most = ranges.get(op, (0, 0))

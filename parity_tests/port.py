@@ -29,12 +29,12 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from jaxdist.config import ConfigError, Optimizer, TrainingError, check_finite, check_new, exit_codes, write_record
+from jaxdist.config import ConfigError, Optimizer, TrainingError, check_finite, exit_codes, make_new, write_record
 from jaxdist.config.display import console, say
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.trees import flatten, shapes
-from parity_tests import compare, levels, port_levels, report
+from parity_tests import bisect, compare, levels, port_levels, report
 from parity_tests.bisect import Parting
 from parity_tests.port_levels import Findings, PortRun
 from parity_tests.sharded import Sharded, ShardedSide
@@ -46,6 +46,7 @@ from parity_tests.verdict import Verdict
 PERTURBATION = {False: compare.PERTURBATION, True: 4 * 2.0**-24}
 # The widest bounds of a model that computes in float32 whatever it is given: that costs more, and may hide more.
 NARROW = levels.WIDEST | {"mathematics": 1e-3, "distribution": 1e-3}
+Runs = tuple[PortRun, PortRun]
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
     "jax-float64": ("jax", "float64", False),
@@ -54,6 +55,7 @@ RUNS = {
     "jax-float32": ("jax", "float32", False),
     "torch-float32": ("torch", "float32", False),
 }
+UNFOUND = "Where they part is shown by no recorded tensor: what failed has none, and all others agree."
 ON_MESH = {"mesh-float64": ("mesh", "float64", False), "mesh-float32": ("mesh", "float32", False)}
 
 
@@ -66,7 +68,7 @@ class Port:
 
     With `jax_step` and `torch_step`, the user's own, `optimizer` is not used, and the losses, if given, serve to see
     gradients and activations. With `sharded`, a model in jaxdist's own sharding, which is its own `jax_loss`, what one
-    device does is compared with its mesh as well. Raises ConfigError where the parts do not fit together.
+    device does is compared with its mesh as well. Whether the parts fit together is seen when it is to be proved.
     """
 
     jax_parameters: Any
@@ -80,9 +82,8 @@ class Port:
     torch_step: TorchStep | None = None
     sharded: Sharded | None = None
 
-    def __post_init__(self) -> None:
-        if self.mapping is None:
-            self.mapping = suggest(shapes(self.jax_parameters), torch_shapes(self.torch_module))
+    def check(self) -> None:
+        """Raises ConfigError where the parts do not fit together."""
         if (self.jax_step is None) != (self.torch_step is None):
             raise ConfigError("jax_step and torch_step belong together; give both, or neither for `optimizer`")
         if self.optimizer.ema:
@@ -101,12 +102,14 @@ class Port:
         self.batches = list(self.batches)
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
-        for name, array in ((name, array) for batch in self.batches for name, array in batch.items()):
+        for number, name, array in ((i, *item) for i, batch in enumerate(self.batches, 1) for item in batch.items()):
             if isinstance(array, Mapping | list | tuple):
                 raise ConfigError(
                     f"batches: {name} is a {type(array).__name__}, no array of numbers; give nested ones flat, and put "
                     "them together in jax_loss and torch_loss"
                 )
+            if (values := np.asarray(array)).dtype.kind not in "iub" and not np.isfinite(wide(values)).all():
+                raise ConfigError(f"batches: {name} of batch {number} has NaN or infinite numbers; give finite ones")
         ours = shapes(self.jax_parameters)
         mapped = {pair.theirs for pair in self.keys.pairs(ours)}
         self.keys.check(ours, torch_shapes(self.torch_module, mapped))
@@ -123,11 +126,14 @@ class Port:
         """Of the runs to be made."""
         return {k: run for k, run in RUNS.items() if k != "jax-float32"} | ON_MESH if self.sharded else RUNS
 
+    @cached_property
+    def known(self) -> KeyMapping | Suggestion:
+        """The mapping, suggested where none is given."""
+        return self.mapping or suggest(shapes(self.jax_parameters), torch_shapes(self.torch_module))
+
     @property
     def keys(self) -> KeyMapping:
-        mapping = self.mapping.mapping if isinstance(self.mapping, Suggestion) else self.mapping
-        assert mapping is not None
-        return mapping
+        return self.known.mapping if isinstance(self.known, Suggestion) else self.known
 
     # ---- runs
 
@@ -220,7 +226,7 @@ class Port:
                 began = time.perf_counter()
                 values = side.step(batch)
                 seconds = time.perf_counter() - began
-                check_finite(step, **values)
+                check_finite(step, f"{kind}, ", **values)
                 metrics.write(json.dumps({"step": step, **values, "step_seconds": seconds}) + "\n")
                 if step in steps:
                     write_record(folder, step, before | self.after(side, values))
@@ -252,7 +258,8 @@ class Port:
 
         Where the mathematics differ, the first step and tensor that do are found. Raises ConfigError, TrainingError.
         """
-        check_new(folder, f"folder {folder}")
+        self.check()
+        make_new(folder, f"folder {folder}")
         recorded = sorted({1, len(self.batches)})
         runs = {}
         for kind in track(self.kinds, "runs", console=console, disable=not console.is_terminal):
@@ -278,9 +285,12 @@ class Port:
             undecided.setdefault("mathematics", reason)
         verdict = Verdict(checks, undecided, notes, not_compared=[*self.not_compared()])
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
-        if differ:
-            parting = self.parting(folder / "bisection", findings[differ], compared[differ])
-            verdict = replace(verdict, parting=parting)
+        parting = self.parting(folder / "bisection", findings[differ], compared[differ]) if differ else None
+        if any(check.level == "precision" for check in verdict.failed) and not differ:
+            parting = self.costing(single, double, recorded)
+        if verdict.failed and not parting:
+            verdict = replace(verdict, notes=[*verdict.notes, UNFOUND])
+        verdict = replace(verdict, parting=parting)
         verdict.write(folder)
         devices = str(double[0].summary["devices"])
         facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
@@ -302,6 +312,8 @@ class Port:
                 verdict = self.prove(Path(sys.argv[1]))
             except TrainingError as error:  # a run that diverges is bad input of a proof
                 raise ConfigError(str(error)) from None
+            except OSError as error:
+                raise TrainingError(f"{error}; make room, or give another folder") from None
             verdict.exit()
 
         exit_codes(command)
@@ -336,8 +348,8 @@ class Port:
         for name, side in (("JAX", self.keys.ours_only), ("torch", self.keys.theirs_only)):
             if side:
                 yield f"In {name} alone, and not compared: {', '.join(side)}."
-        if isinstance(self.mapping, Suggestion) and self.mapping.unsure:
-            rows = ", ".join(f"{row.ours} -> {row.theirs}" for row in self.mapping.unsure)
+        if isinstance(self.known, Suggestion) and self.known.unsure:
+            rows = ", ".join(f"{row.ours} -> {row.theirs}" for row in self.known.unsure)
             yield f"The mapping was suggested, and these rows are unsure: {rows}."
 
     def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Parting | None:
@@ -358,6 +370,15 @@ class Port:
             else:
                 differs, found = middle, known[middle]
         return found
+
+    def costing(
+        self, single: tuple[PortRun, PortRun], double: tuple[PortRun, PortRun], recorded: Sequence[int]
+    ) -> Parting | None:
+        """The first recorded tensor that float32 costs one side far more than the other."""
+        ours, theirs = zip(single, double, strict=True)
+        limit, rounding = levels.LIMIT["float32"], levels.ROUNDING["float32"]
+        looks = (bisect.cost(ours, theirs, step, limit, (rounding, rounding), False) for step in recorded)
+        return next(filter(None, looks), None)
 
     def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in (*pair, "perturbed"))

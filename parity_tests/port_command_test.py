@@ -1,6 +1,7 @@
 """A port as the end of a script, and what of its parts cannot be proved."""
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,19 @@ class TestCommand:
         assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
         told = capsys.readouterr().err.splitlines()
         assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
-        assert "step 1: loss = inf" in told[2]
+        assert "torch-float64, step 1: loss = inf" in told[2]
+
+    def test_bad_input_of_a_script(self, tmp_path: Path) -> None:
+        """No traceback: what does not fit is said by `main`, as a folder is that cannot be made."""
+        script = tmp_path / "port.py"
+        script.write_text(
+            "import sys\nfrom parity_tests.port_test import square\n"
+            "square(**({'batches': []} if sys.argv[1] == 'wrong' else {})).main()\n",
+            encoding="utf-8",
+        )
+        for folder, said in (("wrong", "batches: give one mapping"), ("/proc/nowhere", "folder /proc/nowhere: ")):
+            done = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True)
+            assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
 
 
 class TestBadInput:
@@ -47,13 +60,24 @@ class TestBadInput:
             ({"torch_step": torch_adamw}, r"jax_step and torch_step belong together"),
             ({"batches": []}, r"batches: give one mapping"),
             ({"batches": [np.ones(3)]}, r"batches: give one mapping"),
+            ({"batches": [{"x": np.ones((4, 6)), "y": np.full((4, 6), np.nan)}]}, r"batches: y of batch 1 has NaN"),
             ({"mapping": KeyMapping((Row("Dense_0.kernel", "0.weight"),))}, r"ours: Dense_0.bias, .* in no row"),
             ({"torch_module": nn.Sequential(nn.Linear(6, 6))}, r"theirs = '2.weight': no such tensor"),
         ],
     )
     def test_named(self, fields: dict[str, Any], says: str) -> None:
         with pytest.raises(ConfigError, match=says):
-            square(**fields)
+            square(**fields).check()
+
+    @pytest.mark.parametrize("side", ["jax_loss", "torch_loss"])
+    def test_a_loss_for_each_row(self, side: str, tmp_path: Path) -> None:
+        def loss(m: Any, b: Any) -> Any:
+            return (b["x"] ** 2).mean(-1)
+
+        with pytest.raises(
+            ConfigError, match=rf"{side} returns an array of shape \(\d+,\), not a scalar; give the mean"
+        ):
+            square(**{side: loss}).prove(tmp_path / "port")
 
     def test_tied_on_one_side(self, tmp_path: Path) -> None:
         module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

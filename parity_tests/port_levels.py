@@ -183,9 +183,11 @@ def untraced(run: PortRun) -> Iterator[str]:
 
 def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:
     """Bytes on the fullest device of a mesh, against what torch holds `alone`, each tensor over its devices."""
-    weights = {n.removeprefix("weights/"): w for n, w in alone.kinds(max(alone.records), "weights").items()}
+    last = max(alone.records)
+    weights = {n.removeprefix("weights/"): w for n, w in alone.kinds(last, "weights").items()}
     item = next(iter(weights.values())).itemsize
-    for kind, copies in (("parameters", 1), ("optimizer_state", 2)):  # gradients live within a step alone
+    moments = sum(bool(alone.kinds(last, kind)) for kind in KEPT)  # of each parameter
+    for kind, copies in (("parameters", 1), ("optimizer_state", moments)):  # gradients live within a step alone
         shares, held = run.summary["shares"][kind], run.summary["memory"][kind]
         numbers = shares["ours_only"] + sum(weights[name].size / n for name, n in shares["ways"].items())
         away = abs(held - copies * item * numbers)

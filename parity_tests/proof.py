@@ -1,6 +1,7 @@
 """A proof: the runs that it needs, made by their command lines, and the verdict over what they left behind."""
 
 import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 ASKED = "the mesh of the config, by the sizes that a run's own mesh says it has"
+NO_NUMBER = re.compile(r"= -?(nan|inf)\b|not finite")  # of a run that diverged, which is bad input of a proof
 REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
 
 
@@ -84,7 +86,8 @@ class Proof:
         steps = theirs.train.steps
         if experiment.train.steps != steps:
             raise ConfigError(
-                f"--against {reference.path} is a run of {steps} steps, not {experiment.train.steps}; leave out --steps"
+                f"--against {reference.path} is a run of {steps} steps, not {experiment.train.steps}; give --steps "
+                f"{steps}, or leave out --steps and --config"
             )
         if not experiment.data.fingerprint:
             experiment = experiment.on_data(theirs.data.fingerprint)
@@ -218,13 +221,13 @@ class Proof:
         return self.known[key]
 
     def finish(self, module: str, *arguments: str) -> None:
-        """A command to its end. Raises ConfigError where it says why it cannot do this, as with a run that diverges,
-        TrainingError where it fails otherwise."""
+        """A command to its end. Raises ConfigError where it cannot do as told, or diverges, else TrainingError where
+        it fails."""
         done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
             _, told, message = f"\n{done.stderr.strip()}".rpartition("\nerror: ")
             message = message.strip() or f"ended with {done.returncode}, without a word"
-            error = ConfigError if told and done.returncode in (1, 2) else TrainingError
+            error = ConfigError if told and (done.returncode == 2 or NO_NUMBER.search(message)) else TrainingError
             raise error(f"python -m {module}: {message}")
 
     def run(self, side: str, kind: str, start: Path) -> Run:
@@ -328,7 +331,7 @@ class Proof:
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)
         for run in policy if self.measured("memory") else policy[:1]:
-            if run.side in scratch.SIDES and self.scratch.known:
+            if run.side in scratch.SIDES and not self.scratch.unknown:
                 yield from levels.peak(run, self.scratch)
         mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
@@ -366,7 +369,8 @@ class Proof:
         """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
         memory = {run.side: run.memory for run in self.pair("policy")}
         peaks = self.measured("memory") and all(m.get("peak") for m in memory.values())
-        return self.scratch.causes(memory) if self.sides == scratch.SIDES and peaks and self.scratch.known else []
+        told = self.sides == scratch.SIDES and peaks and not self.scratch.unknown
+        return self.scratch.causes(memory) if told else []
 
     # ---- where they part
 

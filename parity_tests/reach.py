@@ -55,13 +55,17 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
 def not_compared(proof: "Proof") -> list[str]:
     """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
     theirs = proof.pair("policy")[1]
-    gradients = gradients_lacking(proof)
+    gradients, running = gradients_lacking(proof), proof.experiment.model.takes == "images"
     lacking = {
         "mathematics and distribution in float64": not proof.exact,
         gradients: bool(gradients),
         "loss scale": bool(proof.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
+        f"distribution of {theirs.side}": proof.exact and proof.reference not in REFERENCES,
         "memory": not proof.measured("memory"),
+        "peak of memory": proof.measured("memory") and not theirs.memory.get("peak"),
+        "memory of running statistics": running and proof.measured("memory") and "statistics" not in theirs.memory,
         "traffic": not proof.measured("collectives"),
+        "number of collectives": proof.measured("collectives") and theirs.side not in MADE,
         "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
     }
     return [what for what, lacks in lacking.items() if lacks] + hidden(proof)
@@ -95,12 +99,13 @@ def gradients_lacking(proof: "Proof") -> str:
 def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
     """What a reader must know of a verdict's reach."""
     compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
-    if proof.exact and (alone := [side for side in proof.sides if side not in compared]):
+    made = [side for side in proof.sides if side in MADE]
+    if proof.exact and (alone := [side for side in made if side not in compared]):
         yield f"distribution: nothing to compare of {' and '.join(alone)}, whose mesh is one device"
-    if not proof.scratch.known:
-        yield f"memory: peaks of {proof.experiment.model.family} have no closed form, as rows hang on the router"
-    for axis in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment):
-        yield f"traffic: bytes of {proof.sides[1]} over {axis} have no closed form, as they hang on the router"
+    if why := proof.scratch.unknown:
+        yield f"memory: of its peak there is no closed form, {why}"
+    for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():
+        yield f"traffic: of {proof.sides[1]}'s bytes over {axis} there is no closed form, {why}"
     for what in ("memory", "collectives"):
         if not proof.measured(what):
             yield f"{what}: not compared, {proof.sides[1]} has no figures for this mesh"

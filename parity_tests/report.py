@@ -17,8 +17,8 @@ from parity_tests.verdict import LEVELS, UNEXPLAINED, Cause, Check, Verdict
 
 # The kinds of runs; curves, memory and traffic are those of the first that there is.
 KINDS = {
-    "policy": "the run’s own precision on the mesh",
-    "mesh": "float64 on the mesh",
+    "policy": "the run’s own precision and mesh",
+    "mesh": "float64 on the run’s mesh",
     "one": "float64 on one device",
 }
 FIELDS = {"loss": ("Loss", "nats per token"), "grad_norm": ("Gradient norm", "before the clip")}
@@ -142,7 +142,7 @@ def curves(field: str, kind: str, pairs: Mapping[str, Pair]) -> Plot:
     cut = [[record for record in records if record["step"] in shared] for records in all_steps]
     steps = [record["step"] for record in cut[0]]
     between = compare.curve(cut[0], cut[1], field)
-    bound, why = _bound(field, kind, cut)
+    bound, why = _bound(field, in_float64(kind, runs), cut)
     sides = [Curve(run.side, *_columns(records, field)) for run, records in zip(runs, all_steps, strict=False)]
     names = [run.side for run in runs] + [f"{run.side} in float64" for run in judges]
     lengths = dict(zip(names, map(len, all_steps), strict=True))
@@ -157,10 +157,15 @@ def curves(field: str, kind: str, pairs: Mapping[str, Pair]) -> Plot:
     return Plot(title, figures.curves(field, label, unit, sides, Curve("", steps, between), bound), notes)
 
 
-def _bound(field: str, kind: str, runs: Sequence[compare.Records]) -> tuple[np.ndarray | None, str]:
+def in_float64(kind: str, runs: Pair) -> bool:
+    """Whether runs are of those that have to agree to rounding."""
+    return kind != "policy" or runs[0].summary.get("precision") == "fp64"
+
+
+def _bound(field: str, exact: bool, runs: Sequence[compare.Records]) -> tuple[np.ndarray | None, str]:
     """What the two sides' `runs` may differ by, derived from their float64 runs if these follow, and why."""
     floor = compare.FLOOR[field]
-    if kind != "policy":
+    if exact:
         return np.full(len(runs[0]), floor), f"{short(floor)}, in float64"
     if len(runs) == 4:
         a, b, a64, b64 = runs
@@ -168,7 +173,7 @@ def _bound(field: str, kind: str, runs: Sequence[compare.Records]) -> tuple[np.n
         drawn = "drawn for the eye: two right float64 runs keep the sides within it, judged is what either side loses"
         return compare.derived_bound(a, a64, b, b64, field), f"{until}, at least {short(floor)}; {drawn}"
     if field == "loss":
-        return None, "none here, as there are no float64 runs on the mesh to derive it from; see the checks"
+        return None, "none here, as there are no float64 runs of both sides to derive it from; see the checks"
     return None, "none here, in this precision; see the checks"
 
 
@@ -260,7 +265,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
         f"Closest to its bound: {short(error)} in {rows[i]} at step {steps[j]}, where {short(limit)} is allowed.",
         "Relative error ‖a − b‖ / ‖b‖ of all gradients of a layer as one vector.",
     ]
-    if kind == "policy":
+    if not in_float64(kind, runs):
         notes.append("The colours are for the eye: what was judged, and within which bound, is listed with the levels.")
     if not np.isfinite(errors).all():
         notes.append("∞: the two sides cannot be compared there (a NaN, another shape or a missing tensor).")

@@ -159,7 +159,7 @@ def test_runs_of_unequal_length(tmp_path: Path) -> None:
 def test_missing_pieces_are_said_to_be_missing(tmp_path: Path) -> None:
     other = Stub("transformers", run("torch_ref").metrics, {})
     text = text_of(written(tmp_path, Verdict(HOLDS), {"policy": (run("jaxdist"), other), "one": (other, other)}))
-    for said in ("no float64 runs on the mesh to derive it from", "transformers: memory not reported",
+    for said in ("no float64 runs of both sides to derive it from", "transformers: memory not reported",
                  "Collectives of transformers Not reported", "No gradients were recorded on both sides"):  # fmt: skip
         assert said in text, said
     undecided = Verdict([], open={"precision": "no float64 run"})
@@ -221,19 +221,22 @@ QUIET = (
 )  # fmt: skip
 
 
-def seen(page: str, folder: Path) -> list[str]:
-    """What a browser finds in the page: the number of figures at each width, what is wrong, what its console says."""
+def browse(page: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A page in a browser without a window; where there is none, the test is skipped."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no browser: the report is not opened; `apt-get install chromium` brings one")
+    line = [browser, *QUIET, f"--user-data-dir={page.parent / 'profile'}", *arguments, page.as_uri()]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120)
+
+
+def seen(page: str, folder: Path) -> list[str]:
+    """What a browser finds in the page: the number of figures at each width, what is wrong, what its console says."""
     frame = '<iframe width="{}" height="900" srcdoc="{}"></iframe>'
     frames = "".join(frame.format(width, html.escape(page)) for width in WIDTHS)
     onload = MEASURE.replace("<script>", "<script>addEventListener('load', () => {").replace("</script>", "})</script>")
     (folder / "frames.html").write_text(f"<!doctype html><meta charset=utf-8>{onload}<body>{frames}", encoding="utf-8")
-    done = subprocess.run(
-        [browser, *QUIET, f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frames.html").as_uri()],
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+    done = browse(folder / "frames.html", "--dump-dom")
     measured = re.search(r'data-found="([^"]*)"', done.stdout)
     assert measured, done.stderr
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -242,6 +245,13 @@ def seen(page: str, folder: Path) -> list[str]:
 
 def test_a_browser_draws_everything_at_any_width(whole: str, tmp_path: Path) -> None:
     assert seen(whole, tmp_path) == ["5 figures"] * len(WIDTHS)
+
+
+def test_it_prints_on_few_pages(whole: str, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(whole, encoding="utf-8")
+    browse(tmp_path / "report.html", "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'report.pdf'}")
+    printed = (tmp_path / "report.pdf").read_bytes()
+    assert printed.startswith(b"%PDF") and 2 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 8
 
 
 def test_long_names_do_not_widen_the_page(tmp_path: Path) -> None:

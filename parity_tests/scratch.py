@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jaxdist.config import Experiment, ResNet
+from jaxdist.config import Experiment, Mixture, ResNet
 from jaxdist.models.layers import has_kernel
 from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
 from parity_tests.verdict import UNEXPLAINED, Cause
@@ -85,10 +85,13 @@ class Scratch:
     workspaces: float = 0.0
 
     @property
-    def known(self) -> bool:
-        """Whether there is one: a mixture's rows are many or few as its router chooses, and of a pipeline's stages
-        none is told yet."""
-        return (JAX, self.experiment.model.family) in KEPT and self.mesh["pipeline"] == 1
+    def unknown(self) -> str:
+        """Why there is none; empty where there is."""
+        if isinstance(self.experiment.model, Mixture):
+            return "as experts have many or few rows, as the router chooses"
+        if isinstance(self.experiment.model, ResNet):
+            return "which the images of a ResNet would need, stage by stage"
+        return "as none is told yet of a pipeline's stages" if self.mesh["pipeline"] > 1 else ""
 
     @property
     def tokens(self) -> int:

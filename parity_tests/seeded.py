@@ -25,7 +25,7 @@ def misplaced(made: Run) -> list[str]:
     sizes = dict.fromkeys(counts, 0.0)
     for c in made.summary["collectives"]:
         axis = compare.billed(c["axis"])
-        sent[axis][c["op"]] = sent[axis].get(c["op"], 0) + c["count"]
+        sent[axis][c["op"]] = sent[axis].get(c["op"], 0) + c["count"] * (not c["single"])
         sizes[axis] += c["bytes"]
     wrong = [
         f"{axis}: {number} {op}, where {counts[axis].get(op, (0, 0))} belong"

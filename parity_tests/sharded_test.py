@@ -101,6 +101,15 @@ def test_memory_of_another_strategy_is_caught(proved: Path, kind: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "moments"), [("sgd", 1), ("lion", 1), ("adam", 2)])
+def test_memory_is_by_what_an_optimizer_keeps(name: Any, moments: int, tmp_path: Path) -> None:
+    port = opt(optimizer=Optimizer(name=name, learning_rate=0.01, warmup=0))
+    mesh, torch = (port.run(kind, tmp_path / kind, [2]) for kind in ("mesh-float32", "torch-float32"))
+    checks = list(port_levels.memory(mesh, torch))
+    assert len(checks) == 2 and all(check.holds for check in checks)
+    assert len({n.partition("/")[0] for n in torch.records[2] if n.startswith(("exp_", "momentum"))}) == moments
+
+
 def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
     run = PortRun("mesh", proved / "runs" / "mesh-float32")
     assert len(checks := list(port_levels.traffic(run))) == 2 and all(check.holds for check in checks)
@@ -129,14 +138,14 @@ def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        opt(**change)
+        opt(**change).check()
 
 
 def test_weights_and_layouts_that_do_not_fit() -> None:
     port = opt()
     weights = {name: w for name, w in port.jax_parameters.items() if name != "norm.scale"}
     with pytest.raises(ConfigError, match=r"norm\.scale"):
-        replace(port, jax_parameters=weights)
+        replace(port, jax_parameters=weights).check()
     assert port.sharded
     with pytest.raises(ConfigError, match=r"jax_parameters: norm.scale is \(4,\), and \(16,\)"):
         port.sharded.check(port.jax_parameters | {"norm.scale": np.ones(4)}, port.batches, port.optimizer)

@@ -177,7 +177,7 @@ class JaxSide:
             with jax_taps(lambda path, y: seen.setdefault(path, y)):
                 return self._loss(parameters, batch)
 
-        jax.eval_shape(look, self.parameters(), batch)
+        check_loss("jax_loss", jax.eval_shape(look, self.parameters(), batch))
         return {p: jax.ShapeDtypeStruct(y.shape, y.dtype) for p, y in seen.items() if base(p) in self.modules}
 
     def _noted(self, parameters: Any, probes: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -328,7 +328,8 @@ class TorchSide:
         if self.loss is None:
             return {}
         with torch.no_grad():
-            _, _, values = self.forward(copy.deepcopy(self.module), batch)
+            loss, _, values = self.forward(copy.deepcopy(self.module), batch)
+        check_loss("torch_loss", loss)
         return {path: tuple(y.shape) for path, y in values.items()}
 
     def measured(self, batch: Batch) -> dict[str, Any]:
@@ -363,6 +364,13 @@ class _Narrow(TorchDispatchMode):
             if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
                 self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
         return y
+
+
+def check_loss(name: str, loss: Any) -> None:
+    """Raises ConfigError for what is not one number."""
+    if getattr(loss, "shape", None) != ():
+        given = f"an array of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else repr(loss)
+        raise ConfigError(f"{name} returns {given}, not a scalar; give the mean over the batch, or the sum")
 
 
 def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> str:

@@ -12,7 +12,6 @@ from jaxdist.config import Experiment
 from jaxdist.sharding import SHARDS, TOKENS, Layout
 from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, ring_bytes, tokens_of
 
-SCALARS = 8  # collectives of single numbers: the loss, the count of tokens, and the norm's sums
 Range = tuple[int, int]  # the fewest and the most
 
 
@@ -70,7 +69,7 @@ def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int])
 def expected(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, dict[str, Range]]:
     """Collectives by axis and kind."""
     m, v, blocks = e.train.accumulation, e.parallel.virtual_stages, e.model.layers // mesh["pipeline"]
-    found: dict[str, dict[str, Range]] = {axis: {"all_reduce": (0, SCALARS)} for axis, n in mesh.items() if n > 1}
+    found: dict[str, dict[str, Range]] = {axis: {} for axis, n in mesh.items() if n > 1}
 
     def add(axis: str, op: str, least: int, most: int) -> None:
         if axis in found:

@@ -48,8 +48,8 @@ class Traffic(TorchDispatchMode):
             part = over(mesh, *axes)
             self.axes[part.get_group().group_name] = "+".join(part.mesh_dim_names or ())
         self.axes |= {ends.group_name: "pipeline"} if ends else {}
-        self.counts: Counter[tuple[str, str, str]] = Counter()
-        self.sent: Counter[tuple[str, str, str]] = Counter()
+        self.counts: Counter[tuple[str, str, str, bool]] = Counter()
+        self.sent: Counter[tuple[str, str, str, bool]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -70,7 +70,7 @@ class Traffic(TorchDispatchMode):
         sizes = [t.numel() * t.element_size() for t in tensors]
         # Among input and output the larger is the whole array; functional gathers show their input alone.
         whole = max(sizes) * (n if op == "all_gather" and len(sizes) == 1 else 1)
-        key = (op, self.axes[group.group_name], dtype)
+        key = (op, self.axes[group.group_name], dtype, op == "all_reduce" and tensors[0].numel() == 1)
         self.counts[key] += 1
         sent = whole if op == "permute" else (2 if op == "all_reduce" else 1) * whole * (n - 1) / n
         if op == "all_to_all":  # in unequal parts, all but its own
@@ -79,16 +79,17 @@ class Traffic(TorchDispatchMode):
         self.sent[key] += sent  # type: ignore[assignment]
 
     def collectives(self) -> list[dict[str, Any]]:
-        """What summary.json lists: one entry per kind of collective."""
+        """What summary.json lists: one entry per kind of collective, sums of a `single` number each by themselves."""
         return [
             {
                 "op": op,
                 "axis": axis,
                 "dtype": dtype,
-                "count": self.counts[op, axis, dtype],
+                "single": single,
+                "count": self.counts[op, axis, dtype, single],
                 "bytes": float(sent),
             }
-            for (op, axis, dtype), sent in sorted(self.sent.items())
+            for (op, axis, dtype, single), sent in sorted(self.sent.items())
         ]
 
 

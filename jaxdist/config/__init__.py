@@ -20,7 +20,7 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
-from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, read_metrics
+from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, make_new, read_metrics
 from jaxdist.config.model import GPT2, Decoder, Family, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
@@ -65,6 +65,7 @@ __all__ = [
     "diverged",
     "exit_codes",
     "load",
+    "make_new",
     "newest",
     "overflown",
     "parse",

@@ -52,12 +52,13 @@ def code_of(error: BaseException) -> int:
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), 1)
 
 
-def check_finite(step: int, **values: float | None) -> None:
-    """Raises TrainingError naming the first of `values` that is NaN or infinite; None, not measured, passes."""
+def check_finite(step: int, whose: str = "", /, **values: float | None) -> None:
+    """Raises TrainingError naming the first of `values` that is NaN or infinite; None, not measured, passes. `whose`
+    run it is, a message begins with."""
     for name, value in values.items():
         if value is not None and not math.isfinite(value):
             raise TrainingError(
-                f"step {step}: {name} = {value}; the run stops, with the steps before this one logged. "
+                f"{whose}step {step}: {name} = {value}; the run stops, with the steps before this one logged. "
                 "Lower optimizer.learning_rate, lengthen optimizer.warmup, or set optimizer.clip"
             )
 

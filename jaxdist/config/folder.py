@@ -253,6 +253,15 @@ def check_new(path: Path, what: str) -> None:
         raise ConfigError(f"{what} is not empty; give another folder")
 
 
+def make_new(path: Path, what: str) -> None:
+    """Make the folder `path`, or take an empty one. Raises ConfigError as `check_new`, and where it cannot be made."""
+    check_new(path, what)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}; give another folder") from None
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
     file = path / "metrics.jsonl"

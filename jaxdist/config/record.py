@@ -13,6 +13,7 @@ arise, which its metadata list. Kinds, and what they are named by:
 | `gradient` | parameter | summed over the global batch, before the clip |
 | `clipped` | parameter | after it |
 | `exp_avg`, `exp_avg_sq`, `momentum_buffer` | parameter | what its optimizer keeps, after the step |
+| `row_var`, `col_var`, `variance` | parameter | the same, of Adafactor |
 | `weights` | parameter | after the step |
 | `ema` | parameter | the moving average of the weights after the step |
 
