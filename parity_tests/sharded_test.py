@@ -145,7 +145,7 @@ def test_weights_and_layouts_that_do_not_fit() -> None:
     port = opt()
     weights = {name: w for name, w in port.jax_parameters.items() if name != "norm.scale"}
     with pytest.raises(ConfigError, match=r"norm\.scale"):
-        replace(port, jax_parameters=weights).check()
+        replace(port, jax_parameters=weights, mapping=port.keys).check()
     assert port.sharded
     with pytest.raises(ConfigError, match=r"jax_parameters: norm.scale is \(4,\), and \(16,\)"):
         port.sharded.check(port.jax_parameters | {"norm.scale": np.ones(4)}, port.batches, port.optimizer)
