@@ -40,6 +40,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_statistics_are_kept_and_resume_is_bitwise(run: Path) -> None:
     found = weights(run)
+    memory = json.loads((run / "summary.json").read_text())["memory"]
+    assert memory["gradients"] == memory["parameters"]
     counts = {int(n) for name, n in found.items() if name.endswith("num_batches_tracked")}
     assert counts == {8}  # two microbatches a step
     kept = checkpoint.kept_in(checkpoint.read(run).optimizer)

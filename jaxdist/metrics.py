@@ -99,7 +99,8 @@ def accumulated(program: Program, closed: Any) -> int:
     carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
     mesh, sharded = axes_of(program.mesh), program.strategy.gradients
     shapes = {layout.local_shape(mesh, sharded) for layout in program.layouts.values()}
-    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.shape in shapes)
+    # Single numbers are the loss and, where a model has such, counts.
+    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.shape and aval.shape in shapes)
 
 
 def pipeline(program: Program) -> dict[str, Any]:

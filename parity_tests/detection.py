@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError, Experiment, TrainingError, check_new, exit_codes
+from jaxdist.config import ConfigError, Experiment, TrainingError, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.config.errors import nearest
@@ -42,6 +42,7 @@ from parity_tests.verdict import LEVELS, Verdict
 NAMED_RIGHT = 0.9  # the share of culprits that must be right; all mistakes must be detected
 MISSED = 3  # the exit code where that is not so
 WIDTH = 150  # of the closing table, also where no one is watching
+FOUND = "findings.jsonl"
 QUICK = "--xla_backend_optimization_level=0"  # the same program, compiled in half the time
 
 # Four steps: two of warm-up, two of decay, neither half-way, where a line and a cosine meet. The last one is not
@@ -264,7 +265,11 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
     """--output DIR, and the rows that --only NAME,... asks for, all by default. Raises ConfigError."""
     parser = Parser(prog="python -m parity_tests.detection", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "--output", required=True, type=user_path, metavar="DIR", help="new folder for detection.json and the runs"
+        "--output",
+        required=True,
+        type=user_path,
+        metavar="DIR",
+        help=f"folder for detection.json and the runs; what the same code found by {FOUND} there is not made again",
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="some of the mistakes, all by default")
     a, rows = parser.parse_args(argv), table()
@@ -274,7 +279,7 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
             raise ConfigError(f"--only {name}: no such mistake; {nearest(name, rows)}")
     order = list(CONFIGURATIONS)
     chosen = sorted((rows[name] for name in names), key=lambda row: order.index(row.configuration))
-    check_new(a.output, f"--output {a.output}")
+    check_writable(a.output, f"--output {a.output}")
     return a.output, chosen
 
 
@@ -284,30 +289,54 @@ def benchmark_of(output: Path) -> Benchmark:
     return Benchmark(output / str(os.getpid()))
 
 
-def find_all(output: Path, names: Sequence[str]) -> list[Finding]:
-    """What is found of these mistakes, each told when it is."""
+def find_all(output: Path, names: Sequence[str], stamp: str) -> list[Finding]:
+    """What is found of these mistakes, each told and kept when it is. Raises TrainingError where the right code is
+    found wrong."""
     findings = []
     for name in names:
         findings.append(f := benchmark_of(output).find(table()[name]))
+        with (output / FOUND).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"code": stamp} | asdict(f)) + "\n")
         say(f"{f.mistake}: {', '.join(f.levels) or 'not detected'}; {f.named or 'nothing'} named")
     return findings
+
+
+def found_before(output: Path, stamp: str) -> Iterator[Finding]:
+    """What the same code has found already; a line cut short by a kill is left out."""
+    text = (output / FOUND).read_text(encoding="utf-8") if (output / FOUND).exists() else ""
+    for line in text.split("\n")[:-1]:
+        values = json.loads(line)
+        if values.pop("code") == stamp:
+            lists = {name: tuple(values[name]) for name in ("culprits", "checks")}
+            yield Finding(**values | lists)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Every mistake, of as many configurations at a time as there are cores -> a table, detection.json, two shares."""
     output, rows = chosen(sys.argv[1:] if argv is None else argv)
-    began, found = time.perf_counter(), dict[str, Finding]()
+    began, wrong = time.perf_counter(), list[str]()
     stamp = code()  # of now: what is edited meanwhile is not what runs
-    groups = [[row.name for row in alike] for _, alike in groupby(rows, lambda row: row.configuration)]
+    output.mkdir(parents=True, exist_ok=True)
+    found = {finding.mistake: finding for finding in found_before(output, stamp)}
+    say(f"{len(rows)} mistakes, {sum(row.name not in found for row in rows)} left to plant, in code {stamp}")
+    groups = [
+        [row.name for row in alike if row.name not in found]
+        for _, alike in groupby(rows, lambda row: row.configuration)
+    ]
     with (
         ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool,
         Progress(console=console, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("mistakes", total=len(rows))
-        jobs = [pool.submit(find_all, output, names) for names in sorted(groups, key=len, reverse=True)]
+        jobs = [pool.submit(find_all, output, names, stamp) for names in sorted(groups, key=len, reverse=True) if names]
         for job in as_completed(jobs):
-            found |= {finding.mistake: finding for finding in job.result()}
+            try:
+                found |= {finding.mistake: finding for finding in job.result()}
+            except TrainingError as error:
+                wrong.append(str(error))
             progress.update(task, completed=len(found))
+    if wrong:
+        raise TrainingError("\n".join(wrong))
     findings = [found[row.name] for row in rows]
     detected = sum(f.detected for f in findings) / len(findings)
     named = sum(f.right for f in findings) / len(findings)

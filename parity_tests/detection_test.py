@@ -1,12 +1,15 @@
 """The benchmark's table is whole, and a few mistakes of different kinds are found by what finds them all."""
 
+import json
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from parity_tests.detection import CONFIGURATIONS, Benchmark
+from parity_tests.detection import CONFIGURATIONS, FOUND, Benchmark, Finding, found_before
 from parity_tests.mistakes import NOTHING, TABLES, mistake, table
-from parity_tests.verdict import LEVELS
+from parity_tests.verdict import LEVELS, Verdict
 
 QUICK = [
     "jaxdist.rope_of_neighbours",
@@ -46,6 +49,15 @@ def test_the_table_has_all_kinds() -> None:
     assert {row.level for row in rows} == set(LEVELS)
     assert {row.configuration for row in rows} == set(CONFIGURATIONS)
     assert all(row.what and row.culprits for row in rows)
+
+
+def test_what_was_found_is_not_made_again(tmp_path: Path) -> None:
+    """By the same code; a line that a kill cut short is left out."""
+    finding = Finding.of(NOTHING["torch_ref"], Verdict([]))
+    lines = [json.dumps({"code": stamp} | asdict(finding)) + "\n" for stamp in ("now", "before", "now")]
+    (tmp_path / FOUND).write_text("".join(lines)[:-9], encoding="utf-8")
+    assert list(found_before(tmp_path, "now")) == [finding]
+    assert not list(found_before(tmp_path / "nowhere", "now"))
 
 
 def test_names_are_unique_and_tell_the_side() -> None:
