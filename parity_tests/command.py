@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, make_new, parse
+from jaxdist.config import Arguments, ConfigError, check_new, make_new, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.data import in_steps
@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def prove(argv: Sequence[str] | None = None) -> None:
     """Arguments -> starting weights -> the runs of both sides -> verdict.json and report.html."""
     proof, bisect, init = asked(list(sys.argv[1:] if argv is None else argv))
+    make_new(proof.folder, f"--output {proof.folder}")
     start = proof.start(init)
     needed = proof.needed()
     for i, (side, kind) in enumerate(track(needed, "runs", console=console, disable=not console.is_terminal), 1):
@@ -100,6 +101,7 @@ def check(a: Arguments) -> Path:
     """The output folder. Raises ConfigError for what this command cannot do, before anything is run."""
     if a.output is None:
         raise ConfigError("--output DIR is missing: the folder for the runs, verdict.json and report.html")
+    check_new(a.output, f"--output {a.output}")
     if a.experiment.train.steps < FEWEST:
         raise ConfigError(
             f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
@@ -117,7 +119,6 @@ def check(a: Arguments) -> Path:
         from parity_tests.transformers_train import on_batch_axes
 
         on_batch_axes(a.experiment)
-    make_new(a.output, f"--output {a.output}")
     return a.output
 
 
