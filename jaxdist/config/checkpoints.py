@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -303,9 +304,9 @@ def clean(checkpoints: Path, step: int) -> None:
 
 
 def set_aside(checkpoints: Path, step: int) -> Path:
-    """Take its name from the checkpoint of `step`, in place of one that was set aside before. Returns where it is."""
-    aside = checkpoints / f"{step}{DAMAGED}"
-    shutil.rmtree(aside, ignore_errors=True)
+    """Take its name from the checkpoint of `step`, beside those that were set aside before. Returns where it is."""
+    names = chain([f"{step}{DAMAGED}"], (f"{step}{DAMAGED}-{number}" for number in count(2)))
+    aside = next(path for path in map(checkpoints.joinpath, names) if not os.path.lexists(path))
     return (checkpoints / str(step)).rename(aside)
 
 

@@ -233,12 +233,19 @@ def test_what_others_wrote_has_no_manifest_and_passes(tmp_path: Path) -> None:
 def test_what_was_interrupted_is_dropped_and_what_comes_later_set_aside(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         write(tmp_path, step)
-    (tmp_path / "10.damaged").mkdir()
     unfinished(tmp_path, 12).mkdir()
     (tmp_path / f"{unfinished(tmp_path, 12).name}.orbax-checkpoint-tmp").mkdir()
     clean(tmp_path, 4)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["10.damaged", "2", "4"]
     assert damage(tmp_path / "10.damaged") is None
+
+
+def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+    for text in "abc":
+        (write(tmp_path, 10) / "which").write_text(text)
+        clean(tmp_path, 4)
+    found = {entry.name: (entry / "which").read_text() for entry in tmp_path.iterdir()}
+    assert found == {"10.damaged": "a", "10.damaged-2": "b", "10.damaged-3": "c"}
 
 
 def test_a_step_that_is_written_again_replaces_the_first(tmp_path: Path) -> None:
