@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jaxdist.config import ConfigError, Model, same_model
-from jaxdist.config.foreign import SINGLE, check_header, indexed
+from jaxdist.config.foreign import SINGLE, check_header, check_index, indexed
 from jaxdist.config.hf import read_model
 
 # Our name -> theirs; "#" is the layer's number, a second one that of an expert, of which our tensors hold all. GPT-2
@@ -112,6 +112,7 @@ class Weights:
             if twice := found.keys() & names:
                 raise ConfigError(f"{path}: tensor {min(twice)} is in another file of the folder too; give it once")
             found |= dict.fromkeys(names, path)
+        check_index(self.path, places, found)
         return found
 
     def _names(self, table: dict[str, str], tied: bool) -> dict[str, str]:

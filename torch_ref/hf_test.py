@@ -159,7 +159,7 @@ def test_one_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> Non
 
 
 def test_an_index_is_not_believed(tmp_path: Path) -> None:
-    """Where a tensor is, the files say."""
+    """One that has tensors in other files than they are in belongs to others."""
     logits_of_both("qwen2", tmp_path)
     model, right = CASES["qwen2"][1], load_file(tmp_path / SINGLE)
     (tmp_path / SINGLE).unlink()
@@ -169,9 +169,16 @@ def test_an_index_is_not_believed(tmp_path: Path) -> None:
     }
     for name, part in parts.items():
         save_file(part, tmp_path / f"{name}.safetensors")
-    swapped = {n: f"{'b' if 'norm' in n else 'a'}.safetensors" for n in right}
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": swapped}))
+    places = {n: f"{'a' if 'norm' in n else 'b'}.safetensors" for n in right}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
     assert torch.equal(hf.Weights(tmp_path, model).read("norm.weight"), right["model.norm.weight"])
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(right, "a.safetensors")}))
+    with pytest.raises(ConfigError, match=r"its weight_map has tensor .* give the index that belongs to these files"):
+        hf.Weights(tmp_path, model)
+    swapped = {n: "b.safetensors" if file == "a.safetensors" else "a.safetensors" for n, file in places.items()}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": swapped}))
+    with pytest.raises(ConfigError, match=r"in [ab].safetensors, and it is in [ab].safetensors; give the index"):
+        hf.Weights(tmp_path, model)
     save_file(right, tmp_path / "a.safetensors")
     with pytest.raises(ConfigError, match="is in another file of the folder too"):
         hf.Weights(tmp_path, model)

@@ -6,6 +6,7 @@ Both sides read them by these functions, so that what one refuses no other takes
 import json
 import stat
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,20 @@ def indexed(folder: Path) -> dict[str, Path] | None:
         raise ConfigError(
             f"{index}: {error!r}; give an index with a weight_map of names to files in its folder"
         ) from None
+
+
+def check_index(folder: Path, places: Mapping[str, Path] | None, found: Mapping[str, Path]) -> None:
+    """Raises ConfigError where the index of `folder` has a tensor in another file than it was `found` in, or in none.
+
+    None is the index of a folder without one.
+    """
+    for name, file in (places or {}).items():
+        if found.get(name) != file:
+            there = f"it is in {found[name].name}" if name in found else "no file of the folder has it"
+            raise ConfigError(
+                f"{folder / INDEX}: its weight_map has tensor {name[:200]} in {file.name}, and {there}; "
+                "give the index that belongs to these files"
+            )
 
 
 def check_header(path: Path) -> dict[str, int]:

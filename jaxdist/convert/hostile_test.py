@@ -163,6 +163,24 @@ def test_an_index_of_files_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert tensors.read("b").shape == (3,)
 
 
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"a": "2", "b": "1"}, "tensor a in 2.safetensors, and it is in 1.safetensors"),
+        ({"a": "1", "b": "2", "c": "1"}, "tensor c in 1.safetensors, and no file of the folder has it"),
+    ],
+)
+def test_an_index_that_lies(said: dict[str, str], says: str, tmp_path: Path) -> None:
+    save_file({"a": np.ones(2)}, tmp_path / "1.safetensors")
+    save_file({"b": np.ones(3)}, tmp_path / "2.safetensors")
+    right = {"a": "1.safetensors", "b": "2.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": right}))
+    assert sorted(Tensors(tmp_path).described) == ["a", "b"]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {n: f"{file}.safetensors" for n, file in said.items()}}))
+    with pytest.raises(ConfigError, match=rf"{INDEX}: its weight_map has {says}; give the index that belongs"):
+        Tensors(tmp_path)
+
+
 def test_an_index_of_the_hugging_face_cache(tmp_path: Path) -> None:
     blobs, revision = tmp_path / "blobs", tmp_path / "snapshots" / "c0ffee"
     blobs.mkdir()

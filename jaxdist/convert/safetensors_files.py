@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import SINGLE, check_header, indexed, within
+from jaxdist.config.foreign import SINGLE, check_header, check_index, indexed, within
 from jaxdist.convert import buffers
 
 # The format's names of dtypes; what holds no weights is here to be listed.
@@ -42,10 +42,12 @@ class Tensors:
         self.metadata: dict[str, str] = {}
         self._places: dict[str, tuple[Path, int]] = {}
         try:
-            for path in self._paths():
+            index = self._index()
+            for path in [self.single] if index is None else sorted(set(index.values())):
                 self._add(path)
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
+        check_index(folder, index, {name: path for name, (path, _) in self._places.items()})
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, whole. Raises ConfigError for one that the memory cannot hold.
@@ -61,13 +63,14 @@ class Tensors:
                 "give a tensor that fits into memory, in a whole file"
             ) from None
 
-    def _paths(self) -> list[Path]:
-        if self.folder.is_file():
-            return [self.folder]
-        if (self.folder / SINGLE).exists():  # transformers takes it before an index, too
-            return [within(self.folder, SINGLE)]
-        places = indexed(self.folder)
-        return [self.folder / SINGLE] if places is None else sorted(set(places.values()))
+    @property
+    def single(self) -> Path:
+        """The file with all tensors, where there is no index."""
+        return self.folder if self.folder.is_file() else within(self.folder, SINGLE)
+
+    def _index(self) -> dict[str, Path] | None:
+        """Tensor -> file, where the folder goes by its index: transformers takes the single file before it, too."""
+        return None if self.folder.is_file() or (self.folder / SINGLE).exists() else indexed(self.folder)
 
     def _add(self, path: Path) -> None:
         starts = check_header(path)
