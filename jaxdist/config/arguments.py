@@ -105,6 +105,8 @@ def add_fields(parser: argparse.ArgumentParser) -> None:
 
 def user_path(text: str) -> Path:
     """A path as a person writes it: with ~ for the home folder, short enough to be one, and no circle of links."""
+    if not text:  # as of a variable that is not set; it would be taken for the folder we are in
+        raise argparse.ArgumentTypeError("'' is no path; give one, or '.' for this folder")
     try:
         path = Path(text).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -114,8 +116,8 @@ def user_path(text: str) -> Path:
     return path
 
 
-def find_config(name: str | Path) -> Path:
-    """A TOML path, or the name of a shipped config."""
+def find_config(name: str | Path, option: str = "--config") -> Path:
+    """A TOML path, or the name of a shipped config, which `option` asked for. Raises ConfigError."""
     path = Path(name)
     if path.suffix == ".toml" or path.exists():
         return path
@@ -123,17 +125,17 @@ def find_config(name: str | Path) -> Path:
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     shipped = {file.stem: file for file in folder.glob("*.toml")}
     if str(name) not in shipped:
-        raise ConfigError(f"--config {name}: neither a file nor a shipped config; {nearest(str(name), shipped)}")
+        raise ConfigError(f"{option} {name}: neither a file nor a shipped config; {nearest(str(name), shipped)}")
     return shipped[str(name)]
 
 
-def load(config: str | Path | None, overrides: dict[str, Any]) -> Experiment:
-    """A TOML file or shipped name (or the defaults) with dotted overrides on top."""
+def load(config: str | Path | None, overrides: dict[str, Any], option: str = "--config") -> Experiment:
+    """A TOML file or shipped name (or the defaults), which `option` asked for, with dotted overrides on top."""
     if overrides.keys() >= {"train.steps", "train.epochs"}:
         raise ConfigError(
             f"--steps {overrides['train.steps']} --epochs {overrides['train.epochs']}: each says how long; give one"
         )
-    values = read_toml(find_config(config)) if config else {}
+    values = read_toml(find_config(config, option), option) if config else {}
     for dotted in overrides:
         section = dotted.partition(".")[0]
         if not isinstance(table := values.setdefault(section, {}), dict):

@@ -18,7 +18,7 @@ from jaxdist.config.checkpoints import Damaged, run_of
 from jaxdist.config.display import aside, megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
-from jaxdist.convert.kinds import KINDS, TARGETS, kind_at, kind_of, target_kind
+from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
@@ -81,7 +81,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     """A checkpoint of one of our families. Raises ConfigError."""
     kind = kind_of(a.source)
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
-    wanted = load(a.model, {}) if a.model else None
+    check_name(a.target, target)
+    wanted = load(a.model, {}, "--model") if a.model else None
     content = source.format.opened(a.source, wanted, training=target.state or a.ema)
     if a.ema:
         content = content.averaged(a.source)
@@ -167,6 +168,11 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
+    for option in ("to", "dtype", "model", "ema", "verify", "dry_run", "force"):
+        if a.inspect and getattr(a, option):
+            raise ConfigError(f"--inspect with --{option.replace('_', '-')}: inspecting writes nothing; leave one out")
+    if a.dry_run and a.verify:
+        raise ConfigError("--dry-run with --verify: nothing is written that could be read again; leave one out")
     for option in ("to", "model", "inspect", "ema"):
         if a.mapping and getattr(a, option):
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")

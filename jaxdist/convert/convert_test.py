@@ -462,7 +462,22 @@ class TestCommandLine:
             (["run", "new", "--json"], r"--json belongs to --inspect"),
             (["run", "new", "--to", "onnx"], r"--to: invalid choice: 'onnx'"),
             (["run", "new", "--dtyp", "float16"], r"unknown argument '--dtyp'; did you mean '--dtype'"),
-            (["run", "new", "--model", "defualt"], r"--config defualt: .*did you mean 'default'"),
+            (["run", "new", "--model", "defualt"], r"--model defualt: .*did you mean 'default'"),
+            (["run", "new", "--model", "none.toml"], r"--model none.toml: .*No such file"),
+            (["run", "--inspect", "--verify"], r"--inspect with --verify: .*leave one out"),
+            (["run", "--inspect", "--dry-run"], r"--inspect with --dry-run: .*leave one out"),
+            (["run", "--inspect", "--force"], r"--inspect with --force: .*leave one out"),
+            (["run", "--inspect", "--ema"], r"--inspect with --ema: .*leave one out"),
+            (["run", "--inspect", "--to", "hf"], r"--inspect with --to: .*leave one out"),
+            (["run", "--inspect", "--dtype", "float16"], r"--inspect with --dtype: .*leave one out"),
+            (["run", "--inspect", "--model", "default"], r"--inspect with --model: .*leave one out"),
+            (["run", "new", "--dry-run", "--verify"], r"--dry-run with --verify: .*leave one out"),
+            (["run", "new.safetensors"], r"TARGET new.safetensors: .* is a folder, .*; give the name of a folder$"),
+            (["run", "new.pt", "--to", "hf"], r"TARGET new.pt: .* is a folder, .*; give .* a folder, or --to torch"),
+            (["run", "new.ckpt", "--to", "dcp"], r"TARGET new.ckpt: .* is a folder, .*; give .*, or --to torch"),
+            (["lone.safetensors", "new"], r"lone.safetensors: .*give its folder \., with config.json"),
+            (["", "new"], r"SOURCE: '' is no path"),
+            (["run", ""], r"TARGET: '' is no path"),
         ],
     )
     def test_bad_arguments(
@@ -471,6 +486,7 @@ class TestCommandLine:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "occupied").mkdir()
         (tmp_path / "circle").symlink_to("circle")
+        save_file({"a": np.zeros(3, np.float32)}, tmp_path / "lone.safetensors")
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(ConfigError, match=says):
             main(argv)

@@ -103,6 +103,11 @@ def kind_of(path: Path) -> str:
         found = kind_at(path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
+    if found is None and path.suffix == ".safetensors" and path.is_file():
+        raise ConfigError(
+            f"{path}: a safetensors file does not say what model it is; give its folder {path.parent}, with "
+            "config.json, or --mapping"
+        )
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         raise ConfigError(
@@ -110,6 +115,16 @@ def kind_of(path: Path) -> str:
             "*.safetensors, a torch file, or a folder with .metadata of torch.distributed.checkpoint"
         )
     return found
+
+
+def check_name(target: Path, kind: Kind) -> None:
+    """Raises ConfigError where a folder would get the name of a file."""
+    if kind is not KINDS["torch"] and target.suffix in (".safetensors", *TORCH_SUFFIXES):
+        other = "" if target.suffix == ".safetensors" else ", or --to torch"
+        raise ConfigError(
+            f"TARGET {target}: a {kind.title} is a folder, and {target.suffix} ends the name of a file; "
+            f"give the name of a folder{other}"
+        )
 
 
 def target_kind(source: str, target: Path) -> str:
