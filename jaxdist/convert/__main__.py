@@ -24,7 +24,7 @@ from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
 from jaxdist.convert.replacing import check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
-from jaxdist.convert.target import check_room, whole_or_nothing, writing
+from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 
 
@@ -39,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         with aside(a.json):
             inspect(a.source, a.json)
         return
-    if a.force:
-        check_replaceable(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like})
     try:
         convert(a)
     except Damaged as error:  # as was found while it was read
@@ -53,13 +51,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 def convert(a: Any) -> None:
     """Write TARGET. Raises ConfigError, TrainingError."""
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
-    with whole_or_nothing(a.target, a.force) as beside:
+    read = {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like}
+    replaceable = partial(check_replaceable, a.target, read) if a.force else None
+    if a.dry_run:
+        check_target(a.target, replaceable)
         check_room(a.target, conversion.bytes)
-        with comparing(None if a.dry_run else target.source) as wait:
+        target.check(conversion)
+        say("nothing was written: --dry-run")
+        return
+    with whole_or_nothing(a.target, replaceable) as beside:
+        check_room(a.target, conversion.bytes)
+        with comparing(target.source) as wait:
             target.check(conversion)
-            if a.dry_run:
-                say("nothing was written: --dry-run")
-                return
             with unchanged(wait), writing(a.target), transfer(conversion.bytes) as report:
                 target.write(beside, replace(conversion, report=report))
         if a.verify:

@@ -27,6 +27,7 @@ from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
 from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, shapes_of
+from jaxdist.convert.target import beside
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
@@ -324,9 +325,9 @@ class TestCommandLine:
         main([str(source), str(tmp_path / "b")])
         right = tensors(tmp_path / "b")
         if killed == "before":
-            (tmp_path / "b").rename(tmp_path / ".b.old")
+            (tmp_path / "b").rename(beside(tmp_path / "b", "old"))
         else:
-            (tmp_path / ".b.old" / "left").mkdir(parents=True)
+            (beside(tmp_path / "b", "old") / "left").mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"TARGET .* exists"):
             main([str(source), str(tmp_path / "b")])
         assert tensors(tmp_path / "b") == right

@@ -24,11 +24,10 @@ ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 
 
-def check_replaceable(given: Path, read: Mapping[str, Path | None]) -> None:
-    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint."""
-    target = given.resolve()
-    if not target.exists():
-        return
+def check_replaceable(given: Path, read: Mapping[str, Path | None], there: Path) -> None:
+    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint. TARGET as it was
+    `given`, and where it lies."""
+    target = there.resolve()
     for name, path in read.items():
         found = path and path.resolve()
         if found and (found.is_relative_to(target) or target.is_relative_to(found)):

@@ -3,7 +3,7 @@
 import shutil
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from jaxdist.config.display import megabytes, say
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import Taken, alone
 
+Check = Callable[[Path], object]  # raises ConfigError where what lies at a path is not to be replaced
 TRIES = 100  # to remove a folder, 50 ms apart
 
 
@@ -35,34 +36,64 @@ def check_room(target: Path, needed: int) -> None:
         )
 
 
+def beside(path: Path, part: str) -> Path:
+    """What a conversion has beside the path it writes: what has such a name was made by one, and is removed by it."""
+    return path.parent / f".{path.name}.jaxdist-{part}"
+
+
+def check_target(target: Path, replaceable: Check | None = None) -> None:
+    """Raises ConfigError as `whole_or_nothing` does when it begins, and touches nothing."""
+    there = path = target.resolve()
+    with _refusing(target):
+        check_writable(path.parent, f"TARGET {target}")
+        if (lock := beside(path, "lock")).exists():
+            with alone(lock, made=False):
+                pass
+        if (old := beside(path, "old")).exists() and not path.exists():
+            say(f"TARGET {target} was being replaced when an earlier conversion was killed; the next puts it back")
+            there = old
+        _check_there(target, there, replaceable)
+
+
+def _check_there(target: Path, there: Path, replaceable: Check | None) -> None:
+    if there.exists() and not replaceable:
+        raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
+    if there.exists() and replaceable:
+        replaceable(there)
+
+
 @contextmanager
-def whole_or_nothing(target: Path, force: bool = False) -> Iterator[Path]:
+def _refusing(target: Path) -> Iterator[None]:
+    """What keeps a conversion from its beginning becomes a ConfigError."""
+    try:
+        yield
+    except Taken:
+        raise ConfigError(f"TARGET {target} is being written by another conversion; wait, or give another") from None
+    except OSError as error:
+        raise ConfigError(f"TARGET {target}: {error.strerror}; give another") from None
+
+
+@contextmanager
+def whole_or_nothing(target: Path, replaceable: Check | None = None) -> Iterator[Path]:
     """A path beside `target` to write to; it becomes `target` when all went well, else it is removed, and so are the
     folders that were made for it.
 
-    Raises ConfigError when `target` cannot be made, is being made, or exists and is not to be replaced by `force`.
+    Raises ConfigError when `target` cannot be made, is being made, or exists and is not `replaceable`.
     """
     path = target.resolve()
-    partial, old = (path.parent / f".{path.name}.{part}" for part in ("partial", "old"))
+    partial, old = beside(path, "partial"), beside(path, "old")
     with ExitStack() as stack:
-        try:
+        with _refusing(target):
             check_writable(path.parent, f"TARGET {target}")
             stack.callback(remove_empty, [folder for folder in path.parents if not folder.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(path.parent / f".{path.name}.lock"))
+            stack.enter_context(alone(beside(path, "lock")))
             if old.exists() and not path.exists():  # a kill came between the two names
                 old.rename(path)
                 say(f"TARGET {target} was being replaced when an earlier conversion was killed; it is back")
-            if path.exists() and not force:
-                raise ConfigError(f"TARGET {target} exists; give another, or --force to replace it")
+            _check_there(target, path, replaceable)
             remove(partial)
             remove(old)
-        except Taken:
-            raise ConfigError(
-                f"TARGET {target} is being written by another conversion; wait, or give another"
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"TARGET {target}: {error.strerror}; give another") from None
         stack.callback(remove, partial)
         yield partial
         if partial.exists():
@@ -88,7 +119,7 @@ def no_run_in(target: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for lock in (folder / LOCK for folder in (target, run_of(target)) if folder and (folder / LOCK).exists()):
             try:
-                stack.enter_context(alone(lock))
+                stack.enter_context(alone(lock, made=False))
             except Taken:
                 raise ConfigError(
                     f"TARGET {target} is being written by a run; wait until it ends, or give another"

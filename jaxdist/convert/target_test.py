@@ -14,11 +14,12 @@ import pytest
 
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.folder import LOCK
+from jaxdist.config.lock import alone
 from jaxdist.convert import buffers
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
-from jaxdist.convert.target import whole_or_nothing
+from jaxdist.convert.target import beside, whole_or_nothing
 
 pytest.importorskip("torch")
 MODEL = MODELS["Qwen2ForCausalLM"]
@@ -31,6 +32,15 @@ SLOW = """
     Recut.convert = lambda *arguments: (time.sleep(2), convert(*arguments))[1]
     runpy.run_module("jaxdist.convert", run_name="__main__")
 """
+
+
+def no_check(target: Path) -> None:
+    """Whatever lies there may be replaced."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every name below it, and what files have."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in folder.rglob("*")}
 
 
 def test_of_two_at_once_the_first(tmp_path: Path) -> None:
@@ -47,7 +57,7 @@ def test_of_two_at_once_the_first(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / ".b.lock").touch()
+    beside(tmp_path / "b", "lock").touch()
     with whole_or_nothing(tmp_path / "b") as partial:
         partial.write_text("whole")
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
@@ -103,7 +113,7 @@ def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path:
     source = written(tmp_path / "a", "hf", content_of(MODEL))
     line = [sys.executable, "-c", textwrap.dedent(SLOW), str(source), str(tmp_path / "new" / "b"), "--to", kind]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        while not (tmp_path / "new" / ".b.partial").exists() and process.poll() is None:
+        while not beside(tmp_path / "new" / "b", "partial").exists() and process.poll() is None:
             time.sleep(0.01)
         time.sleep(3)
         process.send_signal(number)
@@ -121,12 +131,12 @@ def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
     old.write_text("old")
 
     def interrupted(path: Path, to: Path) -> Path:
-        if path.suffix == ".partial":
+        if path == beside(target, "partial"):
             raise KeyboardInterrupt
         return rename(path, to)
 
     monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), whole_or_nothing(target, force=True) as partial:
+    with pytest.raises(KeyboardInterrupt), whole_or_nothing(target, no_check) as partial:
         partial.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["b"] and old.read_text() == "old"
 
@@ -142,7 +152,7 @@ def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return found
 
     monkeypatch.setattr(Path, "rename", watched)
-    with whole_or_nothing(target, force=True) as partial:
+    with whole_or_nothing(target, no_check) as partial:
         partial.write_text("new")
     assert there and all(there) and target.read_text() == "new"
 
@@ -150,7 +160,7 @@ def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     """What it leads to stays as it is."""
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".b.lock").symlink_to(tmp_path / "mine")
+    beside(tmp_path / "b", "lock").symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="TARGET"), whole_or_nothing(tmp_path / "b"):
         pass
     source = written(tmp_path / "a", "hf", content_of(MODEL))
@@ -159,3 +169,47 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"its lock \S+{LOCK}: .*remove it"):
         main([str(source), str(tmp_path / "run"), "--to", "orbax", "--force"])
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("more", [[], ["--force"], ["--dry-run"], ["--dry-run", "--force"]], ids=str)
+def test_what_others_have_beside_a_target(more: list[str], tmp_path: Path) -> None:
+    """Under names that look like a conversion's: it is neither taken, nor put in the target's place."""
+    source = written(tmp_path / "a", "hf", content_of(MODEL))
+    for name in (".b.old", ".b.partial", ".b.lock"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("work")
+    before = contents(tmp_path)
+    main([str(source), str(tmp_path / "b"), *more])
+    assert {n: x for n, x in contents(tmp_path).items() if n.split("/")[0] != "b"} == before
+    assert (tmp_path / "b").exists() == ("--dry-run" not in more)
+
+
+@pytest.mark.parametrize("killed", ["between", "after"])
+def test_a_dry_run_touches_nothing(killed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what a kill left, and no lock that a run left in what it would replace."""
+    source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
+    written(beside(target, "old"), "orbax", content_of(MODEL))
+    beside(target, "partial").mkdir()
+    if killed == "after":
+        written(target, "orbax", content_of(MODEL))
+        (target / LOCK).touch()
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"TARGET \S+ exists"):
+        main([str(source), str(target), "--dry-run"])
+    main([str(source), str(target), "--dry-run", "--force"])
+    assert contents(tmp_path) == before
+    assert ("the next puts it back" in capsys.readouterr().out) == (killed == "between")
+    lock = beside(target, "lock")
+    with alone(lock), pytest.raises(ConfigError, match="is being written by another conversion"):
+        main([str(source), str(target), "--dry-run", "--force"])
+
+
+@pytest.mark.parametrize("more", [["--force"], ["--dry-run", "--force"]], ids=str)
+def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
+    """What a kill left aside is replaced only where it may be."""
+    source, target = written(tmp_path / "a", "hf", content_of(MODEL)), tmp_path / "b"
+    old = written(beside(target, "old"), "hf", content_of(MODEL))
+    (old / "thesis.tex").write_text("work")
+    with pytest.raises(ConfigError, match=rf"TARGET {target} has thesis.tex, which is of no checkpoint"):
+        main([str(source), str(target), *more])
+    assert ((old if "--dry-run" in more else target) / "thesis.tex").read_text() == "work"
