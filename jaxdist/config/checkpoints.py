@@ -204,6 +204,14 @@ def _entries(folder: Path, files: Any) -> dict[str, Entry]:
     return entries
 
 
+def listed(folder: Path) -> set[str]:
+    """Names of the files that its manifest lists, and of itself; none where it cannot be read."""
+    try:
+        return {MANIFEST, *_entries(folder, read_json(folder / MANIFEST)["files"])}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+
+
 def _other_size(entry: Entry) -> str | None:
     try:
         if not entry.file.is_file():

@@ -93,16 +93,17 @@ TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
 
 def kind_at(path: Path) -> str | None:
-    """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind."""
-    return next((name for name, kind in KINDS.items() if kind.holds(path)), None)
+    """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind. Raises ConfigError where
+    they cannot be looked at."""
+    try:
+        return next((name for name, kind in KINDS.items() if kind.holds(path)), None)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
 
 
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`. Raises ConfigError where it is of none."""
-    try:
-        found = kind_at(path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
+    found = kind_at(path)
     if found is None and path.suffix == ".safetensors" and path.is_file():
         raise ConfigError(
             f"{path}: a safetensors file does not say what model it is; give its folder {path.parent}, with "

@@ -1,32 +1,49 @@
 """What --force may replace: a checkpoint and nothing else, which neither this conversion reads nor a run writes."""
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxdist.config import ConfigError
-from jaxdist.config.checkpoints import MANIFEST
-from jaxdist.config.dcp import EXPERIMENT, INDEX
-from jaxdist.config.folder import PARTS
-from jaxdist.convert.hf import COMPANIONS
+from jaxdist.config.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
+from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import kind_at
-from jaxdist.convert.mapped import is_tree
+from jaxdist.convert.mapped import holds_tensors, is_tree
+from jaxdist.convert.runs import ORIGIN
 from jaxdist.convert.target import no_run_in
 from jaxdist.step import TrainState
 
-# Names in folders of checkpoints and runs, and of what lies beside weights where these are shared.
-KNOWN = (
-    *PARTS, *dict.fromkeys(name.partition("/")[0] for name in COMPANIONS), "*.safetensors", "*.safetensors.index.json",
-    "*.distcp", INDEX, EXPERIMENT, MANIFEST, *TrainState._fields, "experiment", "params", "_*", "d", "*ocdbt*",
-    "array_metadatas", "commit_success.txt", "README.md", "LICENSE*", "USE_POLICY*", ".gitattributes",
-)  # fmt: skip
+# Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.
+HUGGING_FACE = re.compile(
+    r"config\.json|generation_config\.json|tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\.json|merges\.txt|tekken\.json|chat_template\.(json|jinja)"
+    r"|additional_chat_templates/[^/]+\.jinja|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
+RUN = re.compile(
+    r"(config\.toml|metrics\.jsonl|summary\.json)(\.tmp)?|\.lock|events\.out\.tfevents\.[^/]+|record/\d+\.safetensors"
+    rf"|{FOLDER}/\d+{re.escape(UNFINISHED)}[^/]*/.*"
+)
+OCDBT = r"(manifest\.ocdbt|d/[0-9a-f]{32})"
+CHECKPOINT = re.compile(
+    rf"(({'|'.join(TrainState._fields)}|params|experiment)/)?(_METADATA|_sharding|_CHECKPOINT_METADATA|_strings\.json"
+    rf"|commit_success\.txt|array_metadatas/process_\d+|(ocdbt\.process_\d+/)?{OCDBT})"
+    r"|experiment/metadata|\.metadata|__\d+_\d+\.distcp|experiment\.json|manifest\.json"
+)
+CHUNK = re.compile(r"\.zarray|\d+(\.\d+)*")
+OTHER_CHECKPOINT = re.compile(rf"\d+({re.escape(DAMAGED)}(-\d+)?)?")
 ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 1.6
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
+NOTHING: Mapping[str, bytes] = {}
 
 
-def check_replaceable(given: Path, read: Mapping[str, Path | None], there: Path) -> None:
-    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint. TARGET as it was
-    `given`, and where it lies."""
+def check_replaceable(
+    given: Path, read: Mapping[str, Path | None], there: Path, coming: Mapping[str, bytes] = NOTHING
+) -> None:
+    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint, and OSError.
+
+    TARGET as it was `given`, and where it lies. `coming`: files that the new one has besides its weights.
+    """
     target = there.resolve()
     for name, path in read.items():
         found = path and path.resolve()
@@ -34,23 +51,85 @@ def check_replaceable(given: Path, read: Mapping[str, Path | None], there: Path)
             raise ConfigError(f"TARGET {given} with --force would replace {name} {path}; give another TARGET")
     with no_run_in(target):
         pass
-    if other := next(others(target), None):
-        what = "is no checkpoint" if other == target else f"has {other.name}, which is of no checkpoint"
-        raise ConfigError(f"TARGET {given} {what}, and --force replaces nothing else; remove it, or give another")
-
-
-def others(target: Path) -> Iterator[Path]:
-    """What lies there and is not of a checkpoint: in a folder, or all of it."""
+    if not (is_file(target) if target.is_file() else is_folder(target)):
+        raise ConfigError(
+            f"TARGET {given} is no checkpoint, and --force replaces nothing else; remove it, or give another"
+        )
     if target.is_file():
-        with target.open("rb") as file:
-            begins = file.read(len(LEGACY))
-        torchs = begins == LEGACY or (begins.startswith(ZIP) and kind_at(target))  # zips are documents and wheels too
-        if not (torchs or target.suffix == ".safetensors"):
-            yield target
         return
-    if any(target.iterdir()) and not (kind_at(target) or is_tree(target)):
-        yield target
-    for entry in target.iterdir():
-        is_array = (entry / ".zarray").is_file()
-        if not is_array and not any(fnmatch(entry.name, name) for name in KNOWN):
-            yield entry
+    if other := next(other_checkpoints(target), None):
+        raise ConfigError(f"TARGET {given} has {other} too, and --force replaces one checkpoint; move it elsewhere")
+    if other := next(others(target, coming), None):
+        raise ConfigError(
+            f"TARGET {given} has {other}, which is of no checkpoint, and --force replaces nothing else; remove it, or "
+            "give another"
+        )
+
+
+def is_file(target: Path) -> bool:
+    """Whether a file is a torch file, maybe cut short, or safetensors."""
+    with target.open("rb") as file:
+        begins = file.read(len(LEGACY))
+    if target.suffix == ".safetensors":
+        return begins[8:9] == b"{"
+    return begins == LEGACY or (begins.startswith(ZIP) and kind_at(target) is not None)  # zips are documents too
+
+
+def is_folder(target: Path) -> bool:
+    """Whether a folder is a checkpoint or empty."""
+    return not any(target.iterdir()) or kind_at(target) is not None or is_tree(target)
+
+
+def other_checkpoints(target: Path) -> Iterator[str]:
+    """Those of a run besides its newest, and those that were set aside."""
+    checkpoints = target / FOLDER
+    for entry in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else ():
+        if OTHER_CHECKPOINT.fullmatch(entry.name) and entry.name != str(newest(checkpoints)):
+            yield f"{FOLDER}/{entry.name}"
+
+
+def others(target: Path, coming: Mapping[str, bytes]) -> Iterator[str]:
+    """Paths in a folder of what is not of its checkpoint, and does not come again. Raises OSError."""
+    known = known_in(target)
+    for name in files_in(target):
+        again = name in coming and (target / name).read_bytes() == coming[name]
+        if not (again or known(name)):
+            yield name
+
+
+def files_in(folder: Path) -> Iterator[str]:
+    """All files and links, also in folders within it. Raises OSError for one that is closed."""
+
+    def closed(error: OSError) -> None:
+        raise error
+
+    for place, folders, files in os.walk(folder, onerror=closed):
+        here = Path(place)
+        for name in sorted((*files, *(name for name in folders if (here / name).is_symlink()))):
+            yield (here / name).relative_to(folder).as_posix()
+
+
+def known_in(target: Path) -> Callable[[str], object]:
+    """What tells whether a file is of the checkpoint, or the run, that a folder holds."""
+    if is_hf(target) or holds_tensors(target):
+        return HUGGING_FACE.fullmatch
+    if not (target / FOLDER).is_dir():
+        return known_to(target)
+    parts = {f"{part}/": known_to(target / part) for part in (ORIGIN, f"{FOLDER}/{newest(target / FOLDER)}")}
+
+    def known(name: str) -> object:
+        part = next(filter(name.startswith, parts), None)
+        return parts[part](name.removeprefix(part)) if part else RUN.fullmatch(name)
+
+    return known
+
+
+def known_to(folder: Path) -> Callable[[str], object]:
+    """What tells whether the manifest of a folder lists a file, or it is called as files of checkpoints are."""
+    names = listed(folder)
+
+    def known(name: str) -> object:
+        chunk = CHUNK.fullmatch(Path(name).name) and (folder / name).with_name(".zarray").is_file()
+        return chunk or name in names or CHECKPOINT.fullmatch(name)
+
+    return known

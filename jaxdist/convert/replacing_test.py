@@ -1,20 +1,41 @@
 """What --force takes, and what it leaves alone."""
 
+import shutil
+import subprocess
+import sys
+import textwrap
 import zipfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import alone
 from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.target import whole_or_nothing
 
 MODEL = MODELS["Qwen3ForCausalLM"]
+# What is of no checkpoint of the kind, though a part of its path is.
+WORK = {
+    "hf": [
+        "thesis.tex", ".git/config", "_work/thesis.tex", "tokenizer_code/thesis.py", "README.md", "mine.safetensors",
+        "tokenizer_thesis.tex", "config.json.d/1", "params/_METADATA", "checkpoints/7/manifest.json", "d/thesis.tex",
+    ],
+    "orbax": [
+        "checkpoints/notes.txt", "record/thesis.tex", "record/1.safetensors/thesis.tex", "origin/thesis.tex",
+        "checkpoints/7/thesis.tex", "checkpoints/7/params/thesis/1",
+        "checkpoints/7/parameters/embed.embedding/thesis.tex",
+    ],
+    "dcp": ["checkpoints/7/thesis.distcp"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["hf", "orbax", "dcp", "torch"])
@@ -27,31 +48,102 @@ def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
         for name in ("summary.json", "events.out.tfevents.1"):
             (target / name).touch()
         (target / "record").mkdir()
+        (target / "record" / "1.safetensors").touch()
+        (target / "checkpoints" / "9.unfinished.orbax-checkpoint-tmp").mkdir()
+        (target / "checkpoints" / "9.unfinished.orbax-checkpoint-tmp" / "half").touch()
     main([str(source), str(target), "--force", "--to", kind])
     (*_, right), (*_, found) = (sorted(tensors(path).items())[-1] for path in (source, target))
     assert found[2:] == right[2:]
 
 
-@pytest.mark.parametrize("beside", ["thesis.tex", ".git/config"])
-def test_a_checkpoint_with_work_beside_it(beside: str, tmp_path: Path) -> None:
-    source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
-    (target / beside).parent.mkdir(exist_ok=True)
+@pytest.mark.parametrize(("kind", "beside"), [(kind, name) for kind, names in WORK.items() for name in names])
+def test_a_checkpoint_with_work_beside_it(kind: str, beside: str, tmp_path: Path) -> None:
+    if kind == "dcp":
+        pytest.importorskip("torch")
+    source = written(tmp_path / "source", "hf", content_of(MODEL))
+    content = replace(content_of(MODEL), origin=Origin("hf", "huggingface", files={"vocab.json": b"{}"}, step=7))
+    target = written(tmp_path / "b", kind, content)
+    (target / beside).parent.mkdir(exist_ok=True, parents=True)
     (target / beside).write_text("work")
-    with pytest.raises(ConfigError, match=rf"TARGET \S+ has {beside.split('/')[0]}, which is of no checkpoint"):
+    with pytest.raises(ConfigError, match=rf"TARGET \S+ has {beside}, which is of no checkpoint"):
         main([str(source), str(target), "--force", "--to", "hf"])
     assert (target / beside).read_text() == "work"
+
+
+@pytest.mark.parametrize("other", ["5", "7.damaged", "7.damaged-2"])
+def test_a_run_with_other_checkpoints(other: str, tmp_path: Path) -> None:
+    """--force replaces one checkpoint, and a damaged one is kept until someone removes it."""
+    source, target = (written(tmp_path / name, "orbax", content_of(MODEL)) for name in ("source", "b"))
+    shutil.copytree(target / "checkpoints" / "7", target / "checkpoints" / other)
+    with pytest.raises(ConfigError, match=rf"TARGET \S+ has checkpoints/{other} too, and --force replaces one"):
+        main([str(source), str(target), "--force", "--to", "dcp"])
+    shutil.rmtree(target / "checkpoints" / other)
+    main([str(source), str(target), "--force", "--to", "hf"])
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "orbax", "pytree"])
+def test_what_orbax_writes(kind: str, tmp_path: Path) -> None:
+    """In a database, as runs write their arrays, and without a manifest, as others write theirs."""
+    source, target = written(tmp_path / "source", "hf", content_of(MODEL)), tmp_path / "b"
+    if kind in ("run", "checkpoint"):
+        run = written(target, "orbax", content_of(MODEL))
+        (run / "checkpoints" / "7" / "manifest.json").unlink()
+        (run / "config.toml").rename(run / "config.toml.tmp")
+        target = target if kind == "run" else run / "checkpoints" / "7"
+    elif kind == "orbax":
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as writer:
+            writer.save(target, args=ocp.args.Composite(params=ocp.args.StandardSave({"a": {"b": np.ones(3)}})))
+    else:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(target, {"a": {"b": np.ones(3)}})
+    main([str(source), str(target), "--force", "--to", "hf"])
+    assert (target / "model.safetensors").exists()
+
+
+def test_what_is_closed(tmp_path: Path) -> None:
+    """What is in a closed folder is unknown: it is neither listed nor replaced, and ends in one message."""
+    _, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
+    (target / "closed").mkdir()
+    (tmp_path / "c").mkdir()
+    lines = [["--inspect", "c"], ["source", "c", "--force"], ["c", "d"], ["source", "b", "--force"]]
+    code = f"""
+        import ctypes, os, sys
+        os.chdir({str(tmp_path)!r})
+        for folder in ("c", "b/closed"):
+            os.chmod(folder, 0)
+        if os.geteuid() == 0:  # no file is closed to root, unless it gives up the capabilities that are bits 1 and 2
+            call, header = ctypes.CDLL(None).syscall, (ctypes.c_uint32 * 2)(0x20080522, 0)
+            held = (ctypes.c_uint32 * 6)()
+            capget, capset = dict(x86_64=(125, 126), aarch64=(90, 91))[os.uname().machine]
+            assert call(capget, header, held) == 0
+            held[0] &= ~6
+            assert call(capset, header, held) == 0
+        from jaxdist.config import ConfigError
+        from jaxdist.convert.__main__ import main
+        for line in {lines!r}:
+            try:
+                main(line)
+            except ConfigError as error:
+                print("refused:", error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    for folder in ("c", "b/closed"):
+        (tmp_path / folder).chmod(0o755)
+    said = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
+    assert len(said) == len(lines) and all("Permission denied; give" in line for line in said), done
+    assert (target / "model.safetensors").exists()
 
 
 def test_a_checkpoint_with_a_run_beside_it(tmp_path: Path) -> None:
     """Which is of the same names as the rest, one folder deeper."""
     source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))
     run = written(target / "mine", "orbax", content_of(MODEL))
-    with pytest.raises(ConfigError, match=r"TARGET \S+ has mine, which is of no checkpoint"):
+    with pytest.raises(ConfigError, match=r"TARGET \S+ has mine/\S+, which is of no checkpoint"):
         main([str(source), str(target), "--force", "--to", "hf"])
     assert (run / "config.toml").exists()
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "notes.pt", "thesis.docx", "thesis.pt"])
+@pytest.mark.parametrize("name", ["tokens.bin", "notes.pt", "thesis.docx", "thesis.pt", "notes.safetensors"])
 def test_a_file_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
     source = written(tmp_path / "source", "hf", content_of(MODEL))
     (tmp_path / name).write_bytes(b"\1\0\2\0")
