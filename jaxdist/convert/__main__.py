@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from jaxdist.convert.replacing import check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
+
+NAMED = 8  # of what stays behind
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -52,7 +55,7 @@ def convert(a: Any) -> None:
     """Write TARGET. Raises ConfigError, TrainingError."""
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
     read = {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like}
-    replaceable = partial(check_replaceable, a.target, read) if a.force else None
+    replaceable = partial(check_replaceable, a.target, read, target.files) if a.force else None
     if a.dry_run:
         check_target(a.target, replaceable)
         check_room(a.target, conversion.bytes)
@@ -78,6 +81,7 @@ class Target(NamedTuple):
     verify: Callable[[Path, Any], Iterator[str]]
     check: Callable[[Any], object] = lambda conversion: None
     source: Path | None = None  # a checkpoint whose large files are still to be compared with its manifest
+    files: Mapping[str, bytes] = MappingProxyType({})  # that are written besides the weights
 
 
 def by_kind(a: Any) -> tuple[Conversion, Target]:
@@ -98,6 +102,9 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     )
     what = f"{content.experiment.model.family}, {summary(conversion)}, {state}"
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {what}")
+    if left := content.origin.left:
+        more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        say(f"{a.source}: what stays behind: {', '.join(left[:NAMED])}{more}")
     for line in verify_source(a.source) if a.verify else ():
         say(line)
     # Its module may import torch, which takes seconds: the source is being read by then.
@@ -106,6 +113,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         partial(verify, target),
         lambda c: target.format.check(c),
         content.checkpoint,
+        content.origin.files if target is KINDS["hf"] else {},
     )
 
 

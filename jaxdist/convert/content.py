@@ -1,7 +1,7 @@
 """What a checkpoint holds, whatever wrote it: tensors that are read when asked for, and all that goes beside them."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,8 @@ class Origin:
     names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
     metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files; of a DCP folder, its prefixes
     index: Mapping[str, Any] = field(default_factory=dict)  # what that of a Hugging Face folder says besides its map
-    files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer
+    files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer, model card
+    left: Sequence[str] = ()  # what of its folder stays behind, in words
     buffers: Leaves = field(default_factory=dict)  # of the model, under the file's names: masks, frequencies
     held: Callable[[], Any] = lambda: None  # reads `extras`
     step: int = 0  # steps done by then

@@ -377,16 +377,13 @@ class TestCommandLine:
             main([str(tmp_path / "hf"), str(tmp_path / "half"), "--to", "hf", "--dtype", "float16"])
         assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
-    def test_the_same_kind_keeps_the_tokenizer(self, tmp_path: Path) -> None:
+    def test_the_same_kind_keeps_what_is_beside_the_weights(self, tmp_path: Path) -> None:
         folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
         (folder / "tokenizer.json").write_text("{}")
         (folder / "notes.txt").write_text("mine")
         main([str(folder), str(tmp_path / "half"), "--to", "hf", "--dtype", "bfloat16"])
-        assert {p.name for p in (tmp_path / "half").iterdir()} == {
-            "config.json",
-            "model.safetensors",
-            "tokenizer.json",
-        }
+        names = {"config.json", "model.safetensors", "tokenizer.json", "notes.txt"}
+        assert {path.name for path in (tmp_path / "half").iterdir()} == names
 
     def test_model(self, run: Path, tmp_path: Path) -> None:
         wanted = tmp_path / "wanted.toml"

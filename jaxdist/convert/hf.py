@@ -1,7 +1,8 @@
 """Hugging Face folders: config.json, safetensors files, and the tokenizer that goes along."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family
 from jaxdist.config.display import say
-from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json, within
+from jaxdist.config.foreign import INDEX, SINGLE, parse, read_bytes, read_json, within
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
@@ -28,6 +29,13 @@ COMPANIONS = (
     "merges.txt", "tekken.json", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tokenizers have 40 MB
+# Other files beside weights, as a model card, a license or code, go along too, each up to so many bytes, unless they
+# are weights of another format, or an index of some.
+MOST_EACH = 100_000_000
+OTHER_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|npy|msgpack|h5|onnx|onnx_data|gguf|ggml|ot|tflite|index\.json)",
+    re.IGNORECASE,
+)
 
 
 def is_hf(path: Path) -> bool:
@@ -54,8 +62,10 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     names = inverted(str(path), there, "huggingface", experiment.model)
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
+    files, left = files_of(path, tensors.files)
+    left += [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
     first = str(groups[PARAMETERS][table.rows[0].theirs].dtype) if table.rows[0].theirs in names else ""
-    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), companions(path), dtype=first)
+    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), files, dtype=first, left=left)
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
 
 
@@ -70,7 +80,30 @@ def is_companion(name: object) -> bool:
     """Whether a file of this name goes along with weights."""
     if not isinstance(name, str) or "/".join(parts := PurePosixPath(name).parts) != name or ".." in parts:
         return False
-    return any(len(parts) == len(PurePosixPath(p).parts) and fnmatch(name, p) for p in COMPANIONS)
+    known = any(len(parts) == len(PurePosixPath(p).parts) and fnmatch(name, p) for p in COMPANIONS)
+    return known or (len(parts) == 1 and _goes_along(name))
+
+
+def _goes_along(name: str) -> bool:
+    """Whether a file that we do not know goes along; what is hidden is of a program."""
+    hidden = name.startswith(".") and name != ".gitattributes"
+    return not hidden and not OTHER_WEIGHTS.fullmatch(name)
+
+
+def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes], list[str]]:
+    """All that goes along from a Hugging Face folder whose weights were `read` from files, and names of what stays
+    behind. Raises ConfigError as `companions` does."""
+    found, left = companions(folder), []
+    taken, room = {*read, *(PurePosixPath(name).parts[0] for name in found)}, MOST_BYTES - sum(map(len, found.values()))
+    for name in sorted(entry.name for entry in folder.iterdir() if entry.name not in taken):
+        try:
+            if not _goes_along(name):
+                raise ValueError("it is of something else")
+            found[name] = read_bytes(within(folder, name), min(MOST_EACH, room))
+            room -= len(found[name])
+        except (OSError, ValueError):
+            left.append(name)
+    return found, left
 
 
 def companions(folder: Path) -> dict[str, bytes]:

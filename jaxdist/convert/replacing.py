@@ -34,12 +34,9 @@ CHUNK = re.compile(r"\.zarray|\d+(\.\d+)*")
 OTHER_CHECKPOINT = re.compile(rf"\d+({re.escape(DAMAGED)}(-\d+)?)?")
 ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 1.6
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
-NOTHING: Mapping[str, bytes] = {}
 
 
-def check_replaceable(
-    given: Path, read: Mapping[str, Path | None], there: Path, coming: Mapping[str, bytes] = NOTHING
-) -> None:
+def check_replaceable(given: Path, read: Mapping[str, Path | None], coming: Mapping[str, bytes], there: Path) -> None:
     """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint, and OSError.
 
     TARGET as it was `given`, and where it lies. `coming`: files that the new one has besides its weights.

@@ -57,7 +57,8 @@ def origin_of(checkpoint: Path) -> Origin:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
     kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
-    return Origin(**dict(said), files=hf.companions(beside / "files"), buffers=kept, held=partial(_extras, beside))
+    files, _ = hf.files_of(beside / "files")
+    return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, beside))
 
 
 def _extras(beside: Path) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import SINGLE, check_header, check_index, indexed, within
+from jaxdist.config.foreign import INDEX, SINGLE, check_header, check_index, indexed, within
 from jaxdist.convert import buffers
 
 # The format's names of dtypes; what holds no weights is here to be listed.
@@ -39,14 +39,19 @@ class Tensors:
         """Raises ConfigError when a file is missing or damaged, or a dtype unknown."""
         self.folder = folder
         self.described: dict[str, Tensor] = {}
-        self.metadata: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}  # of all files together
+        self.differing: set[str] = set()  # keys that have one value in one file, and another in another
+        self.files: set[str] = set()  # that were read, or their folders
         self._places: dict[str, tuple[Path, int]] = {}
         try:
             index = self._index()
             for path in [self.single] if index is None else sorted(set(index.values())):
                 self._add(path)
+                self.files.update(path.parts[len(folder.parts) :][:1])
+            self.files |= {INDEX} if index else set()
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
+        self.metadata = {key: value for key, value in self.metadata.items() if key not in self.differing}
         check_index(folder, index, {name: path for name, (path, _) in self._places.items()})
 
     def read(self, name: str) -> np.ndarray:
@@ -75,7 +80,9 @@ class Tensors:
     def _add(self, path: Path) -> None:
         starts = check_header(path)
         with safe_open(path, framework="numpy") as file:
-            self.metadata |= file.metadata() or {}
+            for key, value in (file.metadata() or {}).items():
+                if self.metadata.setdefault(key, value) != value:
+                    self.differing.add(key)
             for name in file.keys():  # noqa: SIM118 - no mapping
                 view = file.get_slice(name)
                 if name in self.described:
