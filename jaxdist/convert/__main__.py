@@ -23,7 +23,7 @@ from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, 
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.naming import family_of
-from jaxdist.convert.replacing import check_replaceable
+from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with aside(a.json):
             inspect(a.source, a.json)
         return
+    check_apart(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like}, a.force)
     try:
         convert(a)
     except Damaged as error:  # as was found while it was read
@@ -54,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def convert(a: Any) -> None:
     """Write TARGET. Raises ConfigError, TrainingError."""
     conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
-    read = {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like}
-    replaceable = partial(check_replaceable, a.target, read, target.files) if a.force else None
+    replaceable = partial(check_replaceable, a.target, target.files) if a.force else None
     if a.dry_run:
         check_target(a.target, replaceable)
         check_room(a.target, conversion.bytes)

@@ -469,9 +469,15 @@ class TestCommandLine:
             (["run", "--inspect", "--dtype", "float16"], r"--inspect with --dtype: .*leave one out"),
             (["run", "--inspect", "--model", "default"], r"--inspect with --model: .*leave one out"),
             (["run", "new", "--dry-run", "--verify"], r"--dry-run with --verify: .*leave one out"),
-            (["run", "new.safetensors"], r"TARGET new.safetensors: .* is a folder, .*; give the name of a folder$"),
-            (["run", "new.pt", "--to", "hf"], r"TARGET new.pt: .* is a folder, .*; give .* a folder, or --to torch"),
-            (["run", "new.ckpt", "--to", "dcp"], r"TARGET new.ckpt: .* is a folder, .*; give .*, or --to torch"),
+            (
+                ["run", "new.safetensors"],
+                r"TARGET new.safetensors: .safetensors ends the name of a file.*; give the name of one$",
+            ),
+            (["run", "new.pt", "--to", "hf"], r"TARGET new.pt: .pt ends the name of a file.*; give .*, or --to torch"),
+            (
+                ["run", "new.ckpt", "--to", "dcp"],
+                r"TARGET new.ckpt: .ckpt ends the name of a file.*; give .*, or --to torch",
+            ),
             (["lone.safetensors", "new"], r"lone.safetensors: .*give its folder \., with config.json"),
             (["", "new"], r"SOURCE: '' is no path"),
             (["run", ""], r"TARGET: '' is no path"),

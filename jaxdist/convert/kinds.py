@@ -123,8 +123,8 @@ def check_name(target: Path, kind: Kind) -> None:
     if kind is not KINDS["torch"] and target.suffix in (".safetensors", *TORCH_SUFFIXES):
         other = "" if target.suffix == ".safetensors" else ", or --to torch"
         raise ConfigError(
-            f"TARGET {target}: a {kind.title} is a folder, and {target.suffix} ends the name of a file; "
-            f"give the name of a folder{other}"
+            f"TARGET {target}: {target.suffix} ends the name of a file, and what is to be written is a folder, a "
+            f"{kind.title}; give the name of one{other}"
         )
 
 

@@ -11,7 +11,7 @@ from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import kind_at
 from jaxdist.convert.mapped import holds_tensors, is_tree
 from jaxdist.convert.runs import ORIGIN
-from jaxdist.convert.target import no_run_in
+from jaxdist.convert.target import beside, no_run_in, refusing
 from jaxdist.step import TrainState
 
 # Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.
@@ -36,18 +36,29 @@ ZIP = b"PK\x03\x04"  # how a torch file begins, among others, and one of before 
 LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 
 
-def check_replaceable(given: Path, read: Mapping[str, Path | None], coming: Mapping[str, bytes], there: Path) -> None:
-    """Raises ConfigError where --force would take what the conversion reads, or what is no checkpoint, and OSError.
+def check_apart(given: Path, read: Mapping[str, Path | None], force: bool) -> None:
+    """Raises ConfigError where a conversion to TARGET would take what it reads, or by `force` what a run writes."""
+    target = given.resolve()
+    with refusing(given):
+        replaced = force and target.exists()
+        removed = [beside(target, part) for part in ("partial", "old")] + [target] * replaced
+        for name, path in read.items():
+            found = path and path.resolve()
+            if found and (any(map(found.is_relative_to, removed)) or (replaced and target.is_relative_to(found))):
+                raise ConfigError(
+                    f"TARGET {given}{' with --force' * force} would replace {name} {path}; give another TARGET"
+                )
+        if replaced:
+            with no_run_in(target):
+                pass
+
+
+def check_replaceable(given: Path, coming: Mapping[str, bytes], there: Path) -> None:
+    """Raises ConfigError where --force would take what is no checkpoint, and OSError.
 
     TARGET as it was `given`, and where it lies. `coming`: files that the new one has besides its weights.
     """
     target = there.resolve()
-    for name, path in read.items():
-        found = path and path.resolve()
-        if found and (found.is_relative_to(target) or target.is_relative_to(found)):
-            raise ConfigError(f"TARGET {given} with --force would replace {name} {path}; give another TARGET")
-    with no_run_in(target):
-        pass
     if not (is_file(target) if target.is_file() else is_folder(target)):
         raise ConfigError(
             f"TARGET {given} is no checkpoint, and --force replaces nothing else; remove it, or give another"

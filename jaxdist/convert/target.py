@@ -44,7 +44,7 @@ def beside(path: Path, part: str) -> Path:
 def check_target(target: Path, replaceable: Check | None = None) -> None:
     """Raises ConfigError as `whole_or_nothing` does when it begins, and touches nothing."""
     there = path = target.resolve()
-    with _refusing(target):
+    with refusing(target):
         check_writable(path.parent, f"TARGET {target}")
         if (lock := beside(path, "lock")).exists():
             with alone(lock, made=False):
@@ -63,7 +63,7 @@ def _check_there(target: Path, there: Path, replaceable: Check | None) -> None:
 
 
 @contextmanager
-def _refusing(target: Path) -> Iterator[None]:
+def refusing(target: Path) -> Iterator[None]:
     """What keeps a conversion from its beginning becomes a ConfigError."""
     try:
         yield
@@ -83,7 +83,7 @@ def whole_or_nothing(target: Path, replaceable: Check | None = None) -> Iterator
     path = target.resolve()
     partial, old = beside(path, "partial"), beside(path, "old")
     with ExitStack() as stack:
-        with _refusing(target):
+        with refusing(target):
             check_writable(path.parent, f"TARGET {target}")
             stack.callback(remove_empty, [folder for folder in path.parents if not folder.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)

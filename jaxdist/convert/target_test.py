@@ -213,3 +213,14 @@ def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"TARGET {target} has thesis.tex, which is of no checkpoint"):
         main([str(source), str(target), *more])
     assert ((old if "--dry-run" in more else target) / "thesis.tex").read_text() == "work"
+
+
+@pytest.mark.parametrize("more", [[], ["--force"]], ids=str)
+def test_what_a_kill_left_is_a_source(more: list[str], tmp_path: Path) -> None:
+    """It would be put back, or removed, while it is read."""
+    target = written(tmp_path / "b", "hf", content_of(MODEL))
+    source = written(beside(target, "old"), "hf", content_of(MODEL))
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"TARGET \S+ (with --force )?would replace SOURCE"):
+        main([str(source), str(target), *more])
+    assert contents(tmp_path) == before
