@@ -32,13 +32,13 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from rich.progress import track
 from safetensors.numpy import save, save_file
 
-from jaxdist.config import ConfigError, Llama, check_shapes, whole
+from jaxdist.config import ConfigError, Family, Llama, Mixture, ResNet, check_shapes, whole
 from jaxdist.config.checkpoints import MANIFEST, seal
 from jaxdist.config.dcp import INDEX as DCP
 from jaxdist.config.display import console, say
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
-from jaxdist.convert import dcp_files, torch_files
+from jaxdist.convert import dcp_files, hf, torch_files
 from jaxdist.convert.content import Content
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.tables import entries
@@ -98,13 +98,21 @@ def around_index(folder: Path) -> list[bytes]:
 
 
 def around_config(folder: Path) -> list[bytes]:
-    """config.json of several families, in the keys of transformers 4 and 5."""
-    save_file(tensors(), folder / SINGLE)
+    """config.json of all families, in the keys of transformers 4 and 5; the weights fit the first."""
+    save_file(
+        {name: np.ones(entry.shape, np.float32) for name, entry in entries("huggingface", MODEL).items()},
+        folder / SINGLE,
+    )
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     five = {key: value for key, value in CONFIG.items() if not key.startswith("rope_")} | {"rope_parameters": rope}
     qwen = [MODEL.model_copy(update={name: True, "window": 3}) for name in ("qkv_bias", "qk_norm")]
     gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 4, "n_head": 2, "vocab_size": 5, "n_positions": 8}
-    return [json.dumps(found).encode() for found in (CONFIG, *(to_settings(m, "float32") for m in qwen), five, gpt2)]
+    rotary = MODEL.model_dump(exclude={"family", "mlp_bias"}) | {"experts": 3}
+    mixtures = Mixture(**rotary, family="mixtral"), Mixture(**rotary | {"qk_norm": True}, family="qwen3_moe")
+    resnet = ResNet(family="resnet", block="basic", stem=4, depths=(1, 1), widths=(4, 4), image=8, classes=2)
+    models: tuple[Family, ...] = (*qwen, *mixtures, resnet)
+    more = [to_settings(model, "float32") for model in models]
+    return [json.dumps(found).encode() for found in (CONFIG, *more, five, gpt2)]
 
 
 def around_manifest(folder: Path) -> list[bytes]:
@@ -171,7 +179,14 @@ def read_by_torch(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> None:
-    assert read_model(folder).layers < 100_000, "the tensors of each layer are looked for by name"
+    model = read_model(folder)
+    assert model.layers * getattr(model, "experts", 1) < 1_000_000, "the tensors of each layer are looked for by name"
+    assert not isinstance(model, ResNet) or model.layers < 10_000, "the blocks are built one by one"
+    hf.opened(folder)
+
+
+def read_config_by_torch(folder: Path) -> None:
+    Weights(folder, read_model(folder)).shapes()
 
 
 def read_manifest(folder: Path) -> None:
@@ -237,7 +252,8 @@ LAYOUTS = (
     "8", "16", "80", "18446744073709551616", '"F8_E4M3"', '"F4"', '"I64"', '"C64"', '"F31"',
 )  # fmt: skip
 SETTINGS = (
-    "0", "-1", "1", "2", "1000000000000", "2147483647", '"4"', "4.0", "true", "1e400", '"llama"', '"gpt2"', '"gelu"',
+    "0", "-1", "1", "2", "10000", "1000000000000", "2147483647", "[10000]", "[2147483647]",
+    '"4"', "4.0", "true", "1e400", '"llama"', '"gpt2"', '"gelu"',
     '"yarn"', '"llama3"', '["sliding_attention"]', '["full_attention"]', '{"rope_type":1}',
 )  # fmt: skip
 ABSURD = (
@@ -247,7 +263,7 @@ ABSURD = (
 KINDS = {
     "safetensors": Kind(SINGLE, around_safetensors, (read_by_jaxdist, read_by_torch), LAYOUTS, header, with_header),
     "index": Kind(INDEX, around_index, (read_by_jaxdist, read_by_torch), PATHS),
-    "config": Kind("config.json", around_config, (read_config, read_by_torch), SETTINGS),
+    "config": Kind("config.json", around_config, (read_config, read_config_by_torch), SETTINGS),
     "manifest": Kind(MANIFEST, around_manifest, (read_manifest,), PATHS),
     "torch": Kind(TORCH, around_torch, (read_torch,), (), no_json),
     "dcp": Kind(DCP, around_dcp, (read_dcp,), (), no_json),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxdist.config import checkpoints, dcp, foreign, hf
+from jaxdist.config import checkpoints, dcp, foreign, hf, model
 from jaxdist.config.hf import COUNT, Key
 from jaxdist.convert import safetensors_files, torch_files
 from parity_tests import fuzz
@@ -86,23 +86,32 @@ def index_from_a_file(content: io.BytesIO, index: Callable[[Any], Any] = dcp.Ind
     return index(AsFiles(content.getvalue()))
 
 
+END = 10**12
 # What is planted: the kind of file, what is put in whose place, and what the fuzzer says of it.
-PLANTS: dict[str, tuple[str, tuple[Any, str, Any], str]] = {
-    "any path in an index": ("index", (foreign, "within", join), "outside of the folder"),
-    "keys twice in an index": ("index", (foreign, "_object", last_wins), "a key was given twice"),
-    "keys twice in config.json": ("config", (foreign, "_object", last_wins), "a key was given twice"),
+PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
+    "any path in an index": ("index", [(foreign, "within", join)], "outside of the folder"),
+    "keys twice in an index": ("index", [(foreign, "_object", last_wins)], "a key was given twice"),
+    "keys twice in config.json": ("config", [(foreign, "_object", last_wins)], "a key was given twice"),
     "layers without end": (
-        "config", (hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), "of each layer"
+        "config",
+        [(hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), (model, "MOST_LAYERS", END)],
+        "of each layer",
     ),
-    "numpy's errors": ("safetensors", (safetensors_files.Tensors, "read", read_unchecked), "imension"),
-    "torch's errors": ("torch", (torch_files, "load", load_as_it_is), "Weights only load failed"),
+    "experts without end": (
+        "config", [(model, "MOST_EXPERTS", END), (model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"
+    ),
+    "experts in all without end": ("config", [(model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
+    "blocks without end": ("config", [(model, "MOST_BLOCKS", END)], "one by one"),
+    "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
+    "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, plant, says = PLANTS[name]
-    monkeypatch.setattr(*plant)
+    kind, plants, says = PLANTS[name]
+    for plant in plants:
+        monkeypatch.setattr(*plant)
     with pytest.raises(Exception) as found:
         fuzz.fuzz(kind, tmp_path / kind, 2000, 0)
     errors = getattr(found.value, "exceptions", [found.value])

@@ -201,6 +201,12 @@ BAD: list[tuple[list[str], str]] = [
     (["--mesh", "expert=2"], r"axis expert = 2 splits experts, and model.family = llama has none; use the axis fsdp"),
     ([*MIXED, "--mesh", "expert=3"], r"model.experts = 8 .* mesh axis expert = 3; the nearest size .* is 2"),
     ([*MIXED, "--mesh", "fsdp=4,expert=8"], r"train.batch = 16 .* over data × fsdp × expert = 32 devices"),
+    (["--model.layers", "10001"], r"model.layers = 10001 is absurd; use at most 10,000"),
+    ([*MIXED, "--model.experts", "10001"], r"model.experts = 10001 is absurd; use at most 10,000"),
+    (
+        [*MIXED, "--model.experts", "10000", "--model.layers", "11"],
+        r"model.experts = 10000 in each of model.layers = 11 are 110,000 experts; use at most 100,000",
+    ),
     ([*MIXED, "--model.top_k", "9"], r"model.top_k = 9 is more than model.experts = 8; use at most 8"),
     ([*MIXED, "--mesh", "expert=2,tensor=5"], r"model.heads = 8 cannot be divided over the mesh axis tensor = 5"),
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from jaxdist.config import GPT2, ConfigError, Data, Experiment, Family, Llama, Mixture, ResNet
 from jaxdist.config.foreign import read_json
+from jaxdist.config.model import MOST_BLOCKS, MOST_LAYERS
 
 Settings = dict[str, Any]
 REQUIRED = object()
-MOST_LAYERS = 10_000  # the tensors of each are looked for by name
 SHOWN = reprlib.Repr()  # a value may be as long and as deep as its file
 SHOWN.maxstring = SHOWN.maxother = 80
 
@@ -33,8 +33,8 @@ COUNT = Kind("a whole number from 1", lambda value: type(value) is int and 0 < v
 COUNT_OR_ZERO = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**31)
 LAYERS = Kind(f"a whole number from 1 to {MOST_LAYERS:,}", lambda value: COUNT.holds(value) and value <= MOST_LAYERS)
 COUNTS = Kind(
-    "a list of whole numbers from 1",
-    lambda value: isinstance(value, list) and 0 < len(value) <= MOST_LAYERS and all(map(LAYERS.holds, value)),
+    f"a list of 1 to {MOST_BLOCKS:,} whole numbers from 1",
+    lambda value: isinstance(value, list) and 0 < len(value) <= MOST_BLOCKS and all(map(COUNT.holds, value)),
 )
 NUMBER = Kind("a number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
 FLAG = Kind("true or false", lambda value: type(value) is bool)

@@ -1,6 +1,7 @@
 """The model section of an experiment, one class per family, and the kinds of numbers that all sections are made of."""
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -26,6 +27,11 @@ Fraction = Annotated[float, NUMBER, Field(ge=0, lt=1)]
 Share = Annotated[float, NUMBER, Field(ge=0, le=1)]
 Positive = Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, NUMBER, Field(ge=0, allow_inf_nan=False)]
+
+# Far above any model: the tensors of each layer, expert and block are looked for by name.
+MOST_LAYERS = MOST_EXPERTS = 10_000
+MOST_EXPERTS_IN_ALL = 100_000
+MOST_BLOCKS = 1_000  # of a ResNet, whose blocks are modules of their own
 
 
 class Section(pydantic.BaseModel):
@@ -74,6 +80,12 @@ class Decoder(Model):
     """Longest sequence that the model accepts, in tokens."""
     tied: bool = False
     """The output head is the embedding itself."""
+
+    @model_validator(mode="after")
+    def _depth(self) -> Self:
+        if self.layers > MOST_LAYERS:
+            raise ValueError(f"model.layers = {self.layers} is absurd; use at most {MOST_LAYERS:,}")
+        return self
 
 
 class Rotary(Decoder):
@@ -153,6 +165,13 @@ class Mixture(Rotary):
             raise ValueError(
                 f"model.top_k = {self.top_k} is more than model.experts = {self.experts}; use at most {self.experts}"
             )
+        if self.experts > MOST_EXPERTS:
+            raise ValueError(f"model.experts = {self.experts} is absurd; use at most {MOST_EXPERTS:,}")
+        if (total := self.layers * self.experts) > MOST_EXPERTS_IN_ALL:
+            raise ValueError(
+                f"model.experts = {self.experts} in each of model.layers = {self.layers} are {total:,} experts; use at "
+                f"most {MOST_EXPERTS_IN_ALL:,}"
+            )
         return self
 
     def room(self, times: int) -> int:
@@ -223,6 +242,9 @@ class ResNet(Model):
                 f"model.widths = {listing(self.widths)} are not as many as model.depths = {listing(self.depths)}; give "
                 "one of each for every stage"
             )
+        if self.layers > MOST_BLOCKS:
+            shown = reprlib.repr(list(self.depths))
+            raise ValueError(f"model.depths = {shown} are {self.layers:,} blocks; use at most {MOST_BLOCKS:,}")
         if self.block == "bottleneck" and (odd := [width for width in self.widths if width % 4]):
             raise ValueError(
                 f"model.widths = {listing(self.widths)}: {odd[0]} is no multiple of 4, a bottleneck's width within; "

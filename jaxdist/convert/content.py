@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, kept, trainable
+from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, kept, trained
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
@@ -145,7 +145,6 @@ class Content:
         """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.
 
         Raises ConfigError naming a tensor that is missing or does not fit."""
-        trained = trainable(self.naming, self.experiment.model)
         groups = {group: self._without_extras(source, leaves) for group, leaves in self.groups.items()}
         kinds, o = {*groups} - {PARAMETERS}, self.experiment.optimizer
         if self.updates is not None and kinds != {*o.kept}:
@@ -154,12 +153,14 @@ class Content:
                 f"{source}: its optimizer keeps {there}, where optimizer.name = {o.name} and optimizer.ema = {o.ema} "
                 f"keep {asked}; give --model another optimizer, or leave it out"
             )
+        wanted = {group: self.entries(group) for group in groups}
+        learned = trained(wanted[PARAMETERS], self.experiment.model)
         for group, leaves in groups.items():
             what = str(source) if group == PARAMETERS else f"{source}, {group}"
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
-            check_shapes(what, shapes, {name: entry.shape for name, entry in self.entries(group).items()})
+            check_shapes(what, shapes, {name: entry.shape for name, entry in wanted[group].items()})
             for name, leaf in leaves.items():
-                counts = name not in trained and not leaf.shape
+                counts = name not in learned and not leaf.shape
                 if leaf.dtype.name not in (COUNTS if counts else WEIGHTS):
                     raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
         scaling = None

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxdist.config import GPT2, ConfigError, Llama, foreign
+from jaxdist.config import GPT2, ConfigError, Llama, Mixture, ResNet, foreign
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.config.hf import MOST_LAYERS, read_model, to_settings
+from jaxdist.config.hf import read_model, to_settings
+from jaxdist.config.model import MOST_EXPERTS, MOST_LAYERS
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.safetensors_files import Tensors
 
@@ -291,14 +292,42 @@ def test_a_config_that_is_no_file(tmp_path: Path) -> None:
         read_model(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "size", [{"num_hidden_layers": 2**31 - 1}, {"num_hidden_layers": MOST_LAYERS}, {"vocab_size": 2**31 - 1}]
+MIXTRAL = to_settings(Mixture(**MODEL.model_dump(exclude={"family", "mlp_bias"}), family="mixtral"), "float32")
+QWEN3_MOE = to_settings(
+    Mixture(**MODEL.model_dump(exclude={"family", "mlp_bias"}) | {"qk_norm": True}, family="qwen3_moe"), "float32"
 )
-@pytest.mark.timeout(60)
-def test_the_command_line_refuses_an_absurd_model_at_once(size: dict[str, int], tmp_path: Path) -> None:
+RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,), widths=(8,), classes=2), "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (LLAMA | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647; give"),
+        (LLAMA | {"num_hidden_layers": MOST_LAYERS}, "absent there"),  # whatever is accepted is told at once
+        (LLAMA | {"vocab_size": 2**31 - 1}, r"\(2147483647, 8\) in the model"),
+        (GPT | {"n_layer": 300_000}, "n_layer = 300000; give a whole number from 1 to 10,000"),
+        (GPT | {"n_layer": MOST_LAYERS}, "absent there"),
+        (MIXTRAL | {"num_local_experts": 2**31 - 1}, "model.experts = 2147483647 is absurd; use at most 10,000"),
+        (MIXTRAL | {"num_local_experts": MOST_EXPERTS + 1}, "model.experts = 10001 is absurd"),
+        (MIXTRAL | {"num_hidden_layers": 10, "num_local_experts": MOST_EXPERTS}, "absent there"),
+        (MIXTRAL | {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 10}, "absent there"),
+        (
+            MIXTRAL | {"num_hidden_layers": 11, "num_local_experts": MOST_EXPERTS},
+            "model.experts = 10000 in each of model.layers = 11 are 110,000 experts; use at most 100,000",
+        ),
+        (QWEN3_MOE | {"num_experts": 300_000}, "model.experts = 300000 is absurd"),
+        (RESNET | {"depths": [10_000] * 4, "hidden_sizes": [8] * 4}, "are 40,000 blocks; use at most 1,000"),
+        (RESNET | {"depths": [2**31 - 1], "hidden_sizes": [8]}, "are 2,147,483,647 blocks; use at most 1,000"),
+        (RESNET | {"depths": [1] * 1001, "hidden_sizes": [8] * 1001}, "give a list of 1 to 1,000 whole numbers"),
+        (RESNET | {"depths": [250] * 4, "hidden_sizes": [8] * 4}, "absent there"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.timeout(30)
+def test_the_command_line_refuses_an_absurd_model_at_once(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA | size))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
     save_file({"model.norm.weight": np.ones(8, np.float32)}, tmp_path / "hf" / SINGLE)
-    with pytest.raises(ConfigError, match=r"hf.*; give"):
+    with pytest.raises(ConfigError, match=rf"hf.*{says}"):
         main([str(tmp_path / "hf"), str(tmp_path / "run")])
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -127,6 +127,23 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"own.pt: "):
             torch_files.opened(self.changed(own, experiment=experiment))
 
+    @pytest.mark.parametrize(
+        ("name", "changes", "says"),
+        [
+            ("Qwen2ForCausalLM", {"layers": 300_000}, "model.layers = 300000 is absurd; use at most 10,000"),
+            ("GPT2LMHeadModel", {"layers": 300_000}, "model.layers = 300000 is absurd"),
+            ("MixtralForCausalLM", {"experts": 300_000}, "model.experts = 300000 is absurd"),
+            ("MixtralForCausalLM", {"layers": 9_999, "experts": 9_999}, "are 99,980,001 experts; use at most 100,000"),
+        ],
+    )
+    @pytest.mark.timeout(30)
+    def test_an_absurd_experiment(self, name: str, changes: dict[str, int], says: str, tmp_path: Path) -> None:
+        own = written(tmp_path / "own.pt", "torch", content_of(MODELS[name]))
+        experiment = torch.load(own, weights_only=True)["experiment"]
+        experiment["model"] |= changes
+        with pytest.raises(ConfigError, match=f"own.pt: .*{says}"):
+            torch_files.opened(self.changed(own, experiment=experiment))
+
     def test_a_log_nested_deeply(self, own: Path) -> None:
         with pytest.raises(ConfigError, match=r"its metrics.jsonl is damaged: .*nested too deeply"):
             torch_files.opened(self.changed(own, **{"metrics.jsonl": "[" * 100_000 + "\n"}))

@@ -9,7 +9,8 @@ import numpy as np
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json, within
-from jaxdist.config.hf import MOST_LAYERS, experiment_for
+from jaxdist.config.hf import experiment_for
+from jaxdist.config.model import MOST_LAYERS
 from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed

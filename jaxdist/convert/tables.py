@@ -6,8 +6,10 @@ several, and two namings meet in their atoms.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from jaxdist import models
 from jaxdist.config import ConfigError, Family, Optimizer
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
+from jaxdist.sharding import Layout
 
 STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
@@ -48,13 +51,13 @@ class Row(NamedTuple):
         """Whether theirs are a tensor for each expert, where ours stacks them."""
         return "{expert}" in self.theirs
 
-    def numbered(self, shapes: Mapping[str, Shape]) -> Iterator["Row"]:
-        """Itself, or a row for each stage and block of a model with these parameters; none where it has not this."""
-        (ours, *_), places = self.ours, [re.match(r"stages\.(\d+)\.(\d+)\.", name) for name in shapes]
+    def numbered(self, shapes: Mapping[str, Shape], blocks: Iterable[tuple[int, int]]) -> Iterator["Row"]:
+        """Itself, or a row for each (stage, block) of a model with these parameters; none where it has not this."""
+        ours, *_ = self.ours
         if "{stage}" not in ours:
             yield from [self] if ours in shapes else []
             return
-        for stage, block in sorted({(int(place[1]), int(place[2])) for place in places if place}):
+        for stage, block in blocks:
             there: dict[str, Any] = {"stage": stage, "block": block, "number": stage + 1}
             if ours.format(**there) in shapes:
                 yield self._replace(ours=(ours.format(**there),), theirs=self.theirs.format(**there))
@@ -123,7 +126,9 @@ class Table(NamedTuple):
 
     def rows_of(self, shapes: Mapping[str, Shape]) -> list[Row]:
         """The rows of a model with these parameters."""
-        return [found for row in self.rows for found in row.numbered(shapes)]
+        places = [re.match(r"stages\.(\d+)\.(\d+)\.", name) for name in shapes]
+        blocks = sorted({(int(place[1]), int(place[2])) for place in places if place})
+        return [found for row in self.rows for found in row.numbered(shapes, blocks)]
 
     def full_name(self, name: str) -> str:
         """`name` with the family's prefix."""
@@ -313,14 +318,18 @@ def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = Non
 
 def trainable(naming: str, model: Family) -> dict[str, Entry]:
     """Those of which an optimizer keeps something: all but running statistics."""
-    layouts = models.layouts(models.build(model))
-    found = entries(naming, model)
+    return trained(entries(naming, model), model)
+
+
+def trained(found: Mapping[str, Entry], model: Family) -> dict[str, Entry]:
+    """Those of the model's tensors."""
+    layouts = layouts_of(model)
     return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
 
 
 def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
     """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
-    trained = (layout for layout in models.layouts(models.build(model)).values() if not layout.statistic)
+    trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
     return {layout.name: layout.kept(kind) for layout in trained if o.states[kind](layout.stands)}
 
 
@@ -405,4 +414,10 @@ def _of_experts(row: Row, layer: int, shape: Shape) -> Iterator[Entry]:
 
 def shapes_of(model: Family) -> dict[str, Shape]:
     """The global shape of every parameter that the model declares."""
-    return {name: layout.shape for name, layout in models.layouts(models.build(model)).items()}
+    return {name: layout.shape for name, layout in layouts_of(model).items()}
+
+
+@lru_cache(maxsize=4)
+def layouts_of(model: Family) -> Mapping[str, Layout]:
+    """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
+    return MappingProxyType(models.layouts(models.build(model)))
