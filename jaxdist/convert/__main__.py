@@ -110,7 +110,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     # Its module may import torch, which takes seconds: the source is being read by then.
     return conversion, Target(
         lambda path, c: target.format.write(path, c),
-        partial(verify, target),
+        partial(verify, target, a.source),
         lambda c: target.format.check(c),
         content.checkpoint,
         content.origin.files if target is KINDS["hf"] else {},

@@ -121,17 +121,6 @@ class TestRoundTrip:
             assert all(index["weight_map"][tensor] == file.name for tensor in tensors)
         assert same(read_hf(folder)[1], parameters)
 
-    def test_transformers_reads_what_is_written(self, tmp_path: Path) -> None:
-        transformers = pytest.importorskip("transformers")
-        folder = saved(
-            tmp_path / "hf", MODELS["Qwen3ForCausalLM"], draw(MODELS["Qwen3ForCausalLM"], ml_dtypes.bfloat16)
-        )
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, dtype="auto"
-        )
-        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert type(model).__name__ == "Qwen3ForCausalLM" and str(model.dtype) == "torch.bfloat16"
-
     def test_every_parameter_has_one_row(self) -> None:
         for model in MODELS.values():
             shapes = shapes_of(model)

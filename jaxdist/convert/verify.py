@@ -1,5 +1,8 @@
-"""After a conversion: what was written is read again, and both ends compute the same logits."""
+"""After a conversion: what was written is read again, and both ends have the same logits, by transformers where it
+reads them."""
 
+import importlib
+import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,15 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, ResNet, TrainingError
+from jaxdist.config import ConfigError, Experiment, Family, Mixture, ResNet, TrainingError
 from jaxdist.config.checkpoints import check_whole
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
+from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import Kind
 from jaxdist.convert.stream import Conversion, Recut
-from jaxdist.convert.tables import OWN
+from jaxdist.convert.tables import LAYERS, OWN
 from jaxdist.mesh import lay_out
 from jaxdist.program import Program
+
+OURS, THEIRS = "jaxdist", "transformers"
+UNTOLD = "A Hugging Face folder, of which transformers computes them where it is installed, would tell"
 
 
 def verify_source(path: Path) -> Iterator[str]:
@@ -87,7 +94,7 @@ def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator
     yield f"verified: {sum(map(len, conversion.groups.values()))} tensors read again are equal to the bit"
 
 
-def verify(target: Kind, path: Path, conversion: Conversion) -> Iterator[str]:
+def verify(target: Kind, source: Path, path: Path, conversion: Conversion) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
     written = target.format.opened(path, content.experiment)
@@ -101,13 +108,30 @@ def verify(target: Kind, path: Path, conversion: Conversion) -> Iterator[str]:
     scales = [tuple(map(float, c.scaling)) if c.scaling else None for c in (content, written)]
     if scales[0] != scales[1]:
         raise TrainingError("the loss scale {} was written and read again as {}; nothing is kept".format(*scales))
-    here, there = logits(content), logits(written)
-    equal = np.array_equal(here, there, equal_nan=True)
-    apart = np.max(np.abs(here - there), initial=0) / np.max(np.abs(here), initial=0) if not equal else 0
-    if conversion.dtype is None and not equal:
-        raise TrainingError(f"logits of SOURCE and of what was written differ by {apart:.2g}; nothing is kept")
-    same = "equal to the bit" if equal else f"within {apart:.2g} of the largest, in {conversion.dtype}"
-    yield f"verified: logits of a probe batch, {'×'.join(map(str, here.shape))}, are {same}"
+    yield from verify_logits({"SOURCE": (source, content), "TARGET": (path, written)}, conversion.dtype)
+
+
+def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -> Iterator[str]:
+    """Lines that say how near the logits of both ends are, by what program those of each were computed, and whose names
+    that does not test. Raises TrainingError where they are apart."""
+    found = {end: told(*where) for end, where in ends.items()}
+    here, there = (array for array, _ in found.values())
+    programs = {end: by for end, (_, by) in found.items()}
+    by = " and ".join(f"of {end} by {program}" for end, program in programs.items())
+    exact = dtype is None and {*programs.values()} == {OURS}
+    most, far = 0.0 if exact else bound(ends["SOURCE"][1].experiment.model.layers, dtype), apart(here, there)
+    if far > most:
+        raise TrainingError(f"logits {by} differ by {far:.2g} of their norm, more than {most:.2g}; nothing is kept")
+    same = "equal to the bit" if np.array_equal(here, there, equal_nan=True) else f"within {far:.2g} of their norm"
+    allowed = "" if exact else f", where {most:.2g} is what rounding {f'to {dtype} ' if dtype else ''}may do"
+    yield f"verified: logits of a probe batch, {'×'.join(map(str, here.shape))}, {by}, are {same}{allowed}"
+    known = {OWN, LAYERS} | ({"huggingface"} if THEIRS in programs.values() else set())
+    for end, (_, content) in ends.items():
+        if content.naming not in known:
+            yield (
+                f"not verified: which tensor of {end} is which; jaxdist reads it by the table that the conversion goes "
+                f"by. {UNTOLD}"
+            )
 
 
 def bits(array: np.ndarray) -> np.ndarray:
@@ -115,17 +139,56 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
+def told(path: Path, content: Content) -> tuple[np.ndarray, str]:
+    """The logits of a checkpoint, and by what they were computed: of a Hugging Face folder, transformers if it is here.
+
+    Raises TrainingError where transformers cannot read it.
+    """
+    if is_hf(path):
+        try:
+            witness = importlib.import_module("jaxdist.convert.witness")
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "transformers"):
+                raise
+        else:
+            return witness.logits(path, probe(content.experiment.model)), THEIRS
+    return logits(content), OURS
+
+
+def bound(layers: int, dtype: str | None) -> float:
+    """How far logits may be apart, of their norm: what float32 does to two programs of so many blocks, whose roundings
+    add up as independent ones do; or 6.4 times the epsilon of what the weights were rounded to, 0.05 of bfloat16."""
+    rounded = float(jnp.finfo(dtype).eps) if dtype else 0.0
+    return max(5e-6 * math.sqrt(layers), 6.4 * rounded)
+
+
+def apart(here: np.ndarray, there: np.ndarray) -> float:
+    """The distance of two arrays over the norm of the first; infinite where one alone has a NaN or infinity."""
+    finite = np.isfinite(here)
+    if here.shape != there.shape or not np.array_equal(finite, np.isfinite(there)):
+        return math.inf
+    a, b = (array[finite].astype(np.float64) for array in (here, there))
+    distance, norm = float(np.linalg.norm(a - b)), float(np.linalg.norm(a))
+    return distance / norm if norm else math.inf if distance else 0.0
+
+
+def probe(model: Family) -> np.ndarray:
+    """Two short sequences, or two images."""
+    random = np.random.default_rng(0)
+    if isinstance(model, ResNet):
+        return random.random((2, model.image, model.image, model.channels), np.float32)
+    return random.integers(model.vocab, size=(2, min(16, model.positions)), dtype=np.int32)
+
+
 def logits(content: Content) -> np.ndarray:
-    """Of two short sequences, in float32, on one device: [2, T, V]; of two images [2, V]."""
+    """Of the probe, by our program, in float32, on one device: [2, T, V]; of two images [2, V]."""
     model = content.experiment.model
+    if isinstance(model, Mixture):  # no weight's property, and transformers leaves out no token
+        model = model.model_copy(update={"capacity": 0.0})
     values = experiment_for(model.model_dump(), "verify").model_dump() | {"parallel": {"mesh": "1x1"}}
     experiment = Experiment.parse(values, source="verify")
     program = Program(experiment, lay_out(experiment.parallel.axes(None), jax.devices("cpu")[:1]))
     weights = {
         name: jnp.asarray(array.astype(np.float32)) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)
     }
-    random = np.random.default_rng(0)
-    if isinstance(model, ResNet):
-        return program.logits(weights, random.random((2, model.image, model.image, model.channels), np.float32))
-    tokens = random.integers(model.vocab, size=(2, min(16, model.positions)), dtype=np.int32)
-    return program.logits(weights, tokens)
+    return program.logits(weights, probe(model))

@@ -3,20 +3,24 @@
 import importlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Experiment, Llama, TrainingError, checkpoints
 from jaxdist.convert import verify
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.convert_test import SMALL
+from jaxdist.convert.content import Content
+from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.loss_scale import state_of
 from jaxdist.weights import located
 
@@ -106,6 +110,119 @@ def test_a_loss_scale_that_was_not_written(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(dcp_files, "write", forgetful)
     with pytest.raises(TrainingError, match=r"loss scale \(8.0, 3.0\) was .* read again as \(65536.0, 0.0\)"):
         main([*line, "--force"])
+
+
+def swapped(a: str, b: str) -> Table:
+    """Planted: of Llama's table two names change places, in both directions of a conversion."""
+    table, marked = HUGGINGFACE["llama"], "|"
+    rows = [
+        row._replace(theirs=row.theirs.replace(f".{a}.", marked).replace(f".{b}.", f".{a}.").replace(marked, f".{b}."))
+        for row in table.rows
+    ]
+    return table._replace(rows=rows)
+
+
+SWAPS = [("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm")]
+BY_US = "of SOURCE by jaxdist and of TARGET by jaxdist, are equal to the bit"
+UNTOLD = "not verified: which tensor of {} is which; jaxdist reads it by the table that the conversion goes by"
+
+
+class TestLogits:
+    """By transformers, of Hugging Face folders."""
+
+    @pytest.fixture(autouse=True)
+    def transformers(self) -> Any:
+        pytest.importorskip("torch")
+        return pytest.importorskip("transformers")
+
+    @pytest.fixture
+    def hf(self, tmp_path: Path) -> Path:
+        return written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM biases window"]))
+
+    @pytest.mark.parametrize("swap", SWAPS, ids="/".join)
+    @pytest.mark.parametrize("kind", ["orbax", "dcp"])
+    def test_a_mistaken_table_is_found(
+        self, kind: str, swap: tuple[str, str], hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is read by the same mistake comes out as it was."""
+        main([str(hf), str(tmp_path / "run"), "--to", kind, "--verify"])
+        main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf", "--verify"])
+        monkeypatch.setitem(HUGGINGFACE, "llama", swapped(*swap))
+        says = "logits of SOURCE by {} and of TARGET by {} differ by .* more than 8.7e-06; nothing is kept"
+        with pytest.raises(TrainingError, match=says.format("transformers", "jaxdist")):
+            main([str(hf), str(tmp_path / "a"), "--to", kind, "--verify"])
+        with pytest.raises(TrainingError, match=says.format("jaxdist", "transformers")):
+            main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", "hf", "--verify"])
+        with pytest.raises(TrainingError, match=says.format("transformers", "jaxdist").replace("8.7e-06", "0.05")):
+            main([str(hf), str(tmp_path / "c"), "--to", kind, "--verify", "--dtype", "bfloat16"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "run"]
+
+    def test_without_transformers_the_table_is_said_to_be_untold(
+        self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        main([str(hf), str(tmp_path / "a"), "--verify"])
+        said = capsys.readouterr().out
+        assert "of SOURCE by transformers and of TARGET by jaxdist, are within" in said
+        assert "where 8.7e-06 is what rounding may do" in said and "not verified" not in said
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        monkeypatch.delitem(sys.modules, "jaxdist.convert.witness")
+        monkeypatch.setitem(HUGGINGFACE, "llama", swapped(*SWAPS[0]))
+        main([str(hf), str(tmp_path / "b"), "--verify"])
+        said = capsys.readouterr().out
+        assert BY_US in said and UNTOLD.format("SOURCE") in said
+
+    @pytest.mark.parametrize("target", ["b.pt", "dcp"])
+    def test_of_other_kinds_the_table_is_said_to_be_untold(
+        self, target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main([str(hf), str(tmp_path / "run")])
+        kind = target.removeprefix("b.pt") or "torch"
+        capsys.readouterr()
+        main([str(tmp_path / "run"), str(tmp_path / target), "--to", kind, "--verify"])
+        said = capsys.readouterr().out
+        assert BY_US in said and UNTOLD.format("TARGET") in said and UNTOLD.format("SOURCE") not in said
+
+    @pytest.mark.parametrize("source", ["hf", "orbax"])
+    def test_other_logits_in_another_dtype_are_found(
+        self, source: str, hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Negated: as far from each other as can be, of a norm."""
+        right, calls = verify.logits, list[Content]()
+        line = [str(hf), str(tmp_path / "a"), "--verify"]
+        if source == "orbax":
+            main([str(hf), str(tmp_path / "run")])
+            line = [str(tmp_path / "run"), str(tmp_path / "a"), "--to", "dcp", "--verify"]
+
+        def negated(content: Content) -> Any:
+            calls.append(content)
+            return right(content) * (-1 if source == "hf" or len(calls) == 2 else 1)
+
+        monkeypatch.setattr(verify, "logits", negated)
+        for dtype, most in (("bfloat16", 0.05), ("float16", 0.0063), ("float64", 8.7e-6)):
+            calls.clear()
+            with pytest.raises(TrainingError, match=rf"differ by 2 of their norm, more than {most:.2g}; nothing"):
+                main([*line, "--dtype", dtype])
+
+    def test_a_folder_that_transformers_does_not_take(
+        self, hf: Path, tmp_path: Path, transformers: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = transformers.AutoModelForCausalLM.from_pretrained
+
+        def missing(*given: Any, **how: Any) -> Any:
+            model, told = right(*given, **how)
+            return model, {**told, "missing_keys": ["model.norm.weight"]}
+
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", missing)
+        with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: .*missing_keys .*model.norm.wei"):
+            main([str(hf), str(tmp_path / "a"), "--verify"])
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_distance_of_what_is_no_number() -> None:
+    nan, one = np.array([np.nan, 1.0]), np.ones(2)
+    assert verify.apart(nan, nan) == verify.apart(one * 0, one * 0) == 0
+    assert verify.apart(nan, one) == verify.apart(one, one * np.inf) == verify.apart(one * 0, one) == np.inf
+    assert verify.apart(one, -one) == 2
 
 
 class TestSourceThatChanged:

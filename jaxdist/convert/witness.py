@@ -1,0 +1,52 @@
+"""What transformers computes from a Hugging Face folder: logits in which no code and no table of ours has a part."""
+
+import os
+import textwrap
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import numpy as np
+import torch
+import transformers
+
+from jaxdist.config import TrainingError
+
+MAJOR = 5  # of the releases that were tested
+if int(transformers.__version__.partition(".")[0]) < MAJOR:
+    raise ModuleNotFoundError(f"transformers {transformers.__version__} is too old", name="transformers")
+INCOMPLETE = ("missing_keys", "mismatched_keys", "error_msgs")
+
+
+def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
+    """Of tokens [B, T] or images [B, Y, X, C], in float32. No code of the folder's is run, and no pickle.
+
+    Raises TrainingError where transformers cannot read it.
+    """
+    images = inputs.ndim == 4
+    kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForCausalLM
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        loaded: Any = kind.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation="eager",
+            **({} if images else {"experts_implementation": "eager"}),
+        )
+        model, told = loaded
+        if wrong := [f"{what} {told[what]}" for what in INCOMPLETE if told.get(what)]:
+            raise ValueError("; ".join(wrong))
+        given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
+        with torch.no_grad():
+            return np.asarray(model.eval()(given).logits.numpy())
+    except Exception as error:  # of files and of a config that it does not take, many kinds
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise TrainingError(
+            f"transformers {transformers.__version__} cannot compute the logits of {folder}: {reason}; nothing is "
+            "kept. Leave out --verify to convert without it"
+        ) from None

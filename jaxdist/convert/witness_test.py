@@ -1,0 +1,110 @@
+"""Folders that we wrote, as transformers reads them: the same tensors, dtypes and logits, of every family."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxdist.config import Family, ResNet, TrainingError
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert.convert_test import MODELS, draw, saved
+from jaxdist.convert.hf import write_hf
+from jaxdist.convert.tables import HUGGINGFACE, STATISTICS
+from jaxdist.convert.verify import probe
+from jaxdist.mesh import make_mesh
+from jaxdist.program import Program
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+witness = importlib.import_module("jaxdist.convert.witness")
+
+BOUND = 5e-6  # relative L2 of float32 logits
+IMAGES: dict[str, Any] = {"family": "resnet", "stem": 4, "image": 32, "classes": 7}
+ALL: dict[str, Family] = MODELS | {
+    "ResNetForImageClassification": ResNet(**IMAGES, block="basic", depths=(1, 1), widths=(4, 8)),
+    "ResNetForImageClassification deep": ResNet(**IMAGES, depths=(2, 1, 2), widths=(8, 12, 16)),
+}
+
+
+def drawn(model: Family) -> dict[str, np.ndarray]:
+    """Weights; of a batch norm no variance is negative, and batches are counted."""
+    parameters = draw(model)
+    for name, array in parameters.items():
+        if name.endswith(STATISTICS):
+            parameters[name] = np.abs(array) if array.ndim else np.array(3, np.int32)
+    return parameters
+
+
+def read(folder: Path, model: Family) -> tuple[Any, Any]:
+    """transformers' model, and what it says of the reading."""
+    if model.takes == "images":
+        return transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto", **eager)
+
+
+def error(folder: Path, model: Family, parameters: dict[str, np.ndarray]) -> float:
+    """Relative L2 distance of transformers' logits from those of our program."""
+    inputs, experiment = probe(model), experiment_for(model.model_dump(), "test")
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    ours = program.logits({name: jnp.asarray(array) for name, array in parameters.items()}, inputs)
+    images = model.takes == "images"
+    given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
+    with torch.no_grad():
+        theirs = read(folder, model)[0].eval()(given).logits.numpy()
+    assert np.array_equal(witness.logits(folder, inputs), theirs)
+    assert ours.shape == theirs.shape
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    model, parameters = ALL[name], drawn(ALL[name])
+    made, report = read(saved(tmp_path / "hf", model, parameters), model)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(made).__name__ == name.split()[0] and str(made.dtype) == "torch.float32"
+    assert error(tmp_path / "hf", model, parameters) < BOUND
+
+
+def test_a_dtype_that_is_written(tmp_path: Path) -> None:
+    model = MODELS["Qwen3ForCausalLM"]
+    made, _ = read(saved(tmp_path / "hf", model, draw(model, ml_dtypes.bfloat16)), model)
+    assert type(made).__name__ == "Qwen3ForCausalLM" and str(made.dtype) == "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b"),
+    [
+        ("LlamaForCausalLM", "k_proj", "v_proj"),
+        ("MixtralForCausalLM", "w1", "w3"),
+        ("Qwen3MoeForCausalLM", "gate_proj", "up_proj"),
+        ("GPT2LMHeadModel", "ln_1", "ln_2"),
+        ("ResNetForImageClassification deep", "running_mean", "bias"),
+    ],
+)
+def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: two names of theirs change places, but in the head."""
+    model, parameters = ALL[name], drawn(ALL[name])
+    table, names = HUGGINGFACE[model.family], {a: b, b: a}
+
+    def swapped(theirs: str) -> str:
+        return theirs if theirs.startswith(table.head) else ".".join(names.get(x, x) for x in theirs.split("."))
+
+    rows = [row._replace(theirs=swapped(row.theirs)) for row in table.rows]
+    monkeypatch.setitem(HUGGINGFACE, model.family, table._replace(rows=rows))
+    write_hf(tmp_path / "hf", model, parameters)
+    assert error(tmp_path / "hf", model, parameters) > 1e-3
+
+
+def test_what_transformers_cannot_read_is_told(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: OSError: .*Leave out --verify"):
+        witness.logits(folder, probe(MODELS["GPT2LMHeadModel"]))
