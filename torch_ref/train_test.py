@@ -277,17 +277,24 @@ def test_other_data_are_refused(train: Train, tmp_path: Path) -> None:
         main(["--config", str(folder / "config.toml"), "--output", str(folder), "--resume", "--device", "cpu"])
 
 
-@pytest.mark.parametrize("how", ["gone", "empty", "half", "flipped"])
+PLACES = {"first bit": 0.0, "early bit": 0.25, "middle bit": 0.5, "late bit": 0.75, "last bit": 1.0}
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "half", "swapped", *PLACES])
 def test_damaged_checkpoints_are_named(how: str, train: Train, tmp_path: Path) -> None:
     """Every file of a checkpoint; without its manifest it is as torch itself writes them."""
-    source = train(ONE).folder / "checkpoints" / "4"
-    right = checkpoint.read(source)[1]
-    for file in source.iterdir():
-        copy = tmp_path / "4"
+    source, copy = train("--mesh 2x1").folder / "checkpoints" / "4", tmp_path / "4"
+    right, files = checkpoint.read(source)[1], sorted(source.iterdir())
+    assert len(files) == 5  # of two ranks
+    for file, other in zip(files, [*files[1:], files[0]], strict=True):
         shutil.copytree(source, copy)
         content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        spoilt = {"empty": b"", "half": bytes(content[: len(content) // 2]), "flipped": bytes(content)}.get(how)
+        if how in PLACES:
+            content[round(PLACES[how] * (len(content) - 1))] ^= 1
+        elif how == "swapped":
+            content = bytearray(other.read_bytes())
+            shutil.copy(file, copy / other.name)
+        spoilt = {"empty": b"", "half": bytes(content[: len(content) // 2]), "gone": None}.get(how, bytes(content))
         (copy / file.name).unlink() if spoilt is None else (copy / file.name).write_bytes(spoilt)
         if how == "gone" and file.name == MANIFEST:
             found = checkpoint.read(copy)[1]
