@@ -2,13 +2,15 @@
 
 The default config at ten times its parameters is trained in pairs, saving every 50 steps and never. *Blocked* is the
 time that the loop spends in `keep`, over that of all steps from the 51st; *slower* is what a pair shows
-besides: writing and checksums take cores from the devices where these are virtual ones. Arguments go to both runs.
+besides: writing and checksums take cores from the devices where these are virtual ones. Arguments go to both runs, but
+for steps, saves and output, which are its own.
 """
 
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from jaxdist.config import read_metrics
+from jaxdist.config import exit_codes, parse, read_metrics
 
+PROGRAM = "parity_tests.saving"
 PAIRS, EVERY, STEPS = 2, 50, 150
 TENFOLD = ["--model.dim", "416", "--model.head_dim", "52", "--model.hidden", "1248"]  # 8.5 million in place of 0.85
 BOUND = 0.02
@@ -30,33 +33,44 @@ class Cost(NamedTuple):
     blocked: float
 
 
-def train(every: int, output: Path, arguments: list[str]) -> Cost:
-    """One run, in a process of its own."""
+def command(arguments: Sequence[str], every: int, output: Path) -> list[str]:
+    """The command line of a run that saves `every` so many steps."""
+    ours = ["--steps", str(STEPS), "--train.validation_batches", "0", "--checkpoint.every", str(every)]
+    return [*TENFOLD, *arguments, *ours, "--output", str(output)]
+
+
+def train(line: Sequence[str], start: int) -> Cost:
+    """One run, in a process of its own; what it costs after the step `start`."""
     from jaxdist import train as jax_train
 
-    keep, spent = jax_train.keep, []
+    keep, spent = jax_train.keep, dict[int, float]()
 
     def timed(program: Any, step: int, *rest: Any) -> None:
         began = time.perf_counter()
         keep(program, step, *rest)
-        if EVERY <= step < STEPS:
-            spent.append(time.perf_counter() - began)
+        spent[step] = time.perf_counter() - began
 
     jax_train.keep = timed  # type: ignore[assignment]
-    line = [*TENFOLD, "--steps", str(STEPS), "--train.validation_batches", "0", "--checkpoint.every", str(every)]
-    jax_train.main([*line, "--output", str(output), *arguments])
-    steps = [record["step_seconds"] for record in read_metrics(output)[EVERY:]]
-    return Cost(sum(steps) + sum(spent), sum(spent))
+    arguments = parse(line, PROGRAM, __doc__)
+    jax_train.main(line)
+    assert arguments.output
+    steps = [record["step_seconds"] for record in read_metrics(arguments.output)[start:]]
+    blocked = sum(seconds for step, seconds in spent.items() if start <= step < arguments.experiment.train.steps)
+    return Cost(sum(steps) + blocked, blocked)
 
 
-def main(arguments: list[str]) -> None:
-    """Run the pairs and print the shares. Ends with 1 where a run is blocked for longer than the bound."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the pairs and print the shares. Ends with 1 where a run is blocked for longer than the bound.
+
+    Raises ConfigError, before the first run where the arguments alone tell."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parse(arguments, PROGRAM, __doc__)
     blocked, slower = [], []
     with tempfile.TemporaryDirectory() as folder:
         for pair in track(range(1, PAIRS + 1), description="pairs"):
             with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as one:
-                saving = one.submit(train, EVERY, Path(folder) / f"saving-{pair}", arguments).result()
-                never = one.submit(train, 0, Path(folder) / f"never-{pair}", arguments).result()
+                lines = [command(arguments, every, Path(folder) / f"{pair}-{every}") for every in (EVERY, 0)]
+                saving, never = (one.submit(train, line, EVERY).result() for line in lines)
             blocked.append(saving.blocked / saving.seconds)
             slower.append(saving.seconds / never.seconds - 1)
             print(f"pair {pair}: blocked {blocked[-1]:.2%} of {saving.seconds:.1f} s, {slower[-1]:+.1%} in all")
@@ -69,4 +83,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    exit_codes(main)
