@@ -203,6 +203,28 @@ class TestLogits:
             with pytest.raises(TrainingError, match=rf"differ by 2 of their norm, more than {most:.2g}; nothing"):
                 main([*line, "--dtype", dtype])
 
+    @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3ForCausalLM"])
+    def test_a_router_may_send_less_than_half_of_the_tokens_elsewhere(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Where weights are rounded, and there is a router; of 24 tokens."""
+        hf, right = written(tmp_path / "hf", "hf", content_of(MODELS[name])), verify.logits
+        sign = np.ones((2, 12, 1), np.float32)
+        monkeypatch.setattr(verify, "logits", lambda content: right(content) * sign)
+
+        def converted(tokens: int, *options: str) -> str:
+            """What is said where so many have other logits."""
+            sign[...] = 1
+            sign.reshape(-1)[:tokens] = -1
+            main([str(hf), str(tmp_path / f"{tokens}{len(options)}"), "--verify", *options])
+            return capsys.readouterr().out
+
+        routed = name == "MixtralForCausalLM"
+        assert "their norm, at half of the tokens, where" in converted(11 * routed, "--dtype", "float64") or not routed
+        for tokens, options in ((13 if routed else 1, ("--dtype", "float64")), (1, ())):
+            with pytest.raises(TrainingError, match=r"of their norm.* more than 8.7e-06"):
+                converted(tokens, *options)
+
     def test_a_folder_that_transformers_does_not_take(
         self, hf: Path, tmp_path: Path, transformers: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -223,6 +245,9 @@ def test_a_distance_of_what_is_no_number() -> None:
     assert verify.apart(nan, nan) == verify.apart(one * 0, one * 0) == 0
     assert verify.apart(nan, one) == verify.apart(one, one * np.inf) == verify.apart(one * 0, one) == np.inf
     assert verify.apart(one, -one) == 2
+    rows, some = np.ones((5, 3)), np.array([1, -1, 1, -1, 1])[:, None]
+    assert verify.apart(rows, rows * some, each=True) == 0 < verify.apart(rows, rows * some)
+    assert verify.apart(rows, -rows * some, each=True) == 2
 
 
 class TestSourceThatChanged:
