@@ -392,9 +392,9 @@ class TestTorchFiles:
         assert torch_files.opened(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
 
     def test_files_that_go_along_are_named_as_such(self, tmp_path: Path) -> None:
-        """A file of ours with other files than those of a tokenizer is refused."""
+        """A file of ours with files that may not lie beside weights, or are weights themselves, is refused."""
         content = torch_files.opened(*self.own(tmp_path))
-        for name in ("../tokenizer.json", "evil.sh", 3):
+        for name in ("../tokenizer.json", "bin/evil.sh", ".bashrc", "model.safetensors", 3):
             tree = torch.load(tmp_path / "own.pt", weights_only=True)
             torch.save(tree | {"files": {name: torch.zeros(2, dtype=torch.uint8)}}, tmp_path / "wrong.pt")
             with pytest.raises(ConfigError, match="its files have"):
