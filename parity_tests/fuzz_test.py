@@ -82,8 +82,8 @@ class AsFiles(io.BytesIO):
         return super().read(size)
 
 
-def index_from_a_file(content: io.BytesIO, index: Callable[[Any], Any] = dcp.Index) -> Any:
-    return index(AsFiles(content.getvalue()))
+def index_from_a_file(content: io.BytesIO, size: int, index: Callable[[Any, int], Any] = dcp.Index) -> Any:
+    return index(AsFiles(content.getvalue()), size)
 
 
 END = 10**12

@@ -7,11 +7,13 @@ index is read, and not before.
 
 import io
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.foreign import read_bytes, within
+from jaxdist.config.pickles import Careful
 
 INDEX = ".metadata"
 MOST_BYTES = 200_000_000  # of it: a million shards have as many
@@ -37,22 +39,24 @@ ALLOWED = {
 }
 
 
-def _build(index: Any) -> None:
-    """BUILD for the index's own types: of a class, or given slots, it would set any attribute of it, for good."""
-    made, state = index.stack[-2:]
-    kind = type(made)
-    if (kind.__module__, kind.__qualname__) not in BUILT or not (type(state) is dict or hasattr(kind, "__setstate__")):
-        raise pickle.UnpicklingError(f"it changes {made!r:.100}, which is nothing of an index")
-    pickle._Unpickler.load_build(index)  # type: ignore[attr-defined]
+class Index(Careful):
+    """Unpickles an index."""
 
+    def inside(self, value: Any) -> Iterable[Any]:
+        """The index's own types are hashed by their attributes, and a dict made of a list by what that holds."""
+        kind = type(value)
+        if (kind.__module__, kind.__qualname__) in BUILT:
+            return list(vars(value).values())
+        return value if isinstance(value, tuple | list) else ()
 
-class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """Unpickles an index; in Python, since C's takes as much memory as a few bytes of a hostile one may name."""
-
-    # An index holds no bytearray, and one is made as long as its opcode says before anything is read.
-    dispatch: ClassVar = {o: load for o, load in pickle._Unpickler.dispatch.items() if o != pickle.BYTEARRAY8[0]} | {  # type: ignore[attr-defined]
-        pickle.BUILD[0]: _build
-    }
+    def load_build(self) -> None:
+        """For the index's own types: of a class, or given slots, it would set any attribute of it, for good."""
+        made, state = self.stack[-2:]
+        kind = type(made)
+        built = (kind.__module__, kind.__qualname__) in BUILT
+        if not built or not (type(state) is dict or hasattr(kind, "__setstate__")):
+            raise pickle.UnpicklingError(f"it changes {made!r:.100}, which is nothing of an index")
+        super().load_build()
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
@@ -63,7 +67,8 @@ class Index(pickle._Unpickler):  # type: ignore[name-defined, misc]
 def read_index(folder: Path) -> Any:
     """The `Metadata` of the checkpoint in `folder`. Raises ConfigError for a damaged or hostile one."""
     try:
-        index = Index(io.BytesIO(read_bytes(folder / INDEX, MOST_BYTES))).load()  # a file would read any length
+        content = read_bytes(folder / INDEX, MOST_BYTES)
+        index = Index(io.BytesIO(content), len(content)).load()  # a file would read any length
         for place in index.storage_data.values():
             within(folder, place.relative_path)
             _check_counts(place.offset, place.length)

@@ -1,0 +1,74 @@
+"""Pickles that others wrote, gone through with care: a few bytes of one can ask for all memory, or for hours.
+
+A tuple of a tuple twice, of that twice, ... is short as a pickle, and to hash it goes through what it is written out.
+What is held once can be copied by each of many calls. So both are counted before they are done.
+"""
+
+import pickle
+from collections.abc import Iterable, Sized
+from operator import methodcaller
+from typing import Any, ClassVar
+
+MOST = 1000  # values that a key, or what a call is given, is written out
+COPIES = 4  # so many times the bytes of the file may be copied by calls
+# What no checkpoint has: a bytearray is made as long as it says, and the others hash or call in ways of their own.
+_ABSENT = ("BYTEARRAY8", "ADDITEMS", "FROZENSET", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
+_absent = {getattr(pickle, name)[0] for name in _ABSENT}
+# In Python: C's takes as much memory as a few bytes of a hostile pickle may name.
+_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class Careful(_Unpickler):  # type: ignore[misc]
+    """Unpickles what lies in a file of `size` bytes. Raises ValueError, and whatever else a damaged one leads to."""
+
+    dispatch: ClassVar = {o: methodcaller(f.__name__) for o, f in _Unpickler.dispatch.items() if o not in _absent}
+
+    def __init__(self, file: Any, size: int) -> None:
+        super().__init__(file, encoding="latin-1")
+        self.left = COPIES * size
+
+    def inside(self, value: Any) -> Iterable[Any]:
+        """What is hashed with a value."""
+        return value if isinstance(value, tuple) else ()
+
+    def written_out(self, value: Any) -> list[Any]:
+        """A value and all that is inside, each as often as it comes. Raises ValueError where they are more than MOST,
+        as those of what holds itself."""
+        found = [value]
+        for node in found:  # which grows meanwhile
+            found.extend(self.inside(node))
+            if len(found) > MOST:
+                raise ValueError(f"it has a key, or what a call is given, of more than {MOST:,} values")
+        return found
+
+    def charge(self, given: Any) -> None:
+        """Raises ValueError where calls, with what this one is given, copy far more than there is."""
+        for value in self.written_out(given):
+            self.left -= 1 + (len(value) if isinstance(value, Sized) and not isinstance(value, tuple) else 0)
+        if self.left < 0:
+            raise ValueError("its calls copy more than the whole file")
+
+    def load_setitem(self) -> None:
+        self.written_out(self.stack[-2])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:
+            self.written_out(key)
+        super().load_setitems()
+
+    def load_reduce(self) -> None:
+        self.charge(self.stack[-1])
+        super().load_reduce()
+
+    def load_newobj(self) -> None:
+        self.charge(self.stack[-1])
+        super().load_newobj()
+
+    def load_build(self) -> None:
+        self.charge(self.stack[-1])
+        super().load_build()
+
+    def load_binpersid(self) -> None:
+        self.written_out(self.stack[-1])
+        super().load_binpersid()
