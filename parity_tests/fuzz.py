@@ -18,7 +18,9 @@ import signal
 import struct
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,10 +40,12 @@ from jaxdist.config.dcp import INDEX as DCP
 from jaxdist.config.display import console, say
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
-from jaxdist.convert import dcp_files, hf, torch_files
+from jaxdist.convert import dcp_files, hf, torch_files, torch_numpy
 from jaxdist.convert.content import Content
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.tables import entries
+from jaxdist.convert.torch_parts import MODEL as PARTS
+from jaxdist.convert.torch_parts import part
 from torch_ref.hf import Weights
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -127,7 +131,7 @@ def around_manifest(folder: Path) -> list[bytes]:
 
 def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """A model's weights, and the state of an AdamW that has made a step."""
-    weights = {n: torch.ones(entry.shape, requires_grad=True) for n, entry in entries("huggingface", MODEL).items()}
+    weights = {n: torch.rand(entry.shape, requires_grad=True) for n, entry in entries("huggingface", MODEL).items()}
     optimizer = torch.optim.AdamW(weights.values())
     sum(tensor.sum() for tensor in weights.values()).backward()  # type: ignore[union-attr]
     optimizer.step()
@@ -135,14 +139,19 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def around_torch(folder: Path) -> list[bytes]:
-    """A script's file, with an optimizer and numpy's numbers; a state dict alone."""
+    """A script's file, with an optimizer and numpy's numbers; a state dict alone; and as another program zips it."""
     weights, optimizer = trained()
     numbers = {"rng": np.random.RandomState(0).get_state(), "best": np.float64(2), "grid": np.ones((2, 3), ">i4").T}
     found = []
     for tree in {"model": weights, "optimizer": optimizer, "step": torch.tensor(3)} | numbers, weights:
         torch.save(tree, folder / TORCH)
         found.append((folder / TORCH).read_bytes())
-    return found
+    with zipfile.ZipFile(folder / TORCH) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(folder / TORCH, "w") as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+    return [*found, (folder / TORCH).read_bytes()]
 
 
 def around_dcp(folder: Path) -> list[bytes]:
@@ -200,7 +209,15 @@ def read_manifest(folder: Path) -> None:
 
 
 def read_torch(folder: Path) -> None:
-    read_all(torch_files.opened(folder / TORCH, experiment_for(MODEL.model_dump(), "fuzz")))
+    file = folder / TORCH
+    read_all(torch_files.opened(file, experiment_for(MODEL.model_dump(), "fuzz")))
+    found, right = torch_files.described(file), dict[str, Any]()
+    with suppress(Exception), torch_numpy.allowed():  # what torch itself refuses says nothing
+        tree = torch.load(file, weights_only=True)
+        right = part(tree, PARTS) or tree
+    for name in found.keys() & right:
+        same = found[name].read().tobytes() == torch_files.to_numpy(right[name]).tobytes()
+        assert same, "other numbers than those that torch reads"
 
 
 def read_dcp(folder: Path) -> None:

@@ -18,7 +18,8 @@ import torch
 
 from jaxdist.config import checkpoints, dcp, foreign, hf, model
 from jaxdist.config.hf import COUNT, Key
-from jaxdist.convert import safetensors_files, torch_files
+from jaxdist.convert import safetensors_files, torch_files, torch_records
+from jaxdist.convert.torch_records import Place, place
 from parity_tests import fuzz
 
 ROOT = Path(__file__).parents[1]
@@ -70,8 +71,13 @@ def join(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def load_as_it_is(path: Path, **options: Any) -> Any:
-    return torch.load(path, weights_only=True, **({"map_location": "meta"} | options))
+def load_as_it_is(path: Path, **_: Any) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def beside(tensor: torch.Tensor) -> Place:
+    start, size = place(tensor)
+    return Place(start - 4 if size > 16 else start, size)  # not that of a count
 
 
 class AsFiles(io.BytesIO):
@@ -103,6 +109,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "experts in all without end": ("config", [(model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
     "blocks without end": ("config", [(model, "MOST_BLOCKS", END)], "one by one"),
     "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
+    "numbers from beside": ("torch", [(torch_files, "place", beside)], "other numbers than those that torch reads"),
     "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),
 }  # fmt: skip
 
@@ -129,6 +136,7 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pyte
         ("manifest", (checkpoints, "within", join), "outside-by-a-link.json"),
         ("dcp", (dcp.Index, "dispatch", pickle._Unpickler.dispatch), "bytearray-of-8-terabytes"),  # type: ignore[attr-defined]
         ("dcp", (dcp, "Index", index_from_a_file), "bytes-of-8-terabytes"),
+        ("torch", (torch_records, "rehearse", lambda *_: None), "bytearray-of-8-terabytes"),
     ],
 )
 def test_without_its_check_a_kept_file_fails_again(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +29,7 @@ from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json, size_of
+from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, optimizers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
@@ -39,6 +38,7 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_parts import like
+from jaxdist.convert.torch_records import Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
 
@@ -104,20 +104,17 @@ class Tensors:
         if getattr(found, "transform_descriptors", None):
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path, part = self._loaded(found)
-        leaf = torch_files.leaf(path, name, part, found.offset)
+        leaf = torch_files.leaf(path, name, part)
         if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
             raise ValueError(
                 f"{found.relative_path} has {leaf.dtype}{list(leaf.shape)} of it, not {dtype}{list(chunk.sizes)}"
             )
         return leaf.read()
 
-    def _loaded(self, place: Any, **options: Any) -> tuple[Path, Any]:
+    def _loaded(self, found: Any, mapped: bool = False) -> tuple[Path, Any]:
         """What `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""
-        path = self.folder / place.relative_path
-        size_of(path)
-        with path.open("rb") as file:
-            view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
-            return path, torch_files.load(path, view, **options)
+        path = self.folder / found.relative_path
+        return path, torch_files.load(path, Place(found.offset, found.length), mapped)
 
     def extras(self) -> dict[str, Any]:
         """What is neither weight nor moment, by its whole name: step, groups, scheduler, counters, averages.
@@ -128,7 +125,7 @@ class Tensors:
         behind: list[str] = []
         for name in self.plain:
             try:
-                found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], map_location="cpu")[1]
+                found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], mapped=True)[1]
             except (ConfigError, OSError, ValueError, KeyError):
                 behind.append(name)
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())

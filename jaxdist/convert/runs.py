@@ -65,7 +65,7 @@ def _extras(beside: Path) -> Any:
     """What torch alone had. Raises ConfigError."""
     if not (beside / EXTRAS).exists():
         return None
-    found = _torch_files().load(beside / EXTRAS, map_location="cpu", mmap=True)
+    found = _torch_files().load(beside / EXTRAS, mapped=True)
     if not isinstance(found, dict):
         raise ConfigError(f"{beside / EXTRAS} is damaged: it holds no dict; remove {beside}, or use a copy")
     return found

@@ -6,14 +6,14 @@ and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 
 import copy
 import textwrap
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,24 +56,29 @@ from jaxdist.convert.torch_parts import (
     part,
     put,
 )
-from jaxdist.convert.torch_zip import TorchFile, place
+from jaxdist.convert.torch_pickles import rehearse
+from jaxdist.convert.torch_records import Place, Records, is_zip, place
+from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.optim import learning_rate
 
 # Of the run, and what came along with the weights, as the tokenizer: keys of our own.
 EXPERIMENT, METRICS, FILES, ORIGIN, BUFFERS = "experiment", "metrics.jsonl", "files", "origin", "buffers"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
+PICKLES = 5  # in a file of before torch 1.6: magic, protocol, system, the tree, keys of the storages that follow
 
 
-def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
-    """What the file holds, or a part `within` it; its tensors on the meta device, where they know their place in the
-    file, unless `options` ask for them. Files of before torch 1.6 have no places: all of it is read.
-    Raises ConfigError."""
+def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
+    """What the file holds, or a part of it; its tensors on the meta device, where they know their place in the file, or
+    `mapped` into memory. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
     try:
-        size_of(path)
-        device = "meta" if within or is_zip(path) else "cpu"
+        size = size_of(path)
+        if part or is_zip(path):
+            return torch_numpy.restored(walked(Records(path, part).tree(mapped)))
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            rehearse(content, size, PICKLES)
         with torch_numpy.allowed():
-            tree = torch.load(within or path, weights_only=True, **({"map_location": device} | options))
+            tree = torch.load(path, map_location="cpu", weights_only=True)
         return torch_numpy.restored(walked(tree))
     except UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
@@ -81,20 +86,10 @@ def load(path: Path, within: IO[bytes] | None = None, **options: Any) -> Any:
             f"{path} is refused: it holds more than tensors and plain values, or is damaged, and loading it could run "
             f"code ({textwrap.shorten(reason or str(error), 200)}); save state dicts alone, or use a whole copy"
         ) from None
+    except ConfigError:
+        raise
     except Exception as error:  # of a damaged file, many kinds
         raise ConfigError(f"{path}: {textwrap.shorten(str(error), 200)}; give a file that torch.save wrote") from None
-
-
-def is_zip(path: Path) -> bool:
-    """Whether it is a zip, as torch writes since 1.6. Raises ValueError for compressed records, which may be huge."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            records = file.infolist()
-    except Exception:  # of a damaged directory, many kinds
-        return False
-    if any(record.compress_type for record in records):
-        raise ValueError("its records are compressed, as torch writes none")
-    return True
 
 
 def walked(tree: Any) -> Any:
@@ -118,21 +113,27 @@ def walked(tree: Any) -> Any:
     return tree
 
 
-def leaf(path: Path, name: str, tensor: Tensor, begin: int = 0) -> Leaf:
-    """A tensor that `load` found in what begins there. Raises ConfigError for one beyond the end of the file, or larger
-    than it, and for numbers that numpy does not know."""
+def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
+    """A tensor that `load` found. Raises ConfigError for one beyond the end of its record, or larger than the file, and
+    for numbers that numpy does not know."""
     try:
         dtype = dtype_of(tensor.dtype)
     except TypeError:
         raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
+    if tensor.numel() * dtype.itemsize > path.stat().st_size:
+        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
-    start = begin + place(tensor) + int(tensor.storage_offset()) * dtype.itemsize
+    try:
+        begin, size = place(tensor)
+    except ValueError as error:
+        raise ConfigError(f"{path}: tensor {name}: {error}; leave it out") from None
+    offset = int(tensor.storage_offset()) * dtype.itemsize
     spans = [max(0, size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     count = 1 + sum(spans) if tensor.numel() else 0
-    last = max(start + count * dtype.itemsize, tensor.numel() * dtype.itemsize)
-    if min(start, *spans, 0) < 0 or last > path.stat().st_size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
+    if min(offset, *spans, 0) < 0 or offset + count * dtype.itemsize > size:
+        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than its record; use a whole copy")
+    start = begin + offset
 
     def read() -> np.ndarray:
         try:
@@ -331,7 +332,7 @@ def _steps(path: Path, tree: Any, updates: int | None) -> int:
 def _extras(path: Path, tree: Any, order: optimizers.Order, kinds: Sequence[str], averaged: bool) -> Any:
     """The file as torch has it, without the numbers of weights and moments: its keys in their order, the optimizer's
     groups, with names, the scheduler, scaler, Apex's amp, RNG states."""
-    kept = load(path, map_location="cpu", mmap=True) if is_zip(path) else copy.copy(tree)  # all is there already
+    kept = load(path, mapped=True) if is_zip(path) else copy.copy(tree)  # all is there already
     if _own(kept):
         del kept[EXPERIMENT]
         for key in (METRICS, FILES, ORIGIN):
@@ -381,7 +382,7 @@ def _origin(path: Path, tree: Mapping[str, Any]) -> Origin:
         found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
 
     def extras() -> Any:
-        return _contiguous(path, load(path, map_location="cpu", mmap=True)[ORIGIN]["extras"])
+        return _contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
 
     return Origin(**dict(said), buffers=found, held=extras)
 

@@ -18,6 +18,7 @@ from jaxdist.convert.formats_test import content_of, written
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.torch_files")
+torch_records = importlib.import_module("jaxdist.convert.torch_records")
 
 
 @pytest.mark.parametrize(
@@ -41,22 +42,23 @@ def test_numpy_of_plain_numbers_alone(array: Any, says: str, tmp_path: Path) -> 
 def test_numpy_by_several_threads(locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has one list of what it allows: one thread would take away what another is about to read."""
     torch.save({"rng": np.random.RandomState(0).get_state()}, tmp_path / "a.pt")
-    load, at_once = torch.load, list[int]()
+    at_once = list[int]()
 
-    def counting(*args: Any, **options: Any) -> Any:
-        at_once.append(1)
-        time.sleep(0.05)
-        try:
-            return load(*args, **options)
-        finally:
-            at_once.remove(1)
+    class Counting(torch_records.Unpickler):  # type: ignore[name-defined, misc]
+        def load(self) -> Any:
+            at_once.append(1)
+            time.sleep(0.05)
+            try:
+                return super().load()
+            finally:
+                at_once.remove(1)
 
     def read(_: int) -> int:
         with suppress(ConfigError):
             torch_files.load(tmp_path / "a.pt")
         return len(at_once)
 
-    monkeypatch.setattr(torch, "load", counting)
+    monkeypatch.setattr(torch_records, "Unpickler", Counting)
     if not locked:
         monkeypatch.setattr("jaxdist.convert.torch_numpy._lock", nullcontext())
     with ThreadPoolExecutor(8) as pool:

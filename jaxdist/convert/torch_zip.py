@@ -16,20 +16,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from jaxdist.convert import buffers, torch_numpy
+from jaxdist.convert import buffers
+from jaxdist.convert.torch_records import Records, begin_of, place
 
-LOCAL, CENTRAL = "<26x2H", "<28x3H12x"  # lengths of what follows a record's header, and an entry of the directory
+CENTRAL = "<28x3H12x"  # an entry of the directory: lengths of what follows it
 DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # where the checksum stands in either
 
 
 def tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-def place(tensor: Tensor) -> int:
-    """Where in the file the storage of a tensor on the meta device begins (torch.serialization)."""
-    start: Any = tensor.untyped_storage()
-    return int(start._checkpoint_offset)
 
 
 class TorchFile:
@@ -40,9 +35,8 @@ class TorchFile:
         self.path, self.sums = path, dict[int, int]()
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(tree, path)
-        with torch_numpy.allowed():
-            read = torch.load(path, map_location="meta", weights_only=True)
-        self.places = {id(mine): place(there) for mine, there in zip(tensors(tree), tensors(read), strict=True)}
+        read = tensors(Records(path).tree())
+        self.places = {id(mine): place(there).start for mine, there in zip(tensors(tree), read, strict=True)}
         for tensor in tensors(tree):
             if not isinstance(tensor, FakeTensor):
                 storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -69,9 +63,7 @@ class TorchFile:
         with self.path.open("r+b") as file, zipfile.ZipFile(file) as archive:
             entry = archive.start_dir
             for record in archive.infolist():
-                file.seek(record.header_offset)
-                local = struct.calcsize(LOCAL)
-                start = record.header_offset + local + sum(struct.unpack(LOCAL, file.read(local)))
+                start = begin_of(file, record)
                 if start in self.sums:
                     for position in start + record.file_size + DESCRIPTOR_SUM, entry + CENTRAL_SUM:
                         file.seek(position)

@@ -1,0 +1,92 @@
+"""Pickles of `torch.save`, gone through before torch does: its `weights_only` runs no code, and makes what it is asked.
+
+It would make a bytearray of a number of bytes, for one. Here small classes stand for all that a pickle names, so that
+nothing is imported, called or made but what Python's plain values take. What else than these it may call is refused.
+"""
+
+from pickle import UnpicklingError
+from typing import Any
+
+from jaxdist.config.pickles import Careful
+from jaxdist.convert.torch_numpy import STAND_INS
+
+BYTES, BYTEARRAY = "_codecs.encode", "builtins.bytearray"  # as Python's second protocol of pickles writes them
+SETS = {"builtins.set", "collections.OrderedDict", "collections.Counter"}  # which hash what they are given
+TYPED = "torch._tensor._rebuild_from_type_v2"  # calls the first that it is given
+_REBUILT = ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor", "qtensor")
+TENSORS = {"torch.nn.parameter.Parameter", *(f"torch._utils._rebuild_{name}" for name in _REBUILT)}
+PLAIN = {"builtins.complex", "torch.Size", "torch.device", "torch.serialization._get_layout"}
+
+
+class Named:
+    """Stands for what is named."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Made:
+    """Stands for what a call makes."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.length += 1
+
+
+class Bytes(Made):
+    """Stands for bytes: a tensor could stand for a number."""
+
+
+class Rehearsal(Careful):
+    """Goes through a pickle as torch will. Raises UnpicklingError for what it may not call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Made(0)
+
+    def load_reduce(self) -> None:
+        given, called = self.stack.pop(), self.stack.pop()
+        self.append(self.made(called, given))
+
+    load_newobj = load_reduce
+
+    def load_build(self) -> None:
+        self.charge(self.stack.pop())
+
+    def made(self, called: Any, given: Any) -> Made:
+        """What stands for what a call makes."""
+        self.charge(given)
+        if not isinstance(called, Named) or not isinstance(given, tuple):
+            raise UnpicklingError("it calls what has no name")
+        match called.name, given:
+            case name, (Named() as inner, _, tuple() as inside, _) if name == TYPED:
+                return self.made(inner, inside)
+            case name, (str() as text, "latin1" | "latin-1") if name in (BYTES, BYTEARRAY):
+                return Bytes(len(text))
+            case name, () | (Bytes(),) if name == BYTEARRAY:
+                return Made(sum(map(len, given)))
+            case name, (list() as items,) if name in SETS:
+                for item in items:
+                    self.written_out(tuple(item) if isinstance(item, list) else item)  # a list is a key and a value
+                return Made(len(items))
+            case name, () | (dict(),) if name in SETS:
+                return Made(sum(map(len, given)))
+            case name, _ if name in PLAIN and not any(isinstance(x, Made) for x in self.written_out(given)):
+                return Made(0)
+            case name, _ if name in TENSORS or name in STAND_INS:
+                return Made(0)
+        raise UnpicklingError(f"it calls GLOBAL {called.name} as torch.save never does")
+
+
+def rehearse(file: Any, size: int, pickles: int = 1) -> None:
+    """Go through the pickles that lie in a file of so many bytes, one after the other. Raises ValueError or
+    UnpicklingError for a hostile one, and whatever else a damaged one leads to."""
+    for _ in range(pickles):
+        Rehearsal(file, size).load()
