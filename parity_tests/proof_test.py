@@ -9,11 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxdist.config import ConfigError, Experiment, TrainingError
-from parity_tests import bisect, collectives, levels, proof
+from parity_tests import bisect, levels, proof
 from parity_tests.proof import Proof
 from parity_tests.reach import OTHERS
 from parity_tests.run import JAX, Run
-from parity_tests.scratch import Scratch
 from parity_tests.verdict import Check, Verdict
 
 TORCH = "torch_ref"
@@ -357,25 +356,6 @@ def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
     for name, kinds in (("adamw", {"norm_eps", "eps"}), ("sgd", {"norm_eps"}), ("lion", {"norm_eps"})):
         found = against(tmp_path, optimizer={"name": name})
         assert set(found.kinds) & OTHERS.keys() == kinds
-
-
-@pytest.mark.parametrize(
-    ("sections", "peak", "axis", "sent"),
-    [
-        ({"model": {"family": "mixtral"}, "parallel": {"mesh": "expert=2"}}, "the router chooses", "expert", "router"),
-        ({"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}}, "images of a ResNet", "", ""),
-        ({"parallel": {"mesh": "pipeline=2"}, "train": {"accumulation": 2}}, "a pipeline's stages", "", ""),
-        ({"optimizer": {"name": "muon"}, "parallel": {"mesh": "2x1"}}, "", "fsdp", "the pieces that it has"),
-    ],
-    ids=["mixtral", "resnet", "pipeline", "muon"],
-)
-def test_why_there_is_no_closed_form(sections: dict[str, Any], peak: str, axis: str, sent: str) -> None:
-    e = Experiment.parse(sections, source="test")
-    why = Scratch(e, {}, e.parallel.axes()).unknown
-    assert peak in why and bool(peak) == bool(why)
-    found = collectives.unknown("torch_ref", e.parallel.axes(), e)
-    assert list(found) == [axis] * bool(axis) and all(sent in reason for reason in found.values())
-    assert not collectives.unknown(JAX, e.parallel.axes(), e)
 
 
 def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
-from parity_tests import levels
+from parity_tests import collectives, levels
 from parity_tests.run import Run
 from parity_tests.scratch import JAX, TORCH, Scratch, beside
 from parity_tests.verdict import UNEXPLAINED
@@ -167,3 +167,22 @@ def test_causes_sum_to_what_was_measured() -> None:
     assert causes[-1].name == UNEXPLAINED and len({cause.name for cause in causes}) == len(causes)
     assert sum(cause.jax for cause in causes) == pytest.approx(4e7 - 3)
     assert sum(cause.torch for cause in causes) == pytest.approx(3e7 - 3)
+
+
+@pytest.mark.parametrize(
+    ("sections", "peak", "axis", "sent"),
+    [
+        ({"model": {"family": "mixtral"}, "parallel": {"mesh": "expert=2"}}, "the router chooses", "expert", "router"),
+        ({"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}}, "images of a ResNet", "", ""),
+        ({"parallel": {"mesh": "pipeline=2"}, "train": {"accumulation": 2}}, "a pipeline's stages", "", ""),
+        ({"optimizer": {"name": "muon"}, "parallel": {"mesh": "2x1"}}, "", "fsdp", "the pieces that it has"),
+    ],
+    ids=["mixtral", "resnet", "pipeline", "muon"],
+)
+def test_why_there_is_no_closed_form(sections: dict[str, Any], peak: str, axis: str, sent: str) -> None:
+    e = Experiment.parse(sections, source="test")
+    why = Scratch(e, {}, e.parallel.axes()).unknown
+    assert peak in why and bool(peak) == bool(why)
+    found = collectives.unknown(TORCH, e.parallel.axes(), e)
+    assert list(found) == [axis] * bool(axis) and all(sent in reason for reason in found.values())
+    assert not collectives.unknown(JAX, e.parallel.axes(), e)
