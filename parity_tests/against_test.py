@@ -296,7 +296,7 @@ BAD: dict[Callable[[Path], None], str] = {
     no_start: "give the weights that it started from by --init",
     no_json: "summary.json is damaged",
     no_list: "collectives is no list",
-    no_config: "is no run folder, it lacks config.toml",
+    no_config: "no run folder, it lacks config.toml",
 }
 
 

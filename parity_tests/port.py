@@ -82,6 +82,9 @@ class Port:
     torch_step: TorchStep | None = None
     sharded: Sharded | None = None
 
+    def __post_init__(self) -> None:
+        self.batches = list(self.batches)  # of a generator, which gives them once
+
     def check(self) -> None:
         """Raises ConfigError where the parts do not fit together."""
         if (self.jax_step is None) != (self.torch_step is None):
@@ -99,7 +102,6 @@ class Port:
             raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
         if torch.distributed.is_initialized():
             raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
-        self.batches = list(self.batches)
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
         for number, name, array in ((i, *item) for i, batch in enumerate(self.batches, 1) for item in batch.items()):

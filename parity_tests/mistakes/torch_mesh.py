@@ -309,7 +309,7 @@ def norms_learn_from_their_own_times() -> None:
     plant(layers.LayerNorm, "forward", forward)
 
 
-@planted("2x2", "traffic", "traffic/torch_ref, tensor:*")
+@planted("2x2", "traffic", "traffic/torch_ref, tensor:*", "memory/torch_ref, peak, bytes")
 def logits_gathered() -> None:
     """The head gathers the logits of the whole vocabulary on every rank."""
 
