@@ -272,8 +272,8 @@ def times_in_order() -> None:
 def gradients_reduced_in_bfloat16() -> None:
     """Under the fp32 policy gradients cross devices in bfloat16."""
 
-    def parallel(strategy: Any, precision: Any, *rest: Any) -> Parallel:
-        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}), *rest)
+    def parallel(strategy: Any, precision: Any, *rest: Any, **more: Any) -> Parallel:
+        return Parallel(strategy, precision.model_copy(update={"reduce": "bfloat16"}), *rest, **more)
 
     plant(program, "Parallel", parallel)
 
@@ -379,7 +379,7 @@ def clip_of_each_piece() -> None:
 
         def update(updates: Any, state: Any, params: Any = None, **_: Any) -> Any:
             squares = sum(jnp.sum(g**2) for g in updates.values())
-            return clip.update(updates, state, norm=jnp.sqrt(lax.psum(squares, "tensor")))
+            return clip.update(updates, state, norm=jnp.sqrt(lax.psum(squares, ("pipeline", "tensor"))))
 
         return clip._replace(update=update)
 
