@@ -94,7 +94,7 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     # After two good steps the scale is so large that float16 overflows; it comes back for the fourth.
     "fp16": {
         "precision": {"policy": "fp16", "growth_interval": 2, "growth_factor": 2.0**16, "backoff_factor": 2.0**-16},
-        "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4},
+        "parallel": {"mesh": "2x1"}, "optimizer": {"learning_rate": 3e-4}, "train": {"steps": 5},
     },
     FOLDER: {"precision": {"policy": "fp32"}, "parallel": {"mesh": "1x1"}},
 }  # fmt: skip
