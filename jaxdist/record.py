@@ -200,12 +200,8 @@ class Recorder:
             shapes[name] = jax.typeof(y)
             return y
 
-        def microbatches(batch: Batches) -> Batches:
-            parts = self.program.experiment.train.accumulation
-            return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-
         def see(state: TrainState, batch: Batches) -> jax.Array:
-            one = jax.tree.map(lambda x: x[0], microbatches(batch))
+            one = jax.tree.map(lambda x: x[0], self.program.step_function.microbatches(batch))
             return lax.psum(self.loss(look, state, one, jnp.ones(())), PARTS)
 
         def axes(value: Any) -> tuple[str, ...]:
@@ -241,7 +237,7 @@ class Recorder:
                 unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
                 return {"activation": noted, "activation_gradient": unscaled}
 
-            found = lax.map(of_one, microbatches(batch))
+            found = lax.map(of_one, self.program.step_function.microbatches(batch))
             return of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
 
         specs = {n: spec(t) for n, t in shapes.items()}

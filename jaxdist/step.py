@@ -134,11 +134,15 @@ class Step:
 
         sinks = self.sinks()
         before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in sinks})
-        parts = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+        parts = self.microbatches(batch)
         nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), PARTS)
         start = sinks, nothing, before
         gradients, loss, after = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
         return lax.psum(loss, PARTS), gradients, self.parallel.kept_statistics(after)
+
+    def microbatches(self, batch: Batches) -> Batches:
+        """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
+        return jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
 
     def sinks(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""

@@ -16,6 +16,7 @@ from parity_tests.run import Run
 Record = Mapping[str, np.ndarray]
 
 CARRIED = ("start/", *(f"{kind}/" for kind in KEPT))  # what a step has from the one before
+UNFOUND = "Where they part is shown by no tensor: what failed has none, and all others agree."
 PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
     "batch": "{name} of the batch",

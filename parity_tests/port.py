@@ -55,7 +55,6 @@ RUNS = {
     "jax-float32": ("jax", "float32", False),
     "torch-float32": ("torch", "float32", False),
 }
-UNFOUND = "Where they part is shown by no recorded tensor: what failed has none, and all others agree."
 ON_MESH = {"mesh-float64": ("mesh", "float64", False), "mesh-float32": ("mesh", "float32", False)}
 
 
@@ -291,7 +290,7 @@ class Port:
         if any(check.level == "precision" for check in verdict.failed) and not differ:
             parting = self.costing(single, double, recorded)
         if verdict.failed and not parting:
-            verdict = replace(verdict, notes=[*verdict.notes, UNFOUND])
+            verdict = replace(verdict, notes=[*verdict.notes, bisect.UNFOUND])
         verdict = replace(verdict, parting=parting)
         verdict.write(folder)
         devices = str(double[0].summary["devices"])

@@ -399,7 +399,7 @@ class Proof:
     def unfound(self) -> str:
         """Why the search may have found nothing."""
         if self.reference in REFERENCES:
-            return "Where they part is shown by no tensor: what failed has none, and all others agree."
+            return bisect.UNFOUND
         theirs = self.pair("policy")[1]
         kept = ", ".join(map(str, theirs.records)) or "none"
         return (
