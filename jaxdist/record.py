@@ -257,7 +257,7 @@ class Recorder:
         of_all = np.argsort(self.program.layers)
         weights = {
             name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
-            for name, w in step.gathered(state.parameters).items()
+            for name, w in step.gathered(on_device(state.parameters)).items()
         }
         with Taps(note).installed(step.model) as model:
             loss, made = replace(step, model=model, rematerialize=KEPT).loss(None, weights, microbatch)
