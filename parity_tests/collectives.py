@@ -108,7 +108,9 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
 def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """What a rule asks of whole parameters. torch: of each tensor, at most, five means or one gather over an axis."""
     if side == JAX:
-        yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, _ in traffic.of_update(e, layouts, mesh))
+        number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
+        asked = traffic.of_update(e, layouts, mesh)
+        yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
     elif e.optimizer.asks_for_whole:
         tensors = sum(e.model.layers if "layers" in layout.axes else 1 for layout in layouts.values())
         op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)

@@ -11,6 +11,7 @@ from parity_tests.cases import MESHES
 from parity_tests.conftest import STEPS, Runs, run
 from parity_tests.parity_test import differences
 from parity_tests.run import Run, command
+from parity_tests.seeded import misplaced
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam", "optimizer.ema": 0.9},
@@ -49,9 +50,12 @@ def settings(name: str, mesh: str, **more: Any) -> dict[str, Any]:
 def check(runs: Runs, name: str, mesh: str) -> None:
     ours = runs("jaxdist", "llama", settings(name, mesh))
     assert len(ours.metrics) == STEPS
-    for other in (mesh, "1x1"):
-        found = differences(ours, runs("torch_ref", "llama", settings(name, other)), "llama")
+    theirs = {other: runs("torch_ref", "llama", settings(name, other)) for other in (mesh, "1x1")}
+    for other, made in theirs.items():
+        found = differences(ours, made, "llama")
         assert max(found.values()) <= 1, (other, found)
+    for made in (ours, theirs[mesh]):
+        assert misplaced(made) == []
 
 
 @pytest.mark.parametrize(("name", "mesh"), QUICK.items())

@@ -1,7 +1,7 @@
 """How runs from a common start are judged: their curves and states, and what they sent."""
 
 from jaxdist import models
-from parity_tests import collectives, compare
+from parity_tests import collectives, compare, levels
 from parity_tests.run import Run
 
 
@@ -17,23 +17,10 @@ def worst(a: Run, b: Run) -> float:
 
 
 def misplaced(made: Run) -> list[str]:
-    """By axis what a run has sent more often, less often or more than the closed form says."""
-    e, mesh = made.experiment, made.summary["mesh"]
+    """Of what a run has sent, what is not as the closed form says."""
+    e, mesh = made.experiment, made.mesh
     layouts = models.layouts(models.build(e.model))
-    counts = collectives.expected(made.side, e, layouts, mesh)
-    sent = {axis: dict.fromkeys(ops, 0) for axis, ops in counts.items()}
-    sizes = dict.fromkeys(counts, 0.0)
-    for c in made.summary["collectives"]:
-        axis = compare.billed(c["axis"])
-        sent[axis][c["op"]] = sent[axis].get(c["op"], 0) + c["count"] * (not c["single"])
-        sizes[axis] += c["bytes"]
-    wrong = [
-        f"{axis}: {number} {op}, where {counts[axis].get(op, (0, 0))} belong"
-        for axis, ops in sent.items()
-        for op, number in ops.items()
-        if not counts[axis].get(op, (0, 0))[0] <= number <= counts[axis].get(op, (0, 0))[1]
-    ]
     least = collectives.least(made.side, e, layouts, mesh)
-    return wrong + [
-        f"{axis}: {sizes[axis]} bytes of {size}" for axis, size in least.items() if sizes[axis] > 1.05 * size
-    ]
+    counts = collectives.expected(made.side, e, layouts, mesh)
+    checks = levels.traffic(made, least, counts, collectives.unknown(made.side, mesh, e))
+    return [f"{check.name}: {check.value}" for check in checks if not check.holds]
