@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from jaxdist.config import ConfigError, TrainingError, exit_codes
+from jaxdist.config import ConfigError, exit_codes
+from jaxdist.config.errors import writes_to
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -12,10 +13,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(f"{', '.join(missing)} missing: pip install 'jaxdist[torch,report]'")
     from parity_tests.command import prove
 
-    try:
+    with writes_to("--output"):
         prove(argv)
-    except OSError as error:  # what a proof writes itself, as on a full disk
-        raise TrainingError(f"{error}; make room, or give another --output") from None
 
 
 if __name__ == "__main__":

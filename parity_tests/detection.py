@@ -30,7 +30,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist.config import ConfigError, Experiment, TrainingError, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
-from jaxdist.config.errors import nearest
+from jaxdist.config.errors import nearest, writes_to
 from parity_tests import levels
 from parity_tests.cases import DEEP, IMAGES, MIXTURES, MODELS, write_documents, write_images
 from parity_tests.mistakes import FOLDER, Mistake, table
@@ -311,6 +311,7 @@ def found_before(output: Path, stamp: str) -> Iterator[Finding]:
             yield Finding(**values | lists)
 
 
+@writes_to("--output")
 def main(argv: Sequence[str] | None = None) -> None:
     """Every mistake, of as many configurations at a time as there are cores -> a table, detection.json, two shares."""
     output, rows = chosen(sys.argv[1:] if argv is None else argv)

@@ -28,7 +28,7 @@ from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, Family, check_writable, exit_codes
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
-from jaxdist.config.errors import nearest
+from jaxdist.config.errors import nearest, writes_to
 from jaxdist.config.folder import replace as write_whole
 from jaxdist.convert.hf import write_hf
 from parity_tests import cases
@@ -176,6 +176,7 @@ def begin(group: Sequence[Case], work_folder: Path, workers: Workers) -> Group:
 # ---- the job
 
 
+@writes_to("--output")
 def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> what is left to do -> proofs, a line of proofs.jsonl for each -> the table."""
     output, wanted = arguments(sys.argv[1:] if argv is None else argv)

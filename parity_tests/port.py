@@ -31,6 +31,7 @@ from torch import nn
 
 from jaxdist.config import ConfigError, Optimizer, TrainingError, check_finite, exit_codes, make_new, write_record
 from jaxdist.config.display import console, say
+from jaxdist.config.errors import writes_to
 from jaxdist.convert.mapping import LAYER, KeyMapping
 from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.trees import flatten, shapes
@@ -309,12 +310,11 @@ class Port:
         def command() -> None:
             if len(sys.argv) != 2:
                 raise ConfigError("give one argument, the folder for the runs, verdict.json and report.html")
-            try:
-                verdict = self.prove(Path(sys.argv[1]))
-            except TrainingError as error:  # a run that diverges is bad input of a proof
-                raise ConfigError(str(error)) from None
-            except OSError as error:
-                raise TrainingError(f"{error}; make room, or give another folder") from None
+            with writes_to("folder"):
+                try:
+                    verdict = self.prove(Path(sys.argv[1]))
+                except TrainingError as error:  # a run that diverges is bad input of a proof
+                    raise ConfigError(str(error)) from None
             verdict.exit()
 
         exit_codes(command)

@@ -6,7 +6,8 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +41,16 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
             print(f"error: {printable(str(error), but=chr(10))}" if str(error) else "interrupted", file=sys.stderr)
         sys.exit(code_of(error))
     sys.exit(0)
+
+
+@contextmanager
+def writes_to(target: str) -> Iterator[None]:
+    """Around what writes files by itself, to what the user knows as `target`. Raises TrainingError where the disk
+    refuses, as a full one does."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingError(f"{error}; make room, or give another {target}") from None
 
 
 def printable(text: str, but: str = "") -> str:

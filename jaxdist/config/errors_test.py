@@ -1,5 +1,7 @@
 """What a person is told when a process ends."""
 
+import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config.display import say
-from jaxdist.config.errors import ConfigError, TrainingError, check_validation, exit_codes
+from jaxdist.config.errors import ConfigError, TrainingError, check_validation, exit_codes, writes_to
 
 
 def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,3 +45,9 @@ def test_a_reader_that_has_seen_enough() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_what_a_disk_refuses_is_told() -> None:
+    told = re.escape("[Errno 28] No space left on device: 'report.html'; make room, or give another --output")
+    with pytest.raises(TrainingError, match=f"^{told}$"), writes_to("--output"):
+        raise OSError(errno.ENOSPC, "No space left on device", "report.html")
