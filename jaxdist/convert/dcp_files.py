@@ -44,6 +44,7 @@ from jaxdist.loss_scale import LossScale, state_of
 
 MODEL, STATE, GROUPS, APP, SCALING = "model.", "optimizer.state.", "param_groups.", "app.", "scaling."
 PRIME = 2**61 - 1
+PIECE = 16_000_000  # bytes of a part that are read at a time
 # What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
 PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
 
@@ -87,19 +88,23 @@ class Tensors:
         shape, dtype, chunks = tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), entry.chunks
         try:
             if [tuple(chunk.sizes) for chunk in chunks] == [shape]:
-                return self._part(name, chunks[0], dtype)
+                return torch_files.leaf(*self._part(name, chunks[0], dtype)).read()
             if not tiled(shape, chunks):
                 raise ValueError("its parts overlap or are not all of it")
             tensor = buffers.empty(shape, dtype)
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-                tensor[tuple(place)] = self._part(name, chunk, dtype)
+                into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)
+                rows = max(1, PIECE * len(into) // max(1, into.nbytes))
+                for start in range(0, len(into), rows):  # a whole part would take room beside the tensor
+                    block = slice(start, start + rows)
+                    into[block] = torch_files.leaf(path, name, part[block]).read()
             return tensor
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
 
-    def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> np.ndarray:
-        """What one rank wrote of a tensor: a file of `torch.save` within a file."""
+    def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
+        """What one rank wrote of a tensor, as `torch_files.leaf` takes it: a file of `torch.save` within a file."""
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if getattr(found, "transform_descriptors", None):
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
@@ -109,7 +114,7 @@ class Tensors:
             raise ValueError(
                 f"{found.relative_path} has {leaf.dtype}{list(leaf.shape)} of it, not {dtype}{list(chunk.sizes)}"
             )
-        return leaf.read()
+        return path, name, part
 
     def _loaded(self, found: Any, mapped: bool = False) -> tuple[Path, Any]:
         """What `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""

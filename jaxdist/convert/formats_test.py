@@ -6,6 +6,7 @@ import logging
 import pickle
 import time
 import tracemalloc
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -435,6 +436,34 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
     rest = type(whole)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
     with pytest.raises(ConfigError, match="has float32"):  # such parts would do, but the file has the whole
         tensors.read(name, replace(entry, chunks=[half, rest]))
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_parts_of_ranks_take_no_room_beside_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """A tensor of two ranks, of rows or of columns: all its numbers, a few rows of a part at a time."""
+    monkeypatch.setattr(dcp_files, "PIECE", 2**16)
+    numbers = torch.arange(2**20, dtype=torch.float32).reshape(2**10, 2**10)
+    halves = [half.contiguous() for half in numbers.chunk(2, cut)]
+    tree = {"first": halves[0], "second": halves[1]}
+    with warnings.catch_warnings(action="ignore"):
+        torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path, no_dist=True)
+    tensors = dcp_files.Tensors(tmp_path)
+    entry = tensors.index.state_dict_metadata["first"]
+    chunks = []
+    for name, offset in (("first", 0), ("second", 2**9)):
+        offsets = torch.Size([offset, 0] if cut == 0 else [0, offset])
+        chunks.append(replace(entry.chunks[0], offsets=offsets))
+        (found,) = (f for i, f in tensors.index.storage_data.items() if i.fqn == name)
+        tensors.index.storage_data[dcp_files.MetadataIndex("both", offsets)] = found
+    both = replace(entry, size=numbers.shape, chunks=chunks)
+    tracemalloc.start()
+    read = tensors.read("both", both)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(read, numbers.numpy())
+    assert read.nbytes <= peak <= 1.2 * read.nbytes
 
 
 @pytest.mark.parametrize("full", ["torch.save", "jaxdist.convert.buffers.write"])
