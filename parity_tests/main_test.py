@@ -1,6 +1,8 @@
 """The command itself: both sides trained, judged and searched, as a user calls it."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from jaxdist.config import ConfigError
 from parity_tests.__main__ import main
 from parity_tests.levels import FEWEST
 from parity_tests.proof import Proof
+from parity_tests.report_test import WIDTHS, seen
 from parity_tests.run import SIDES
 
 SMALL = "--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.hidden 48"
@@ -35,36 +38,35 @@ def test_a_run_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "<strong>Equivalent</strong>" in (tmp_path / "proof" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_mistake_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = Proof.entry
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """A proof of a run in which torch's clip is a thousandth wider: its folder, its exit code and what it printed."""
+    folder, right = tmp_path_factory.mktemp("planted") / "proof", Proof.entry
 
     def entry(self: Proof, side: str) -> tuple[str, ...]:
         return ("parity_tests.mistakes", "torch_ref.clip_a_thousandth_wider") if side == SIDES[1] else right(self, side)
 
-    monkeypatch.setattr(Proof, "entry", entry)
-    with pytest.raises(SystemExit) as ended:
-        main(
-            [
-                *RUN,
-                "--mesh",
-                "1x1",
-                "--precision",
-                "fp64",
-                "--steps",
-                "4",
-                "--optimizer.clip",
-                "0.1",
-                "--bisect",
-                "--output",
-                str(tmp_path / "p"),
-            ]
-        )
-    found = verdict(tmp_path / "p")
-    assert ended.value.code == 3 and found["verdict"] == "not_equivalent"
+    options = ["--mesh", "1x1", "--precision", "fp64", "--steps", "4", "--optimizer.clip", "0.1", "--bisect"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+        patch.setattr(Proof, "entry", entry)
+        with pytest.raises(SystemExit) as ended:
+            main([*RUN, *options, "--output", str(folder)])
+    assert isinstance(ended.value.code, int)
+    return folder, ended.value.code, said.getvalue()
+
+
+def test_a_mistake_is_found(planted: tuple[Path, int, str]) -> None:
+    folder, code, said = planted
+    found = verdict(folder)
+    assert code == 3 and found["verdict"] == "not_equivalent"
     assert found["parting"]["where"] == "embed.weight, clipped gradient, step 1"
-    assert found["sentence"] in capsys.readouterr().out
+    assert found["sentence"] in said
+
+
+def test_a_browser_draws_the_report_of_a_proof(planted: tuple[Path, int, str], tmp_path: Path) -> None:
+    """Curves of loss and gradient norm, errors of the layers, and memory; on one device there is no traffic to draw."""
+    page = (planted[0] / "report.html").read_text(encoding="utf-8")
+    assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
 
 
 def test_the_output_must_be_new(tmp_path: Path) -> None:
