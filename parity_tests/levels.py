@@ -29,7 +29,7 @@ WIDEST = {"mathematics": 1e-6, "distribution": 1e-6, "precision": 1e-3}
 # A policy in less has none: its noise is more from the first step on, and the verdict says what that may hide.
 WIDEST_NOISY = {level: limit for level, limit in WIDEST.items() if level != "precision"}
 NUMBERS = 256  # bytes of the few scalars that cross devices
-ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-9}
+ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 COUNTED = "one a parameter or block each time it is needed, and a few single numbers (parity_tests/collectives.py)"
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
 # What a policy moves a loss by is one number that drifts from step to step, on either side by chance. Of 312 pairs of
@@ -244,10 +244,13 @@ def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]
     return x, y
 
 
-def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] = ()) -> Iterator[Check]:
+def precision(
+    policy: Pair, double: Pair, compute: str, still: Collection[str] = (), rounding: float = 0.0
+) -> Iterator[Check]:
     """What the policy costs either side, against the other's cost; nothing where it is float64 itself.
 
     Where the other side has no float64 run of its own, both are held against ours, and only what it loses more counts.
+    `rounding`: that of what a side computes in whatever it is given, where it has fewer digits than float32.
     """
     (a, b), (a64, b64) = policy, double
     if compute == "float64":
@@ -256,7 +259,7 @@ def precision(policy: Pair, double: Pair, compute: str, still: Collection[str] =
 
     def cost(name: str, x: float, y: float, limit: float, why: str) -> Iterator[Check]:
         # At least a rounding: a side whose float64 run is narrow within loses nothing against it.
-        x, y = (max(loss, ROUNDING["float32"]) for loss in (x, y))
+        x, y = (max(loss, ROUNDING["float32"], rounding) for loss in (x, y))
         least, most = (x, y) if alone else (min(x, y), max(x, y))
         widest = 0.0 if name == ROUNDED else limit * least
         of = (b if most is y else a).side

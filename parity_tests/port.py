@@ -39,12 +39,22 @@ from parity_tests import bisect, compare, levels, port_levels, report
 from parity_tests.bisect import Parting
 from parity_tests.port_levels import Findings, PortRun
 from parity_tests.sharded import Sharded, ShardedSide
-from parity_tests.sides import Batch, JaxLoss, JaxSide, JaxStep, Side, TorchLoss, TorchSide, TorchStep, Values, base
+from parity_tests.sides import (
+    Batch,
+    JaxLoss,
+    JaxSide,
+    JaxStep,
+    Narrow,
+    Side,
+    TorchLoss,
+    TorchSide,
+    TorchStep,
+    Values,
+    base,
+)
 from parity_tests.verdict import Verdict
 
-# Of the starting weights: as much as a sum of some thousand terms may be off in float64; a few roundings of float32,
-# where a model computes in it whatever it is given.
-PERTURBATION = {False: compare.PERTURBATION, True: 4 * 2.0**-24}
+PERTURBED = 4  # roundings of the starting weights where a model computes in one dtype whatever it is given
 # The widest bounds of a model that computes in float32 whatever it is given: that costs more, and may hide more.
 NARROW = levels.WIDEST | {"mathematics": 1e-3, "distribution": 1e-3}
 Runs = tuple[PortRun, PortRun]
@@ -145,7 +155,7 @@ class Port:
         return {n: wide(np.asarray(a)) for n, a in flatten(self.jax_parameters).items()}
 
     def perturbed(self) -> dict[str, np.ndarray]:
-        random, size = np.random.default_rng(0), PERTURBATION[bool(self.narrow)]
+        random, size = np.random.default_rng(0), PERTURBED * self.rounding or compare.PERTURBATION
 
         def off(array: np.ndarray) -> np.ndarray:
             return array * (1 + size * random.standard_normal(array.shape)) if array.dtype == np.float64 else array
@@ -205,13 +215,18 @@ class Port:
         return found, missed
 
     @cached_property
-    def narrow(self) -> dict[str, str]:
+    def narrow(self) -> dict[str, Narrow]:
         """Losses and steps that compute in less than float64 in the float64 runs, and the operation that first does."""
         with jax.enable_x64(True):
             jax_side = self.compiled["jax", "float64"].begin(self.start)
             ours = jax_side.narrow(self.batches[0])
         theirs = self.torch_side("float64", None).narrow(self.batches[0])
         return {f"{side}_{n}": op for side, found in (("jax", ours), ("torch", theirs)) for n, op in found.items()}
+
+    @property
+    def rounding(self) -> float:
+        """That of the narrowest of them; 0 where all compute in float64."""
+        return max((narrow.rounding for narrow in self.narrow.values()), default=0.0)
 
     def run(self, kind: str, folder: Path, steps: Sequence[int], until: int | None = None) -> PortRun:
         """Train one side on the batches, of which `steps` are recorded, into a run folder."""
@@ -271,17 +286,17 @@ class Port:
         compared = {"mathematics": ("jax-float64", "torch-float64")}
         if self.sharded:
             compared["distribution"] = ("jax-float64", "mesh-float64")
-        least = compare.K * levels.ROUNDING["float32"] if self.narrow else 0.0
+        least = compare.K * self.rounding
         findings = {level: Findings(runs[a], runs[b], perturbed, least=least) for level, (a, b) in compared.items()}
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
         still = [f"/{name}" for name in findings["mathematics"].still or ()]
-        checks += levels.precision(single, double, "float32", still)
+        checks += levels.precision(single, double, "float32", still, self.rounding)
         checks += [levels.digits(run, exact, "float32") for run, exact in zip(single, double, strict=True)]
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)
         notes = [*self.notes(), *port_levels.untraced(double[0])]
-        undecided = levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST)
+        undecided = self.too_narrow() or levels.too_wide(checks, NARROW if self.narrow else levels.WIDEST)
         decay = self.optimizer.weight_decay if self.jax_step is None else None
         if reason := findings["mathematics"].hardly_moved(decay):
             undecided.setdefault("mathematics", reason)
@@ -339,7 +354,8 @@ class Port:
         for name, operation in self.narrow.items():
             yield (
                 f"{name} computes in less than float64 whatever it is given, first by {operation}: the bounds of the "
-                "mathematics are those of float32. Let the model keep the dtype of its input to have more excluded."
+                f"mathematics are those of {operation.dtype}. Let the model keep the dtype of its input to have more "
+                "excluded."
             )
         if self.modules[1]:
             yield (
@@ -352,6 +368,18 @@ class Port:
         if isinstance(self.known, Suggestion) and self.known.unsure:
             rows = ", ".join(f"{row.ours} -> {row.theirs}" for row in self.known.unsure)
             yield f"The mapping was suggested, and these rows are unsure: {rows}."
+
+    def too_narrow(self) -> dict[str, str]:
+        """Levels that cannot be decided, with the reason, as a side computes in less than float32: by rounding alone
+        equal runs differ by more than mistakes do."""
+        name, narrow = max(self.narrow.items(), key=lambda item: item[1].rounding, default=("", None))
+        if narrow is None or narrow.rounding <= levels.ROUNDING["float32"]:
+            return {}
+        reason = (
+            f"{name} computes in {narrow.dtype} whatever it is given, first by {narrow.operation}, and rounding alone "
+            "is more than mistakes are there; let the model keep the dtype of its input, or compute in float32"
+        )
+        return {"mathematics": reason}
 
     def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.

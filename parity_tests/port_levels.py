@@ -15,7 +15,7 @@ from parity_tests.run import Run
 from parity_tests.verdict import Check
 
 SHARE = "torch's tensors on one device, each over the devices that the strategy splits it over"
-ROUNDED = f"{K} roundings of float32, as a side computes in less than float64 whatever it is given"
+ROUNDED = f"{K} roundings of the dtype that a side computes in whatever it is given"
 COUNTER = {"parameters": 0.0, "optimizer_state": 8.0}  # bytes: optax counts its steps
 SENT = "on one device nothing is sent"
 DECAY = 0.01  # that of torch's AdamW where none is given: steps of a user's own do not tell theirs

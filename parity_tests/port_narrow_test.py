@@ -76,7 +76,7 @@ class TestNarrow:
 
     def test_torch_too(self) -> None:
         port = square(torch_loss=lambda m, b: ((m(b["x"]).float() - b["y"]) ** 2).mean())
-        assert port.narrow == {"torch_loss": "_to_copy in float32"}
+        assert port.narrow == {"torch_loss": ("_to_copy", "float32")}
 
     def test_batches_in_float32_are_not_the_models_doing(self, tmp_path: Path) -> None:
         """A model that follows the dtype of its side is judged by float64's bounds, whatever batches come in."""
@@ -96,6 +96,47 @@ class TestNarrow:
 
         verdict, _ = proved(square(jax_loss=loss), tmp_path)
         assert verdict.word == "equivalent", verdict.sentence
+
+
+class TorchHalf(nn.Module):
+    """Layers that compute in bfloat16 whatever they are given, as for mixed precision by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
+        return x
+
+
+class TestHalf:
+    """bfloat16 within, on both sides: equal runs differ by more than a mistake may, which decides nothing."""
+
+    def port(self, scale: float = 1.0) -> Port:
+        random, half = np.random.default_rng(0), jnp.bfloat16
+        layers = [{"weight": 0.3 * random.normal(size=(16, 16)), "bias": np.zeros(16)} for _ in range(3)]
+
+        def loss(parameters: Any, batch: Any) -> jax.Array:
+            x = batch["x"]
+            for layer in parameters["layers"]:
+                x = jnp.tanh(scale * (x.astype(half) @ layer["weight"].astype(half) + layer["bias"].astype(half)))
+            return jnp.mean((x.astype(batch["x"].dtype) - batch["y"]) ** 2)
+
+        batches = [{name: random.normal(size=(8, 16)) for name in "xy"} for _ in range(6)]
+        mse = lambda m, b: ((m(b["x"]).to(b["x"].dtype) - b["y"]) ** 2).mean()  # noqa: E731
+        return Port({"layers": layers}, TorchHalf(), None, batches, loss, mse)
+
+    def test_it_is_open(self, tmp_path: Path) -> None:
+        verdict, written = proved(self.port(), tmp_path)
+        assert verdict.word == "undecided", verdict.sentence
+        assert "jax_loss computes in bfloat16 whatever it is given, first by convert_element_type" in verdict.sentence
+        assert "the bounds of the mathematics are those of bfloat16" in written["notes"][0]
+
+    def test_a_mistake_that_rounding_does_not_hide(self, tmp_path: Path) -> None:
+        verdict, _ = proved(self.port(1.5), tmp_path)
+        assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
 
 
 class TestOwnSteps:

@@ -25,7 +25,7 @@ from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.sharding import BATCH, Layout
 from parity_tests.names import base
-from parity_tests.sides import Arrays, Batch, JaxSide, Values, narrower
+from parity_tests.sides import Arrays, Batch, JaxSide, Narrow, Values, narrower
 
 SECTIONS = {  # of a config, that say how a model is laid out; what is trained, and in which dtypes, the proof says
     "parallel": {"mesh", "strategy", "reduce"},
@@ -227,9 +227,9 @@ class ShardedSide(JaxSide):
     def collectives(self) -> list[traffic.Collective]:
         return traffic.count(self.traced.jaxpr)
 
-    def narrow(self, batch: Batch) -> dict[str, str]:
-        operation = narrower(self.traced.jaxpr, self.dtype)
-        return {"loss": operation} if operation else {}
+    def narrow(self, batch: Batch) -> dict[str, Narrow]:
+        narrow = narrower(self.traced.jaxpr, self.dtype)
+        return {"loss": narrow} if narrow else {}
 
     def shares(self, sharded: bool) -> dict[str, Any]:
         """Over how many devices each tensor of theirs is split, and numbers on a device that they have not."""

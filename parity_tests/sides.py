@@ -7,7 +7,7 @@ and by what modules put out. Nothing that computes is shared, as everywhere.
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,21 @@ TorchStep = Callable[[nn.Module], Callable[[Any], Tensor]]
 """A user's own step in torch: made for a module, it takes a batch, updates the module and returns the loss."""
 
 
+class Narrow(NamedTuple):
+    """An operation whose result has fewer digits than the side's dtype: its name, and the dtype of the result."""
+
+    operation: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} in {self.dtype}"
+
+    @property
+    def rounding(self) -> float:
+        """Half of what is between 1 and the next number."""
+        return float(jnp.finfo(jnp.dtype(self.dtype)).eps) / 2
+
+
 class Side(Protocol):
     """A model in training. Everything is numpy, under torch's names."""
 
@@ -64,9 +79,9 @@ class Side(Protocol):
     def measured(self, batch: Batch) -> dict[str, Any]:
         """What summary.json says of a mesh, or of the bytes that a step sends; nothing where it could not send any."""
 
-    def narrow(self, batch: Batch) -> dict[str, str]:
-        """`loss`, and `step` of a user's own -> its first operation whose result has fewer bits than the side's dtype,
-        with it. Of those that have one; numbers by themselves do not count in a step, whose optimizer counts by them.
+    def narrow(self, batch: Batch) -> dict[str, Narrow]:
+        """`loss`, and `step` of a user's own -> its first operation in the dtype of the fewest digits, where that has
+        fewer than the side's. Numbers by themselves do not count in a step, whose optimizer counts by them.
         """
 
 
@@ -218,13 +233,13 @@ class JaxSide:
                 raise
             return None
 
-    def narrow(self, batch: Batch) -> dict[str, str]:
+    def narrow(self, batch: Batch) -> dict[str, Narrow]:
         ready, found = jax.tree.map(self.cast, batch), {}
         if self.loss is not None:
             found["loss"] = narrower(jax.make_jaxpr(self._loss)(self.parameters(), ready).jaxpr, self.dtype)
         if self.own is not None and (traced := self.jaxpr(ready)):
             found["step"] = narrower(traced.jaxpr, self.dtype, axes=1)
-        return {name: operation for name, operation in found.items() if operation}
+        return {name: narrow for name, narrow in found.items() if narrow}
 
 
 class TorchSide:
@@ -335,34 +350,34 @@ class TorchSide:
     def measured(self, batch: Batch) -> dict[str, Any]:
         return {}  # there is no process group to send to
 
-    def narrow(self, batch: Batch) -> dict[str, str]:
-        ready, bits = self.ready(batch), torch.finfo(self.dtype).bits  # what a batch comes in is not the model's doing
-        found = {}
+    def narrow(self, batch: Batch) -> dict[str, Narrow]:
+        ready, found = self.ready(batch), {}  # what a batch comes in is not the model's doing
         if self.loss is not None:
             module = copy.deepcopy(self.module)
-            with _Narrow(bits) as seen:
+            with _Narrower(self.dtype) as seen:
                 self.loss(module, ready)
-            found["loss"] = seen.first
+            found["loss"] = seen.narrow
         if self.own is not None:
-            with _Narrow(bits, axes=1) as seen:
+            with _Narrower(self.dtype, axes=1) as seen:
                 self.own(ready)
-            found["step"] = seen.first
-        return {name: operation for name, operation in found.items() if operation}
+            found["step"] = seen.narrow
+        return {name: narrow for name, narrow in found.items() if narrow}
 
 
-class _Narrow(TorchDispatchMode):
-    """Sees the first operation whose result, of so many axes or more, has fewer than `bits`."""
+class _Narrower(TorchDispatchMode):
+    """`narrower` of what torch computes within it."""
 
-    def __init__(self, bits: int, axes: int = 0):
+    def __init__(self, dtype: torch.dtype, axes: int = 0):
         super().__init__()
-        self.bits, self.axes, self.first = bits, axes, ""
+        self.eps, self.axes = torch.finfo(dtype).eps, axes
+        self.narrow: Narrow | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
         for part in y if isinstance(y, tuple | list) else (y,):
             floating = isinstance(part, Tensor) and part.is_floating_point() and part.ndim >= self.axes
-            if not self.first and floating and torch.finfo(part.dtype).bits < self.bits:
-                self.first = f"{func._opname} in {str(part.dtype).removeprefix('torch.')}"
+            if floating and (eps := torch.finfo(part.dtype).eps) > self.eps:
+                self.eps, self.narrow = eps, Narrow(func._opname, str(part.dtype).removeprefix("torch."))
         return y
 
 
@@ -373,20 +388,16 @@ def check_loss(name: str, loss: Any) -> None:
         raise ConfigError(f"{name} returns {given}, not a scalar; give the mean over the batch, or the sum")
 
 
-def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> str:
-    """The first operation of a jaxpr whose result, of so many axes or more, has fewer bits than `dtype`, with its own;
-    empty if none."""
+def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> Narrow | None:
+    """The first operation in the dtype of the fewest digits among those of a jaxpr whose results have so many axes or
+    more; None where none has fewer than `dtype`."""
+    eps, narrow = jnp.finfo(dtype).eps, None
     for equation, *_ in traffic.walk(jaxpr, 1, {}):
-        for variable in equation.outvars:
-            aval = variable.aval
-            if (
-                (found := getattr(aval, "dtype", None)) is not None
-                and len(aval.shape) >= axes
-                and jnp.issubdtype(found, jnp.floating)
-                and jnp.finfo(found).bits < jnp.finfo(dtype).bits
-            ):
-                return f"{equation.primitive.name} in {found}"
-    return ""
+        for aval in (variable.aval for variable in equation.outvars):
+            floating = jnp.issubdtype(getattr(aval, "dtype", jnp.bool_), jnp.floating) and len(aval.shape) >= axes
+            if floating and (found := jnp.finfo(aval.dtype).eps) > eps:
+                eps, narrow = found, Narrow(equation.primitive.name, str(aval.dtype))
+    return narrow
 
 
 def load(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
