@@ -17,12 +17,14 @@ import json
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tomli_w
 import torch
@@ -114,14 +116,8 @@ class Port:
             raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
-        for number, name, array in ((i, *item) for i, batch in enumerate(self.batches, 1) for item in batch.items()):
-            if isinstance(array, Mapping | list | tuple):
-                raise ConfigError(
-                    f"batches: {name} is a {type(array).__name__}, no array of numbers; give nested ones flat, and put "
-                    "them together in jax_loss and torch_loss"
-                )
-            if (values := np.asarray(array)).dtype.kind not in "iub" and not np.isfinite(wide(values)).all():
-                raise ConfigError(f"batches: {name} of batch {number} has NaN or infinite numbers; give finite ones")
+        for number, batch in enumerate(self.batches, 1):
+            check_batch(number, batch, self.batches[0])
         ours = shapes(self.jax_parameters)
         mapped = {pair.theirs for pair in self.keys.pairs(ours)}
         self.keys.check(ours, torch_shapes(self.torch_module, mapped))
@@ -239,9 +235,10 @@ class Port:
         with jax.enable_x64(dtype == "float64"), (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
             side = self.side(kind)
             for step, batch in enumerate(self.batches[:until], 1):
-                before = self.before(side, batch) if step in steps else {}
-                began = time.perf_counter()
-                values = side.step(batch)
+                with told_of(f"batch {step}, in the run {kind}"):
+                    before = self.before(side, batch) if step in steps else {}
+                    began = time.perf_counter()
+                    values = side.step(batch)
                 seconds = time.perf_counter() - began
                 check_finite(step, f"{kind}, ", **values)
                 metrics.write(json.dumps({"step": step, **values, "step_seconds": seconds}) + "\n")
@@ -412,6 +409,38 @@ class Port:
     def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in (*pair, "perturbed"))
         return replace(findings, a=a, b=b, perturbed=perturbed).first_difference(step)
+
+
+@contextmanager
+def told_of(what: str) -> Iterator[None]:
+    """What the user's own code raises within keeps its traceback, which says `what` it was at."""
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except Exception as error:
+        error.add_note(f"This was raised at {what}.")
+        raise
+
+
+def check_batch(number: int, batch: Batch, first: Batch) -> None:
+    """Raises ConfigError where it has other fields than the first one, or what is no array of finite real numbers."""
+    if differ := batch.keys() ^ first.keys():
+        raise ConfigError(f"batches: batch {number} and batch 1 have not both {min(differ)}; give all the same fields")
+    for name, array in batch.items():
+        if isinstance(array, Mapping | list | tuple):
+            raise ConfigError(
+                f"batches: {name} is a {type(array).__name__}, no array of numbers; give nested ones flat, and put "
+                "them together in jax_loss and torch_loss"
+            )
+        values = np.asarray(array)
+        if not (values.dtype.kind in "iub" or jnp.issubdtype(values.dtype, jnp.floating)):
+            raise ConfigError(
+                f"batches: {name} of batch {number} is of dtype {values.dtype}; give whole or floating-point numbers, "
+                "and leave out what the losses do not need"
+            )
+        if not np.isfinite(wide(values)).all():
+            raise ConfigError(f"batches: {name} of batch {number} has NaN or infinite numbers; give finite ones")
 
 
 def torch_shapes(module: nn.Module, named: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

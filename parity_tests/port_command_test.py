@@ -52,6 +52,13 @@ class TestCommand:
             assert done.returncode == 2 and done.stderr.startswith(f"error: {said}"), done.stderr
 
 
+BATCH = {"x": np.ones((4, 6)), "y": np.ones((4, 6))}
+
+
+def with_field(array: np.ndarray) -> dict[str, Any]:
+    return {"batches": [BATCH | {"z": array}]}
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("fields", "says"),
@@ -61,6 +68,13 @@ class TestBadInput:
             ({"batches": []}, r"batches: give one mapping"),
             ({"batches": [np.ones(3)]}, r"batches: give one mapping"),
             ({"batches": [{"x": np.ones((4, 6)), "y": np.full((4, 6), np.nan)}]}, r"batches: y of batch 1 has NaN"),
+            (with_field(np.array(["a", "b"])), r"batches: z of batch 1 is of dtype <U1; give whole or floating-point"),
+            (with_field(np.array([None, 1], object)), r"batches: z of batch 1 is of dtype object"),
+            (with_field(np.ones(3, complex)), r"batches: z of batch 1 is of dtype complex128"),
+            (
+                {"batches": [BATCH, BATCH | {"z": np.ones(3)}]},
+                r"batches: batch 2 and batch 1 have not both z; give all",
+            ),
             ({"mapping": KeyMapping((Row("Dense_0.kernel", "0.weight"),))}, r"ours: Dense_0.bias, .* in no row"),
             ({"torch_module": nn.Sequential(nn.Linear(6, 6))}, r"theirs = '2.weight': no such tensor"),
         ],
@@ -78,6 +92,30 @@ class TestBadInput:
             ConfigError, match=rf"{side} returns an array of shape \(\d+,\), not a scalar; give the mean"
         ):
             square(**{side: loss}).prove(tmp_path / "port")
+
+    def test_a_loss_without_a_gradient(self, tmp_path: Path) -> None:
+        port = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean().detach())
+        with pytest.raises(ConfigError, match="torch_loss returns a number without a gradient"):
+            port.prove(tmp_path / "port")
+
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_a_loss_that_is_drawn(self, tmp_path: Path, inside: bool) -> None:
+        """As of a module that was left in train mode: it equals nothing, not even itself."""
+        drop = nn.Dropout(0.1)
+        port = square(torch_loss=lambda m, b: ((drop(m(b["x"])) - b["y"]) ** 2).mean())
+        if inside:
+            port = square(torch_module=nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), drop), nn.Linear(6, 6)))
+        where = "1.1" if inside else "the loss"
+        with pytest.raises(ConfigError, match=rf"is another for the same batch, first the output of {where}: random"):
+            port.prove(tmp_path / "port")
+        drop.eval()
+        port.check()
+
+    def test_what_ones_own_code_raises_says_at_which_batch(self, tmp_path: Path) -> None:
+        wide = BATCH | {"x": np.ones((4, 7))}
+        with pytest.raises(Exception, match="shape") as raised:
+            square(batches=[BATCH, BATCH, wide, BATCH]).prove(tmp_path / "port")
+        assert "This was raised at batch 3, in the run jax-float64." in raised.value.__notes__
 
     def test_tied_on_one_side(self, tmp_path: Path) -> None:
         module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

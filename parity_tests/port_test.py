@@ -256,6 +256,32 @@ def square(**fields: Any) -> Port:
     return Port(**values | fields)
 
 
+class TestBytes:
+    """Pixels as bytes, from which 128 is taken: in bytes that leaves their range."""
+
+    def port(self, cast: Any) -> Port:
+        random, model = np.random.default_rng(0), Square()
+        pixels = [random.integers(256, size=(5, 6)).astype(np.uint8) for _ in range(4)]
+        batches = [{"x": x, "y": random.normal(size=(5, 6))} for x in pixels]
+
+        def jax_loss(v: Any, b: Any) -> jax.Array:
+            x = (b["x"].astype(cast) - np.asarray(128, cast)).astype(b["y"].dtype) / 64
+            return jnp.mean((model.apply(v, x) - b["y"]) ** 2)
+
+        def torch_loss(m: nn.Module, b: Any) -> torch.Tensor:
+            return ((m((b["x"] - 128).to(b["y"].dtype) / 64) - b["y"]) ** 2).mean()
+
+        return square(batches=batches, jax_loss=jax_loss, torch_loss=torch_loss)
+
+    def test_bytes_stay_bytes(self, tmp_path: Path) -> None:
+        verdict, _ = proved(self.port(np.uint8), tmp_path)
+        assert verdict.word == "equivalent", verdict.sentence
+
+    def test_a_side_that_leaves_their_range(self, tmp_path: Path) -> None:
+        verdict, _ = proved(self.port(np.int32), tmp_path)
+        assert verdict.word == "not_equivalent", verdict.sentence
+
+
 class TestLinen:
     def test_equivalent(self, tmp_path: Path) -> None:
         verdict, written = proved(square(), tmp_path)

@@ -274,11 +274,12 @@ class TorchSide:
         self.ruled = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
 
     def ready(self, batch: Batch) -> dict[str, Tensor]:
-        """Floating-point fields in the dtype of the side, whole numbers as int64, which torch's losses ask for."""
+        """Floating-point fields in the dtype of the side; int32, JAX's whole numbers, as torch's int64, for which its
+        losses ask; bytes and the like as they are, since a loop that computes with them may leave their range."""
 
         def tensor(array: np.ndarray) -> Tensor:
             t = torch.from_numpy(np.array(array))
-            return t.to(self.dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.long()
+            return t.to(self.dtype) if t.is_floating_point() else t.long() if t.itemsize >= 4 else t
 
         return {name: tensor(array) for name, array in batch.items()}
 
@@ -342,9 +343,16 @@ class TorchSide:
     def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
         if self.loss is None:
             return {}
-        with torch.no_grad():
-            loss, _, values = self.forward(copy.deepcopy(self.module), batch)
+        (loss, _, values), (again, _, others) = (self.forward(copy.deepcopy(self.module), batch) for _ in range(2))
         check_loss("torch_loss", loss)
+        if not loss.requires_grad:
+            raise ConfigError("torch_loss returns a number without a gradient; leave out no_grad, detach and the like")
+        drawn = [path for path, y in values.items() if not torch.equal(y, others[path])]
+        if drawn or not torch.equal(loss, again):
+            raise ConfigError(
+                f"torch_loss is another for the same batch, first the output of {drawn[0] if drawn else 'the loss'}: "
+                "random numbers are drawn, as by dropout; call torch_module.eval(), or set its rate to 0"
+            )
         return {path: tuple(y.shape) for path, y in values.items()}
 
     def measured(self, batch: Batch) -> dict[str, Any]:
