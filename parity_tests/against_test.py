@@ -287,6 +287,19 @@ def no_list(run: Path) -> None:
     (run / "summary.json").write_text('{"collectives": 3}', encoding="utf-8")
 
 
+def no_kind(run: Path) -> None:
+    file = run / "record" / f"{STEPS}.safetensors"
+    save_file(load_file(file) | {"grad/norm.weight": np.ones(3, np.float32)}, file)
+
+
+def no_tensors(run: Path) -> None:
+    save_file({}, run / "record" / "2.safetensors")
+
+
+def no_toml(run: Path) -> None:
+    (run / "config.toml").write_text("[train", encoding="utf-8")
+
+
 BAD: dict[Callable[[Path], None], str] = {
     cut: "has 5 whole steps, from 1 to 5, where train.steps = 6",
     half_a_line: "has 5 whole steps, from 1 to 5, where train.steps = 6",
@@ -296,6 +309,9 @@ BAD: dict[Callable[[Path], None], str] = {
     no_start: "give the weights that it started from by --init",
     no_json: "summary.json is damaged",
     no_list: "collectives is no list",
+    no_kind: r"has tensors of kind 'grad', which is none; did you mean 'gradient'\\?",
+    no_tensors: "2.safetensors has no tensors; name them KIND/NAME",
+    no_toml: r"--against .*config.toml: .*; give a readable TOML file",
     no_config: "no run folder, it lacks config.toml",
 }
 
@@ -322,8 +338,10 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         ConfigError, match=rf"is a run of {STEPS} steps, not {2 * STEPS}; give --steps {STEPS}, or leave out"
     ):
         main([*line[:4], "--steps", str(2 * STEPS), "--optimizer.decay_steps", str(STEPS)])
-    with pytest.raises(ConfigError, match=r"--first 5: of .* all steps are proved; leave it out"):
-        main([*line[:4], "--first", "5"])
+    with pytest.raises(ConfigError, match=r"--first 20: of .* all steps are proved; leave it out"):
+        main([*line[:4], "--first", "20"])
+    with pytest.raises(ConfigError, match=r"--output .*proof lies in the run that is proved, .*; give another folder"):
+        main([*line[:3], str(run / "proof")])
     with pytest.raises(ConfigError, match=r"remat_every = 3 does not divide model.layers = 2"):  # of the run, not of 4
         main([*line[:4], "--memory.remat_every", "3"])
     with pytest.raises(ConfigError, match=r"--against .*nowhere: no run folder, .* give torch, transformers, or a run"):

@@ -29,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--first": {
         "type": int,
-        "default": STEPS,
         "metavar": "N",
         "help": f"prove the first N steps of the run, under the schedule of them all (default {STEPS})",
     },
@@ -74,13 +73,17 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
     a = replace(a, experiment=in_steps(a.experiment))
     if theirs is None:
-        return Proof.of(a.experiment, check(a), a.device, known.against, a.more["first"]), a.more["bisect"], a.init
-    if a.more["first"] != STEPS:
+        first = STEPS if a.more["first"] is None else a.more["first"]
+        return Proof.of(a.experiment, check(a), a.device, known.against, first), a.more["bisect"], a.init
+    if a.more["first"] is not None:
         raise ConfigError(f"--first {a.more['first']}: of {theirs.path} all steps are proved; leave it out")
     init = a.init or theirs.path / "start"
     if not init.exists():
         raise ConfigError(f"--against {theirs.path}: give the weights that it started from by --init, or as {init}")
-    return Proof.against(theirs, a.experiment, check(a), a.device), a.more["bisect"], init
+    output = check(a)
+    if output.absolute().is_relative_to(theirs.path.absolute()):
+        raise ConfigError(f"--output {output} lies in the run that is proved, {theirs.path}; give another folder")
+    return Proof.against(theirs, a.experiment, output, a.device), a.more["bisect"], init
 
 
 def run_at(given: str) -> Run:
@@ -107,7 +110,7 @@ def check(a: Arguments) -> Path:
             f"train.steps = {a.experiment.train.steps}: a proof needs {FEWEST}, for one of them to be measured and the "
             f"loss to be judged; give --steps {FEWEST} or more, or a longer run"
         )
-    if a.more["first"] < FEWEST:
+    if a.more["first"] is not None and a.more["first"] < FEWEST:
         raise ConfigError(f"--first {a.more['first']}: a proof needs {FEWEST} steps; give {FEWEST} or more")
     if "-1" not in a.experiment.parallel.mesh:
         a.experiment.check_mesh(a.experiment.parallel.axes())

@@ -16,7 +16,9 @@ import numpy as np
 from jaxdist import models
 from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, newest, read_metrics, read_record
 from jaxdist.config.arguments import load
+from jaxdist.config.errors import nearest
 from jaxdist.config.optimizer import ALL, Place
+from jaxdist.config.record import KINDS
 from parity_tests import commands, compare, names
 
 METRICS = tuple(compare.FLOOR)
@@ -112,7 +114,7 @@ class Run:
     @cached_property
     def experiment(self) -> Experiment:
         """The resolved config."""
-        return load(self.path / "config.toml", {})
+        return load(self.path / "config.toml", {}, "--against")
 
     def check(self) -> None:
         """Raises ConfigError unless the folder holds a whole run that can be compared, all of its numbers finite."""
@@ -128,6 +130,13 @@ class Run:
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
                 raise ConfigError(f"{self.path / 'summary.json'}: {name} {wrong}; mend it or leave it out")
+        for step, tensors in self.records.items():
+            file = self.path / "record" / f"{step}.safetensors"
+            if not tensors:
+                raise ConfigError(f"{file} has no tensors; name them KIND/NAME, or remove it")
+            for kind in dict.fromkeys(name.partition("/")[0] for name in tensors):
+                if kind not in KINDS:
+                    raise ConfigError(f"{file} has tensors of kind {kind!r}, which is none; {nearest(kind, KINDS)}")
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(

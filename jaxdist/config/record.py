@@ -33,11 +33,14 @@ from safetensors.numpy import save_file
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import Counts, Section
+from jaxdist.config.optimizer import KEPT
 
 # A function that models call -> the names of its results, call by call within a module.
 FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
 LOGITS = "logits"
-
+KINDS = (
+    "batch", "start", "activation", "scalar", "activation_gradient", "gradient", "clipped", *KEPT, "weights",
+)  # fmt: skip
 
 Steps = Counts
 
