@@ -107,6 +107,7 @@ class TorchHalf(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
+            assert isinstance(layer, nn.Linear)
             x = torch.tanh(nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
         return x
 

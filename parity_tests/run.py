@@ -134,9 +134,9 @@ class Run:
             file = self.path / "record" / f"{step}.safetensors"
             if not tensors:
                 raise ConfigError(f"{file} has no tensors; name them KIND/NAME, or remove it")
-            for kind in dict.fromkeys(name.partition("/")[0] for name in tensors):
-                if kind not in KINDS:
-                    raise ConfigError(f"{file} has tensors of kind {kind!r}, which is none; {nearest(kind, KINDS)}")
+            for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors):
+                if prefix not in KINDS:
+                    raise ConfigError(f"{file} has tensors of kind {prefix!r}, which is none; {nearest(prefix, KINDS)}")
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(
