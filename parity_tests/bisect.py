@@ -89,7 +89,8 @@ def in_order(record: Record) -> Iterator[str]:
     for module in backward:
         yield f"activation_gradient/{module}"
         yield from (f"gradient/{name}" for name in gradients if owner(name) == place.get(module))
-    yield from (f"gradient/{name}" for name in gradients if owner(name) == -1 or not backward)
+    noted = {place.get(module) for module in backward}
+    yield from (f"gradient/{name}" for name in gradients if owner(name) not in noted)
     yield "grad_norm"
     for kind in ("clipped", *(kind for kind in KEPT if kind != EMA)):
         yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))

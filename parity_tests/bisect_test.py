@@ -30,6 +30,14 @@ def test_a_step_is_walked_as_it_is_computed() -> None:
     ]  # fmt: skip
 
 
+def test_gradients_come_before_the_update_whatever_modules_show() -> None:
+    """A module may show its output and not the gradient of it."""
+    shown = [name for name in RECORD if name != "activation_gradient/layers.0.mlp.up"]
+    order = list(in_order(dict.fromkeys(shown, np.zeros(1))))
+    assert sorted(order) == sorted(shown)
+    assert order.index("gradient/layers.0.mlp.up.weight") < order.index("grad_norm")
+
+
 @pytest.mark.parametrize("wrong", [1e-9, math.inf, math.nan])
 def test_the_first_that_leaves_its_bound(wrong: float) -> None:
     bounds = dict.fromkeys(["activation/a", "activation/b", "gradient/a"], 1e-10)
