@@ -100,7 +100,9 @@ def test_a_vector_has_less_of_chance(kind: str) -> None:
     def off(times: float) -> Made:
         return Made(1e-3, NOISE | {kind: times * NOISE[kind]}, draw=1, side="wrong")
 
-    assert not failed(right, off(1.8)) and failed(right, off(1.1 * LIMIT["bfloat16"])) == {NAMES[kind]}
+    drifts = kind in ("exp_avg", "exp_avg_sq")  # means of later gradients, of which equal runs reached 6.6
+    limit = DRIFT if drifts else LIMIT["bfloat16"]
+    assert not failed(right, off(6.6 if drifts else 1.8)) and failed(right, off(1.1 * limit)) == {NAMES[kind]}
     assert not failed(right, off(15), "float32") and failed(right, off(1.1 * DRIFT), "float32") == {NAMES[kind]}
     (check,) = (check for check in judged(right, off(100)) if check.name == NAMES[kind])
     assert check.of == "wrong" and check.title == f"{NAMES[kind]}: wrong" and check.value == pytest.approx(100, rel=0.1)
