@@ -7,7 +7,7 @@
 import math
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,7 @@ class Tensors:
             for chunk in chunks:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)
-                rows = max(1, PIECE * len(into) // max(1, into.nbytes))
-                for start in range(0, len(into), rows):  # a whole part would take room beside the tensor
-                    block = slice(start, start + rows)
+                for block in blocks(into.shape, into.nbytes):  # a whole part would take room beside the tensor
                     into[block] = torch_files.leaf(path, name, part[block]).read()
             return tensor
         except Exception as error:  # of a damaged file, many kinds
@@ -144,6 +142,17 @@ class Tensors:
         if behind:
             say(f"{self.folder}: {len(behind)} entries stay behind, {behind[0]} first: they cannot be read safely")
         return found
+
+
+def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
+    """Where the blocks of an array of `size` bytes lie, each of about PIECE, or of one row of its last axis."""
+    if size <= PIECE or not shape:
+        yield ()
+    elif rows := PIECE * shape[0] // size:
+        yield from ((slice(start, start + rows),) for start in range(0, shape[0], rows))
+    else:
+        for i in range(shape[0]):
+            yield from ((slice(i, i + 1), *rest) for rest in blocks(shape[1:], size // shape[0]))
 
 
 def _renamed(name: str, optimizer: str) -> str:

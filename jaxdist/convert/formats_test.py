@@ -438,13 +438,24 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
         tensors.read(name, replace(entry, chunks=[half, rest]))
 
 
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
+@pytest.mark.parametrize("size", [1, 4, 30, 1000])
+def test_blocks_are_all_of_an_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: int) -> None:
+    monkeypatch.setattr(dcp_files, "PIECE", size)
+    seen = np.zeros(shape, np.uint8)
+    for block in dcp_files.blocks(shape, seen.nbytes):
+        assert seen[block].nbytes <= size
+        seen[block] += 1
+    assert (seen == 1).all()
+
+
 @pytest.mark.parametrize("cut", [0, 1])
 def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """A tensor of two ranks, of rows or of columns: all its numbers, a few rows of a part at a time."""
     monkeypatch.setattr(dcp_files, "PIECE", 2**16)
-    numbers = torch.arange(2**20, dtype=torch.float32).reshape(2**10, 2**10)
+    numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
     halves = [half.contiguous() for half in numbers.chunk(2, cut)]
     tree = {"first": halves[0], "second": halves[1]}
     with warnings.catch_warnings(action="ignore"):
@@ -452,8 +463,8 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tensors = dcp_files.Tensors(tmp_path)
     entry = tensors.index.state_dict_metadata["first"]
     chunks = []
-    for name, offset in (("first", 0), ("second", 2**9)):
-        offsets = torch.Size([offset, 0] if cut == 0 else [0, offset])
+    for name, offset in (("first", 0), ("second", numbers.shape[cut] // 2)):
+        offsets = torch.Size([offset * (axis == cut) for axis in range(3)])
         chunks.append(replace(entry.chunks[0], offsets=offsets))
         (found,) = (f for i, f in tensors.index.storage_data.items() if i.fqn == name)
         tensors.index.storage_data[dcp_files.MetadataIndex("both", offsets)] = found
