@@ -33,17 +33,10 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     if not comparable(a, b):
         return float("inf")
     a, b = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        distance, size = norm(a - b), norm(b)
-    if not distance:
-        return 0.0
-    return float(distance / size) if size and np.isfinite([distance, size]).all() else float("inf")
-
-
-def norm(a: np.ndarray) -> np.float64:
-    """||a||, scaled: squares of what is beyond 1e154 are infinite, and those of what is below 1e-162 are nothing."""
-    largest = np.abs(a).max(initial=0.0)
-    return np.float64(largest * np.linalg.norm(a / largest) if largest else 0.0)
+    _, exponent = np.frexp(max(np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0)))
+    a, b = np.ldexp(a, -exponent), np.ldexp(b, -exponent)  # or squares of what is beyond 1e154 would be infinite
+    distance, size = np.linalg.norm(a - b), np.linalg.norm(b)
+    return float(distance / size) if size else float("inf" if distance else 0.0)
 
 
 def curve(a: Records, b: Records, field: str) -> np.ndarray:
@@ -115,7 +108,7 @@ def whole(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
 
 def length(tensors: Iterable[np.ndarray]) -> float:
     """The norm of all tensors as one vector."""
-    return float(norm(np.array([norm(w.astype(np.float64)) for w in tensors])))
+    return float(np.sqrt(sum(float(np.sum(np.square(w, dtype=np.float64))) for w in tensors)))
 
 
 def worst(differences: Mapping[str, float]) -> tuple[str, float]:

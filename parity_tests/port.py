@@ -192,10 +192,11 @@ class Port:
     @cached_property
     def modules(self) -> tuple[dict[str, str], list[str]]:
         """Modules whose outputs both sides show, ours -> theirs, and those of ours of which they do not."""
-        with jax.enable_x64(False):
-            jax_side = self.jax_side("float32", None).begin(self.start)
-            ours = jax_side.seen(self.batches[0])
-        theirs = self.torch_side("float32", None).seen(self.batches[0])
+        with told_of("batch 1"):
+            with jax.enable_x64(False):
+                jax_side = self.jax_side("float32", None).begin(self.start)
+                ours = jax_side.seen(self.batches[0])
+            theirs = self.torch_side("float32", None).seen(self.batches[0])
         candidates = jax_side.modules if self.shows_inside and self.torch_loss else {}
         found, missed = {}, []
         for path, name in candidates.items():
@@ -376,7 +377,7 @@ class Port:
             f"{name} computes in {narrow.dtype} whatever it is given, first by {narrow.operation}, and rounding alone "
             "is more than mistakes are there; let the model keep the dtype of its input, or compute in float32"
         )
-        return {"mathematics": reason}
+        return dict.fromkeys(("mathematics", *["distribution"] * bool(self.sharded), "precision"), reason)
 
     def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Parting | None:
         """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.
@@ -413,11 +414,14 @@ class Port:
 
 @contextmanager
 def told_of(what: str) -> Iterator[None]:
-    """What the user's own code raises within keeps its traceback, which says `what` it was at."""
+    """What the user's own code raises within keeps its traceback, which says `what` it was at; a file that it lacks is
+    told as a ConfigError."""
     try:
         yield
     except (ConfigError, TrainingError):
         raise
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}; it is raised by the losses or steps, which have to find it") from error
     except Exception as error:
         error.add_note(f"This was raised at {what}.")
         raise
@@ -425,8 +429,9 @@ def told_of(what: str) -> Iterator[None]:
 
 def check_batch(number: int, batch: Batch, first: Batch) -> None:
     """Raises ConfigError where it has other fields than the first one, or what is no array of finite real numbers."""
-    if differ := batch.keys() ^ first.keys():
-        raise ConfigError(f"batches: batch {number} and batch 1 have not both {min(differ)}; give all the same fields")
+    if batch.keys() != first.keys():
+        ours, firsts = (", ".join(map(str, fields)) or "nothing" for fields in (batch, first))
+        raise ConfigError(f"batches: batch {number} has {ours}, and batch 1 has {firsts}; give all the same fields")
     for name, array in batch.items():
         if isinstance(array, Mapping | list | tuple):
             raise ConfigError(
@@ -441,6 +446,8 @@ def check_batch(number: int, batch: Batch, first: Batch) -> None:
             )
         if not np.isfinite(wide(values)).all():
             raise ConfigError(f"batches: {name} of batch {number} has NaN or infinite numbers; give finite ones")
+        if values.dtype.kind in "iu" and (values != values.astype(np.int32)).any():
+            raise ConfigError(f"batches: {name} of batch {number} has whole numbers beyond 32 bits; give smaller ones")
 
 
 def torch_shapes(module: nn.Module, named: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

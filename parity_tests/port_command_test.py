@@ -3,17 +3,19 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from jaxdist.config import ConfigError
 from jaxdist.convert.mapping import KeyMapping, Row
 from parity_tests.port import Port
-from parity_tests.port_test import square, torch_adamw
+from parity_tests.port_test import AdamW, square, torch_adamw
 
 
 class TestCommand:
@@ -71,9 +73,10 @@ class TestBadInput:
             (with_field(np.array(["a", "b"])), r"batches: z of batch 1 is of dtype <U1; give whole or floating-point"),
             (with_field(np.array([None, 1], object)), r"batches: z of batch 1 is of dtype object"),
             (with_field(np.ones(3, complex)), r"batches: z of batch 1 is of dtype complex128"),
+            (with_field(np.array([2**31])), r"batches: z of batch 1 has whole numbers beyond 32 bits"),
             (
-                {"batches": [BATCH, BATCH | {"z": np.ones(3)}]},
-                r"batches: batch 2 and batch 1 have not both z; give all",
+                {"batches": [BATCH, {0: 1, "x": 1}]},
+                r"batches: batch 2 has 0, x, and batch 1 has x, y; give all the same",
             ),
             ({"mapping": KeyMapping((Row("Dense_0.kernel", "0.weight"),))}, r"ours: Dense_0.bias, .* in no row"),
             ({"torch_module": nn.Sequential(nn.Linear(6, 6))}, r"theirs = '2.weight': no such tensor"),
@@ -98,24 +101,35 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="torch_loss returns a number without a gradient"):
             port.prove(tmp_path / "port")
 
-    @pytest.mark.parametrize("inside", [True, False])
-    def test_a_loss_that_is_drawn(self, tmp_path: Path, inside: bool) -> None:
-        """As of a module that was left in train mode: it equals nothing, not even itself."""
-        drop = nn.Dropout(0.1)
-        port = square(torch_loss=lambda m, b: ((drop(m(b["x"])) - b["y"]) ** 2).mean())
-        if inside:
-            port = square(torch_module=nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), drop), nn.Linear(6, 6)))
-        where = "1.1" if inside else "the loss"
-        with pytest.raises(ConfigError, match=rf"is another for the same batch, first the output of {where}: random"):
+    @pytest.mark.parametrize("own", [True, False])
+    def test_what_is_drawn(self, tmp_path: Path, own: bool) -> None:
+        """As by a module that was left in train mode, however seldom it drops: it equals nothing, not even itself."""
+        module = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Dropout(1e-6)), nn.Linear(6, 6))
+        port = square(torch_module=module)
+        steps: dict[str, Any] = {
+            "jax_loss": None,
+            "torch_loss": None,
+            "jax_step": AdamW(port.jax_loss),
+            "torch_step": torch_adamw,
+        }
+        port = replace(port, **steps) if own else port
+        with pytest.raises(ConfigError, match=f"torch_{'step' if own else 'loss'} draws random numbers, as dropout"):
             port.prove(tmp_path / "port")
-        drop.eval()
-        port.check()
+        module.eval()
+        assert port.prove(tmp_path / "right").word == "equivalent"
 
-    def test_what_ones_own_code_raises_says_at_which_batch(self, tmp_path: Path) -> None:
-        wide = BATCH | {"x": np.ones((4, 7))}
+    @pytest.mark.parametrize(("number", "where"), [(1, "batch 1"), (3, "batch 3, in the run jax-float64")])
+    def test_what_ones_own_code_raises_says_at_which_batch(self, tmp_path: Path, number: int, where: str) -> None:
+        batches = [BATCH | {"x": np.ones((4, 7 if i == number else 6))} for i in range(1, 5)]
         with pytest.raises(Exception, match="shape") as raised:
-            square(batches=[BATCH, BATCH, wide, BATCH]).prove(tmp_path / "port")
-        assert "This was raised at batch 3, in the run jax-float64." in raised.value.__notes__
+            square(batches=batches).prove(tmp_path / "port")
+        assert f"This was raised at {where}." in raised.value.__notes__
+
+    def test_a_file_that_ones_own_code_lacks(self, tmp_path: Path) -> None:
+        """It is no full disk of the proof's."""
+        port = square(torch_loss=lambda m, b: torch.from_numpy(np.load(tmp_path / "labels.npy")))
+        with pytest.raises(ConfigError, match=r"batch 1: .*labels.npy.*; it is raised by the losses or steps"):
+            port.prove(tmp_path / "port")
 
     def test_tied_on_one_side(self, tmp_path: Path) -> None:
         module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))

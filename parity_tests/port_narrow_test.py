@@ -14,6 +14,7 @@ from flax import linen
 from torch import nn
 
 from jaxdist.config import Optimizer
+from jaxdist.convert.mapping import KeyMapping, Row
 from parity_tests.port import Port
 from parity_tests.port_test import AdamW, Square, proved, square, torch_adamw
 
@@ -138,6 +139,57 @@ class TestHalf:
     def test_a_mistake_that_rounding_does_not_hide(self, tmp_path: Path) -> None:
         verdict, _ = proved(self.port(1.5), tmp_path)
         assert verdict.word == "not_equivalent" and verdict.failed[0].level == "mathematics"
+
+
+class Coarse(torch.autograd.Function):
+    """y = x·Wᵀ, whose gradients are computed in float32 whatever they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = (t.float() for t in ctx.saved_tensors)
+        found = gradient.float() @ weight, gradient.float().T @ x
+        return tuple(g.to(gradient.dtype) for g in found)
+
+
+class CoarseLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Coarse.apply(x, self.weight) + self.bias
+
+
+class TestBackward:
+    """float32 in the gradients alone, as rules of one's own have it, is seen too."""
+
+    def port(self) -> Port:
+        @jax.custom_vjp
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            return x @ w
+
+        def backward(kept: Any, g: jax.Array) -> Any:
+            x, w = (a.astype(jnp.float32) for a in kept)
+            g32 = g.astype(jnp.float32)
+            return (g32 @ w.T).astype(g.dtype), (x.T @ g32).astype(g.dtype)
+
+        product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+        random = np.random.default_rng(0)
+        layers = {"0": {"kernel": random.normal(size=(6, 6)), "bias": np.zeros(6)}}
+
+        def loss(v: Any, b: Any) -> jax.Array:
+            return jnp.mean((product(b["x"], v["0"]["kernel"]) + v["0"]["bias"] - b["y"]) ** 2)
+
+        rows = (Row("0.kernel", "0.weight", "transpose"), Row("0.bias", "0.bias"))
+        module = nn.Sequential(CoarseLinear(6, 6))
+        return square(jax_parameters=layers, jax_loss=loss, torch_module=module, mapping=KeyMapping(rows))
+
+    def test_it_is_told(self, tmp_path: Path) -> None:
+        port = self.port()
+        assert port.narrow.keys() == {"jax_loss", "torch_loss"}
+        verdict, _ = proved(port, tmp_path)
+        assert verdict.word == "equivalent", verdict.sentence
 
 
 class TestOwnSteps:

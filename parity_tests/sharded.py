@@ -25,7 +25,7 @@ from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.sharding import BATCH, Layout
 from parity_tests.names import base
-from parity_tests.sides import Arrays, Batch, JaxSide, Narrow, Values, narrower
+from parity_tests.sides import Arrays, Batch, JaxSide, Narrow, Values, narrower, plain
 
 SECTIONS = {  # of a config, that say how a model is laid out; what is trained, and in which dtypes, the proof says
     "parallel": {"mesh", "strategy", "reduce"},
@@ -142,13 +142,12 @@ class Sharded:
             raise ConfigError(f"sharded: a step of the model cannot be traced: {said}") from error
 
     def tokens(self, batch: Batch, dtype: str) -> Tokens:
-        """A batch as the step takes it: floating-point inputs in `dtype`, whole numbers as int32."""
+        """A batch as the step takes it: floating-point inputs in `dtype`, others as `plain`."""
         for name in (self.inputs, self.targets):
             if name not in batch or not np.ndim(batch[name]):
                 raise ConfigError(f"batches have no array {name!r}, but {', '.join(batch)}; name it in Sharded")
-        inputs, targets = (np.asarray(batch[name]) for name in (self.inputs, self.targets))
-        whole = inputs.dtype.kind in "iub"
-        return Tokens(inputs.astype(np.int32 if whole else dtype), targets.astype(np.int32))
+        inputs, targets = (plain(batch[name]) for name in (self.inputs, self.targets))
+        return Tokens(inputs.astype(dtype) if inputs.dtype == np.float64 else inputs, targets.astype(np.int32))
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Starting weights as the model declares them, drawn from train.seed: by name, on the host."""

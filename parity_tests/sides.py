@@ -6,7 +6,8 @@ and by what modules put out. Nothing that computes is shared, as everywhere.
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -126,6 +127,9 @@ class JaxSide:
         array = np.asarray(array)
         return jnp.asarray(array if array.dtype.kind in "iub" else array.astype(self.dtype))
 
+    def ready(self, batch: Batch) -> Any:
+        return {name: self.cast(plain(array)) for name, array in batch.items()}
+
     def ruled(self) -> optax.GradientTransformationExtraArgs:
         """jaxdist's optimizer, with the decay of what is a matrix in torch: a bias [H, C] of ours is none."""
         o, theirs = self.optimizer, self.mapping.their_shapes(self.shapes)
@@ -147,7 +151,7 @@ class JaxSide:
 
     def step(self, batch: Batch) -> Values:
         self.count += 1
-        self.state, told = self.advance(self.state, jax.tree.map(self.cast, batch))
+        self.state, told = self.advance(self.state, self.ready(batch))
         if self.own is not None:
             return {"loss": float(told), "grad_norm": None, "learning_rate": None}
         loss, norm = map(float, told)
@@ -174,7 +178,7 @@ class JaxSide:
     def observe(self, batch: Batch) -> Arrays:
         if self.loss is None:
             return {}
-        ready = jax.tree.map(self.cast, batch)
+        ready = self.ready(batch)
         outputs = self.outputs(ready)
         zeros = {path: jnp.zeros(y.shape, y.dtype) for path, y in outputs.items()}
         (loss, noted), (gradients, backward) = self.look(self.parameters(), zeros, ready)
@@ -217,11 +221,11 @@ class JaxSide:
     def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
         if self.loss is None:
             return {}
-        found = self.outputs(jax.tree.map(self.cast, batch)).items()
+        found = self.outputs(self.ready(batch)).items()
         return {self.common(path): self.laid_out(path, np.empty(y.shape, np.bool_)).shape for path, y in found}
 
     def measured(self, batch: Batch) -> dict[str, Any]:
-        traced = self.jaxpr(jax.tree.map(self.cast, batch))
+        traced = self.jaxpr(self.ready(batch))
         return {"sent_bytes": math.fsum(collective.bytes for collective in traffic.count(traced))} if traced else {}
 
     def jaxpr(self, ready: Any) -> Any:
@@ -234,11 +238,12 @@ class JaxSide:
             return None
 
     def narrow(self, batch: Batch) -> dict[str, Narrow]:
-        ready, found = jax.tree.map(self.cast, batch), {}
+        ready, found = self.ready(batch), {}
         if self.loss is not None:
-            found["loss"] = narrower(jax.make_jaxpr(self._loss)(self.parameters(), ready).jaxpr, self.dtype)
-        if self.own is not None and (traced := self.jaxpr(ready)):
-            found["step"] = narrower(traced.jaxpr, self.dtype, axes=1)
+            traced = jax.make_jaxpr(jax.value_and_grad(self._loss))(self.parameters(), ready)
+            found["loss"] = narrower(traced.jaxpr, self.dtype)
+        if self.own is not None and (step := self.jaxpr(ready)):
+            found["step"] = narrower(step.jaxpr, self.dtype, axes=1)
         return {name: narrow for name, narrow in found.items() if narrow}
 
 
@@ -274,24 +279,25 @@ class TorchSide:
         self.ruled = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
 
     def ready(self, batch: Batch) -> dict[str, Tensor]:
-        """Floating-point fields in the dtype of the side; int32, JAX's whole numbers, as torch's int64, for which its
-        losses ask; bytes and the like as they are, since a loop that computes with them may leave their range."""
+        """Fields as `plain`, floating-point ones in the dtype of the side, and int32 as torch's own, int64."""
 
         def tensor(array: np.ndarray) -> Tensor:
-            t = torch.from_numpy(np.array(array))
-            return t.to(self.dtype) if t.is_floating_point() else t.long() if t.itemsize >= 4 else t
+            t = torch.from_numpy(np.array(plain(array)))
+            return t.to(self.dtype) if t.is_floating_point() else t.long() if t.dtype == torch.int32 else t
 
         return {name: tensor(array) for name, array in batch.items()}
 
     def step(self, batch: Batch) -> Values:
         self.count += 1
         if self.own is not None:
-            loss = torch.as_tensor(self.own(self.ready(batch)), dtype=torch.float64).detach()
+            with nothing_drawn("torch_step"):
+                loss = torch.as_tensor(self.own(self.ready(batch)), dtype=torch.float64).detach()
             return {"loss": float(loss), "grad_norm": None, "learning_rate": None}
         assert self.loss is not None
         self.ruled.zero_grad(set_to_none=True)
-        loss = self.loss(self.module, self.ready(batch))
-        loss.backward()
+        with nothing_drawn("torch_loss"):
+            loss = self.loss(self.module, self.ready(batch))
+            loss.backward()
         norm = torch_optim.clip(self.module.parameters(), self.optimizer.clip)
         rate = torch_optim.learning_rate(self.optimizer, self.steps, self.count)
         for group in self.ruled.param_groups:
@@ -343,15 +349,12 @@ class TorchSide:
     def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
         if self.loss is None:
             return {}
-        (loss, _, values), (again, _, others) = (self.forward(copy.deepcopy(self.module), batch) for _ in range(2))
+        loss, _, values = self.forward(copy.deepcopy(self.module), batch)
         check_loss("torch_loss", loss)
         if not loss.requires_grad:
-            raise ConfigError("torch_loss returns a number without a gradient; leave out no_grad, detach and the like")
-        drawn = [path for path, y in values.items() if not torch.equal(y, others[path])]
-        if drawn or not torch.equal(loss, again):
             raise ConfigError(
-                f"torch_loss is another for the same batch, first the output of {drawn[0] if drawn else 'the loss'}: "
-                "random numbers are drawn, as by dropout; call torch_module.eval(), or set its rate to 0"
+                "torch_loss returns a number without a gradient; leave out no_grad, detach and the like, and let the "
+                "module's parameters require theirs"
             )
         return {path: tuple(y.shape) for path, y in values.items()}
 
@@ -363,7 +366,7 @@ class TorchSide:
         if self.loss is not None:
             module = copy.deepcopy(self.module)
             with _Narrower(self.dtype) as seen:
-                self.loss(module, ready)
+                self.loss(module, ready).backward()
             found["loss"] = seen.narrow
         if self.own is not None:
             with _Narrower(self.dtype, axes=1) as seen:
@@ -387,6 +390,27 @@ class _Narrower(TorchDispatchMode):
             if floating and (eps := torch.finfo(part.dtype).eps) > self.eps:
                 self.eps, self.narrow = eps, Narrow(func._opname, str(part.dtype).removeprefix("torch."))
         return y
+
+
+def plain(array: Any) -> np.ndarray:
+    """A field of a batch as both sides take it: floating-point numbers in float64, which each rounds to its dtype;
+    bool, and bytes, with which arithmetic may leave their range; all other whole numbers in int32, JAX's own."""
+    array = np.asarray(array)
+    if array.dtype in (np.bool_, np.uint8):
+        return array
+    return array.astype(np.int32 if array.dtype.kind in "iu" else np.float64)
+
+
+@contextmanager
+def nothing_drawn(what: str) -> Iterator[None]:
+    """Raises ConfigError where torch has drawn random numbers within: what they make equals nothing."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(torch.get_rng_state(), before):
+        raise ConfigError(
+            f"{what} draws random numbers, as dropout does in train mode, and so equals nothing; call "
+            "torch_module.eval(), or set the rate to 0"
+        )
 
 
 def check_loss(name: str, loss: Any) -> None:

@@ -49,6 +49,8 @@ def writes_to(target: str) -> Iterator[None]:
     refuses, as a full one does."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise TrainingError(f"{error}; make room, or give another {target}") from None
 
