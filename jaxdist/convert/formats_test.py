@@ -6,7 +6,6 @@ import logging
 import pickle
 import time
 import tracemalloc
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoint_in, checkpoints
+from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoints
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import buffers, stream, verify
 from jaxdist.convert.__main__ import main
@@ -391,90 +390,6 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     assert peak("bounded") < bound
     monkeypatch.setattr(stream, "AHEAD", 10**12)
     assert peak("unbounded") > bound
-
-
-def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
-    """Two halves of a tensor, one of them left out, or given another place or size: told apart as by counting."""
-    random, found = np.random.default_rng(0), []
-    for _ in range(500):
-        shape = random.integers(1, 4, random.integers(1, 4))
-        cut = random.integers(0, shape[0] + 1)
-        starts = np.zeros((2, len(shape)), int)
-        sizes = np.array([shape, shape])
-        starts[1, 0], sizes[0, 0], sizes[1, 0] = cut, cut, shape[0] - cut
-        kept = random.permutation(2)[: random.integers(1, 3)]
-        changed = random.choice([starts, sizes])
-        changed += (random.random(changed.shape) < 0.1) * random.integers(0, 2, changed.shape)
-        count = np.zeros([8] * len(shape), int)
-        for part in kept:
-            count[tuple(map(slice, starts[part], starts[part] + sizes[part]))] += 1
-        inside = (starts[kept] + sizes[kept] <= shape).all()
-        found.append(bool(inside and (count[tuple(map(slice, shape))] == 1).all()))
-        chunks = [
-            dcp_files.ChunkStorageMetadata(*(torch.Size(a[part].tolist()) for a in (starts, sizes))) for part in kept
-        ]
-        assert dcp_files.tiled(tuple(shape.tolist()), chunks) == found[-1], chunks
-    assert 100 < sum(found) < 400
-
-
-def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
-    """In the index of a distributed checkpoint a tensor is of parts, which must be all of it."""
-    tensors = dcp_files.Tensors(checkpoint_in(written(tmp_path / "run", "dcp", content_of(Llama(**SMALL)))))
-    name, leaf = next(
-        (name, leaf) for name, leaf in tensors.leaves.items() if len(leaf.shape) == 2 and not leaf.shape[0] % 2
-    )
-    entry = tensors.index.state_dict_metadata[name]
-    (whole,) = entry.chunks
-    half = type(whole)(whole.offsets, torch.Size([leaf.shape[0] // 2, leaf.shape[1]]))
-    assert leaf.read().shape == leaf.shape
-    for parts in [half], [half, half], [half, half, half]:
-        with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
-            tensors.read(name, replace(entry, chunks=parts))
-    beyond = type(whole)(torch.Size([leaf.shape[0] // 2, 1]), half.sizes)
-    with pytest.raises(ConfigError, match="its parts overlap or are not all of it"):
-        tensors.read(name, replace(entry, chunks=[half, beyond]))
-    rest = type(whole)(torch.Size([leaf.shape[0] // 2, 0]), half.sizes)
-    with pytest.raises(ConfigError, match="has float32"):  # such parts would do, but the file has the whole
-        tensors.read(name, replace(entry, chunks=[half, rest]))
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
-@pytest.mark.parametrize("size", [1, 4, 30, 1000])
-def test_blocks_are_all_of_an_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: int) -> None:
-    monkeypatch.setattr(dcp_files, "PIECE", size)
-    seen = np.zeros(shape, np.uint8)
-    for block in dcp_files.blocks(shape, seen.nbytes):
-        assert seen[block].nbytes <= size
-        seen[block] += 1
-    assert (seen == 1).all()
-
-
-@pytest.mark.parametrize("cut", [0, 1])
-def test_parts_of_ranks_take_no_room_beside_the_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
-) -> None:
-    """A tensor of two ranks, of rows or of columns: all its numbers, a few rows of a part at a time."""
-    monkeypatch.setattr(dcp_files, "PIECE", 2**16)
-    numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
-    halves = [half.contiguous() for half in numbers.chunk(2, cut)]
-    tree = {"first": halves[0], "second": halves[1]}
-    with warnings.catch_warnings(action="ignore"):
-        torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path, no_dist=True)
-    tensors = dcp_files.Tensors(tmp_path)
-    entry = tensors.index.state_dict_metadata["first"]
-    chunks = []
-    for name, offset in (("first", 0), ("second", numbers.shape[cut] // 2)):
-        offsets = torch.Size([offset * (axis == cut) for axis in range(3)])
-        chunks.append(replace(entry.chunks[0], offsets=offsets))
-        (found,) = (f for i, f in tensors.index.storage_data.items() if i.fqn == name)
-        tensors.index.storage_data[dcp_files.MetadataIndex("both", offsets)] = found
-    both = replace(entry, size=numbers.shape, chunks=chunks)
-    tracemalloc.start()
-    read = tensors.read("both", both)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert np.array_equal(read, numbers.numpy())
-    assert read.nbytes <= peak <= 1.2 * read.nbytes
 
 
 @pytest.mark.parametrize("full", ["torch.save", "jaxdist.convert.buffers.write"])
