@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Records = Sequence[Mapping[str, Any]]  # of metrics.jsonl, one per step
@@ -16,6 +17,11 @@ K = 4  # a run may leave the other's by k times what both lose against their own
 # GPT-2's key bias shifts all of a query's scores alike, so its true gradient is zero. What either side computes is
 # rounding, of which Adam makes steps of at most lr·|g|/eps. Such tensors are compared absolutely.
 ZERO_GRADIENT = "attention.k_proj.bias"
+
+
+def rounding(dtype: str) -> float:
+    """Half of what lies between 1 and the next number of a floating-point dtype: 2^-24 of "float32"."""
+    return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
 def comparable(a: np.ndarray, b: np.ndarray) -> bool:

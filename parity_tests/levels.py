@@ -29,7 +29,7 @@ WIDEST = {"mathematics": 1e-6, "distribution": 1e-6, "precision": 1e-3}
 # A policy in less has none: its noise is more from the first step on, and the verdict says what that may hide.
 WIDEST_NOISY = {level: limit for level, limit in WIDEST.items() if level != "precision"}
 NUMBERS = 256  # bytes of the few scalars that cross devices
-ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDING = {dtype: compare.rounding(dtype) for dtype in ("float64", "float32", "float16", "bfloat16")}
 COUNTED = "one a parameter or block each time it is needed, and a few single numbers (parity_tests/collectives.py)"
 DELICATE = "float32 at least, whatever the policy: less loses accuracy that the noise of bfloat16 hides"
 # What a policy moves a loss by is one number that drifts from step to step, on either side by chance. Of 312 pairs of

@@ -24,6 +24,7 @@ from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.transforms import output_to_theirs
 from jaxdist.convert.trees import flatten, shapes, unflatten
 from jaxdist.sharding import Layout
+from parity_tests import compare
 from parity_tests.jax_taps import jax_taps
 from parity_tests.names import base
 from parity_tests.torch_taps import torch_taps
@@ -59,8 +60,7 @@ class Narrow(NamedTuple):
 
     @property
     def rounding(self) -> float:
-        """Half of what is between 1 and the next number."""
-        return float(jnp.finfo(jnp.dtype(self.dtype)).eps) / 2
+        return compare.rounding(self.dtype)
 
 
 class Side(Protocol):
