@@ -18,8 +18,9 @@ from jaxdist.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, 
 from parity_tests import stages
 from parity_tests.run import JAX, REFERENCES
 from parity_tests.stages import Range
+from torch_ref.context import rings
 
-TRANSFORMERS = REFERENCES["transformers"]
+TORCH, TRANSFORMERS = REFERENCES["torch"], REFERENCES["transformers"]
 SETTLED = 8  # broadcasts by which DDP settles what its buckets are
 BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
 LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not computed again
@@ -27,7 +28,9 @@ Sent = tuple[str, dict[str, Range]]  # an axis, and by op how many
 Counts = dict[str, dict[str, Range]]
 
 
-def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Counts:
+def expected(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+) -> Counts:
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
     trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
     update = of_update(side, e, trained, mesh)
@@ -38,7 +41,7 @@ def expected(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     if isinstance(e.model, ResNet):
         activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
     else:
-        attention = of_attention(side, e, mesh)
+        attention = of_attention(side, e, mesh, rotates(side, e, platform))
         activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
     others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *update
     return together(found, (*activations, *others, *parameters))
@@ -53,10 +56,13 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
     return found
 
 
-def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+def least(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+) -> dict[str, float]:
     """The least bytes that a side could send, by axis.
 
-    torch: keys and values are gathered, their gradients reduce-scattered; so are the logits of the routers in mixtures
+    torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
+    gathered once more and gradients sent on in float32, n times; so are the logits of the routers in mixtures
     of transformers, for the balance of all ranks. For zero1 DDP all-reduces whole gradients over all axes at once, then
     ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts hangs on what the router
     chooses: see `unknown`.
@@ -69,11 +75,14 @@ def least(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
         found.pop(axis, None)
     m = e.model
     if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
-        again = traffic.recomputed(e) * m.layers
+        ring = rotates(side, e, platform)
+        again = 0 if ring and e.memory.remat == "selective" else traffic.recomputed(e) * m.layers
         tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
         keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
         found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
+        if ring:
+            found["context"] += m.layers * keys / ITEMSIZE[str(e.precision.compute)] * ITEMSIZE["float32"]
         found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
     if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
         logits = e.train.batch * e.data.sequence * m.experts * ITEMSIZE[str(e.precision.compute)]
@@ -157,14 +166,23 @@ def of_activations(
     }
 
 
-def of_attention(side: str, e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:
+def rotates(side: str, e: Experiment, platform: str) -> bool:
+    """Whether torch's own ring attends, on the `platform` of a run's summary."""
+    return side == TORCH and rings(e, platform)
+
+
+def of_attention(side: str, e: Experiment, mesh: Mapping[str, int], ring: bool) -> dict[str, Range]:
     """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
-    again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two.
+    again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two. torch's
+    ring gathers both at once, also backward, where it sends their gradients on n times; `selective` keeps its result.
     """
     p, memory, n = passes(e, mesh), e.memory, mesh["context"]
     blocks = p.both * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
     forward = blocks + again + p.forward * p.layers
+    if ring:
+        kept = again if memory.remat == "selective" else 0
+        return {"all_gather": exactly(forward - kept + blocks), "all_to_all": exactly(n * blocks)}
     if side != JAX:
         return {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(2 * blocks)}
     if e.parallel.context == "ulysses":

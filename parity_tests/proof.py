@@ -336,9 +336,10 @@ class Proof:
         mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
             known = run.side in MADE
-            counts = collectives.expected(run.side, self.experiment, self.layouts, mesh) if known else None
+            asked = self.experiment, self.layouts, mesh, run.summary.get("platform", "cpu")
+            counts = collectives.expected(run.side, *asked) if known else None
             like = run.side if known else JAX if run.summary.get("backend") == "jax" else "torch_ref"
-            least = collectives.least(like, self.experiment, self.layouts, mesh)
+            least = collectives.least(like, *asked)
             yield from levels.traffic(run, least, counts, collectives.unknown(like, mesh, self.experiment))
 
     def measured(self, what: str) -> bool:

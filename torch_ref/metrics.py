@@ -72,6 +72,7 @@ def summary(
         "versions": {"jaxdist": __version__, "torch": version("torch")},
         "parameters": parameter_count(model),
         "devices": mesh.size(),
+        "platform": mesh.device_type,
         "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
         "strategy": experiment.parallel.strategy,
         "precision": experiment.precision.policy,

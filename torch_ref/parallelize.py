@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
-from torch_ref.context import Context, Gathered
+from torch_ref.context import Context, context
 from torch_ref.experts import AllToAll, Dispatch, spread
 from torch_ref.images import AllImages
 from torch_ref.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
@@ -68,7 +68,7 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
     if experiment.parallel.batch_norm == "global":
         model = of_all_images(model, mesh)
     if axis_size(mesh, "context") > 1:
-        context_parallel(model, mesh["context"])
+        context_parallel(model, context(experiment, mesh))
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
     return data_parallel(model, experiment, mesh)
 
@@ -160,11 +160,11 @@ def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
             spread(experts, mesh[split], Shard(1) if sequence else Replicate())
 
 
-def context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def context_parallel(model: nn.Module, row: Context) -> None:
     """Times over the axis `context`: what a model does for its own alone, or for all, it asks its `context`."""
     for module in model.modules():
         if isinstance(getattr(module, "context", None), Context):
-            module.context = Gathered(mesh)  # type: ignore[assignment]
+            module.context = row  # type: ignore[assignment]
 
 
 def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

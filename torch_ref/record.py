@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from jaxdist.config import Experiment, RunFolder
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
+from torch_ref.context import TIME, context
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import FAMILIES, ResNet
 from torch_ref.models.layers import wide
@@ -37,7 +38,7 @@ Arrays = dict[str, np.ndarray]
 # leave times, along dimension 1.
 COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
-SPLIT, TIME = 2, 1
+SPLIT = 2
 
 
 def whole(tensors: dict[str, Tensor]) -> Arrays:
@@ -187,7 +188,9 @@ class Recorder:
         self.every = experiment.record.tensors == "all"
         self.images = experiment.model.takes == "images"
         self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
-        self.length = experiment.data.sequence // mesh["context"].size()
+        over = context(experiment, mesh)
+        self.times = over.order(experiment.data.sequence)
+        self.length = len(self.times) // over.size
 
     @contextmanager
     def watching(self, step: int, batch: Rows) -> Iterator[Watch]:
@@ -239,7 +242,8 @@ class Recorder:
         if self.images:
             rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
             return {n: a[order] for n, a in rows_of.items()}
-        context, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
+        over, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
+        in_order = np.argsort(self.times)
 
         def join(name: str) -> np.ndarray:
             split = SPLIT if name.rpartition(".")[-1] in COLUMNS | HEADS else TIME
@@ -250,7 +254,7 @@ class Recorder:
                 return slices[0] if whole else np.concatenate(slices, axis=split)
 
             return np.concatenate([
-                np.concatenate([part(row, c, i) for c in context], axis=TIME)
+                np.concatenate([part(row, c, i) for c in over], axis=TIME)[:, in_order]
                 for row in range(ways) for i in range(len(ranks[row, 0, 0][name]))
             ])  # fmt: skip
 

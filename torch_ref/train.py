@@ -20,6 +20,7 @@ from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, dataset_of, dealt, in_steps
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
+from torch_ref.context import context
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
@@ -186,8 +187,9 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     rows = dealt(size, ranks, experiment.train.accumulation)[rank * size // ranks : (rank + 1) * size // ranks]
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
     if isinstance(batch, Batch):
-        part, parts = mesh.get_local_rank("context"), mesh["context"].size()
-        batch = Batch(*(np.split(x, parts, axis=1)[part].astype(np.int64) for x in batch))
+        over = context(experiment, mesh)
+        own = np.split(over.order(experiment.data.sequence), over.size)[over.index]
+        batch = Batch(*(x[:, own].astype(np.int64) for x in batch))
     inputs, targets = (torch.from_numpy(x).to(mesh.device_type) for x in batch)
     return Rows(inputs, targets.long())
 

@@ -30,7 +30,7 @@ class Attention(nn.Module):
         q_BTHC = self.q_proj(x_BTD).reshape(heads)
         k_BTHC = self.k_proj(x_BTD).reshape(heads)
         v_BTHC = self.v_proj(x_BTD).reshape(heads)
-        k_BSHC, v_BSHC = self.context.gather(k_BTHC), self.context.gather(v_BTHC)
+        q_BTHC, k_BSHC, v_BSHC = self.context.across(q_BTHC, k_BTHC, v_BTHC)
         y_BTHC = attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from jaxdist.config import Rotary
@@ -117,14 +118,15 @@ def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0, firs
 
     Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider. The queries are
     those of the times from `first` on. On GPUs, for all times and without a window: torch's fused kernel, the same
-    mathematics with another rounding.
+    mathematics with another rounding; of tensors that are split over time, its ring.
     """
     B, T, H, C = q_BTHC.shape
     S, K = k_BSKC.shape[1:3]
     if q_BTHC.is_cuda and not window and S == T:
         q_BHTC, k_BKSC, v_BKSC = (x.transpose(1, 2) for x in (q_BTHC, k_BSKC, v_BSKC))
         y_BHTC = functional.scaled_dot_product_attention(q_BHTC, k_BKSC, v_BKSC, is_causal=True, enable_gqa=H != K)
-        return y_BHTC.transpose(1, 2)
+        y_BTHC = y_BHTC.transpose(1, 2)
+        return y_BTHC.to_local() if isinstance(y_BTHC, DTensor) else y_BTHC
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
     scores = torch.einsum("btkgc,bskc->bkgts", wide(q_BTKGC), wide(k_BSKC)) * C**-0.5
     position = torch.arange(S, device=scores.device)

@@ -36,7 +36,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHC, k_BTKC = self.q_norm(q_BTHC), self.k_norm(k_BTKC)
         q_BTHC, k_BTKC = rotate(q_BTHC, rotation), rotate(k_BTKC, rotation)
-        k_BSKC, v_BSKC = self.context.gather(k_BTKC), self.context.gather(v_BTKC)
+        q_BTHC, k_BSKC, v_BSKC = self.context.across(q_BTHC, k_BTKC, v_BTKC)
         y_BTHC = attend(q_BTHC, k_BSKC, v_BSKC, self.window, self.context.first(q_BTHC))
         return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
 
