@@ -40,7 +40,7 @@ from jaxdist.config.dcp import INDEX as DCP
 from jaxdist.config.display import console, say
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
-from jaxdist.convert import dcp_files, hf, torch_files, torch_numpy
+from jaxdist.convert import dcp_files, hf, torch_files, torch_leaves, torch_numpy
 from jaxdist.convert.content import Content
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.tables import entries
@@ -216,7 +216,7 @@ def read_torch(folder: Path) -> None:
         tree = torch.load(file, weights_only=True)
         right = part(tree, PARTS) or tree
     for name in found.keys() & right:
-        same = found[name].read().tobytes() == torch_files.to_numpy(right[name]).tobytes()
+        same = found[name].read().tobytes() == torch_leaves.to_numpy(right[name]).tobytes()
         assert same, "other numbers than those that torch reads"
 
 

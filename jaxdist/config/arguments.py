@@ -111,7 +111,7 @@ def user_path(text: str) -> Path:
         path = Path(text).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return path
 

@@ -5,27 +5,42 @@ What is held once can be copied by each of many calls. So both are counted befor
 """
 
 import pickle
-from collections.abc import Iterable, Sized
-from operator import methodcaller
+from collections.abc import Callable, Iterable, Sized
 from typing import Any, ClassVar
 
 MOST = 1000  # values that a key, or what a call is given, is written out
+WIDEST = 64  # bits of a number that is a key, which is hashed each time
 COPIES = 4  # so many times the bytes of the file may be copied by calls
+OPERATIONS = 50_000_000  # of a pickle, each of which may make a small object: those of a million tensors
 # What no checkpoint has: a bytearray is made as long as it says, and the others hash or call in ways of their own.
-_ABSENT = ("BYTEARRAY8", "ADDITEMS", "FROZENSET", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
-_absent = {getattr(pickle, name)[0] for name in _ABSENT}
+_ABSENT = ("BYTEARRAY8", "DICT", "ADDITEMS", "FROZENSET", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
+_absent = {getattr(pickle, name)[0]: name for name in _ABSENT}
 # In Python: C's takes as much memory as a few bytes of a hostile pickle may name.
 _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+def _counted(code: int, name: str) -> Callable[[Any], None]:
+    """What does the operation of that code by the method of that name."""
+
+    def done(unpickler: Any) -> None:
+        unpickler.operations -= 1
+        if unpickler.operations < 0:
+            raise ValueError(f"it has more than {OPERATIONS:,} operations")
+        if code in _absent:
+            raise ValueError(f"it has the operation {_absent[code]}, which no checkpoint has")
+        getattr(unpickler, name)()
+
+    return done
 
 
 class Careful(_Unpickler):  # type: ignore[misc]
     """Unpickles what lies in a file of `size` bytes. Raises ValueError, and whatever else a damaged one leads to."""
 
-    dispatch: ClassVar = {o: methodcaller(f.__name__) for o, f in _Unpickler.dispatch.items() if o not in _absent}
+    dispatch: ClassVar = {code: _counted(code, done.__name__) for code, done in _Unpickler.dispatch.items()}
 
     def __init__(self, file: Any, size: int) -> None:
         super().__init__(file, encoding="latin-1")
-        self.left = COPIES * size
+        self.left, self.operations = COPIES * size, OPERATIONS
 
     def inside(self, value: Any) -> Iterable[Any]:
         """What is hashed with a value."""
@@ -41,6 +56,12 @@ class Careful(_Unpickler):  # type: ignore[misc]
                 raise ValueError(f"it has a key, or what a call is given, of more than {MOST:,} values")
         return found
 
+    def hashes(self, key: Any) -> None:
+        """Raises ValueError for a key that takes long to hash."""
+        for value in self.written_out(key):
+            if isinstance(value, int) and value.bit_length() > WIDEST:
+                raise ValueError(f"it has a key of a number of {value.bit_length():,} bits")
+
     def charge(self, given: Any) -> None:
         """Raises ValueError where calls, with what this one is given, copy far more than there is."""
         for value in self.written_out(given):
@@ -49,12 +70,12 @@ class Careful(_Unpickler):  # type: ignore[misc]
             raise ValueError("its calls copy more than the whole file")
 
     def load_setitem(self) -> None:
-        self.written_out(self.stack[-2])
+        self.hashes(self.stack[-2])
         super().load_setitem()
 
     def load_setitems(self) -> None:
         for key in self.stack[::2]:
-            self.written_out(key)
+            self.hashes(key)
         super().load_setitems()
 
     def load_reduce(self) -> None:
@@ -70,5 +91,5 @@ class Careful(_Unpickler):  # type: ignore[misc]
         super().load_build()
 
     def load_binpersid(self) -> None:
-        self.written_out(self.stack[-1])
+        self.hashes(self.stack[-1])
         super().load_binpersid()

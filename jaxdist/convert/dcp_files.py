@@ -8,7 +8,8 @@ import math
 import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -30,21 +31,21 @@ from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import buffers, optimizers, torch_files
+from jaxdist.convert import buffers, optimizers, torch_files, torch_leaves
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
+from jaxdist.convert.torch_leaves import PIECE
 from jaxdist.convert.torch_parts import like
-from jaxdist.convert.torch_records import Place
+from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
 
 MODEL, STATE, GROUPS, APP, SCALING = "model.", "optimizer.state.", "param_groups.", "app.", "scaling."
 PRIME = 2**61 - 1
-PIECE = 16_000_000  # bytes of a part that are read at a time
 # What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
 PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
 
@@ -61,9 +62,10 @@ class Tensors:
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
         outer = APP if all(name.startswith(APP) for name in entries) else ""
         optimizer = "optim." if any(name.startswith(f"{outer}optim.") for name in entries) else PREFIXES["optimizer"]
-        self.names = {
-            _renamed(name.removeprefix(outer), optimizer): name for name in entries
-        }  # as we call them -> in the index
+        self.names = dict[str, str]()  # as we call them -> in the index
+        for name in entries:
+            if (first := self.names.setdefault(_renamed(name.removeprefix(outer), optimizer), name)) != name:
+                raise ConfigError(f"{folder}: {first} and {name} are of two optimizers; give a checkpoint of one")
         self.leaves = {name: self._leaf(there, entries[there]) for name, there in self.names.items()}
         self.plain = [name for name, entry in found if name not in entries]
         self.given = [n for n in self.leaves if n != "step" and not n.startswith(PREFIXES["optimizer"])]
@@ -80,15 +82,15 @@ class Tensors:
         return {n.removeprefix(self.inner): self.leaves[n] for n in self.given if n.startswith(self.inner)}
 
     def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
-        dtype = torch_files.dtype_of(entry.properties.dtype)
+        dtype = torch_leaves.dtype_of(entry.properties.dtype)
         return Leaf(tuple(entry.size), dtype, partial(self.read, name, entry))
 
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
-        shape, dtype, chunks = tuple(entry.size), torch_files.dtype_of(entry.properties.dtype), entry.chunks
+        shape, dtype, chunks = tuple(entry.size), torch_leaves.dtype_of(entry.properties.dtype), entry.chunks
         try:
             if [tuple(chunk.sizes) for chunk in chunks] == [shape]:
-                return torch_files.leaf(*self._part(name, chunks[0], dtype)).read()
+                return torch_leaves.leaf(*self._part(name, chunks[0], dtype)).read()
             if not tiled(shape, chunks):
                 raise ValueError("its parts overlap or are not all of it")
             tensor = buffers.empty(shape, dtype)
@@ -96,18 +98,18 @@ class Tensors:
                 place = (slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 into, (path, _, part) = tensor[tuple(place)], self._part(name, chunk, dtype)
                 for block in blocks(into.shape, into.nbytes):  # a whole part would take room beside the tensor
-                    into[block] = torch_files.leaf(path, name, part[block]).read()
+                    into[block] = torch_leaves.leaf(path, name, part[block]).read()
             return tensor
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
-        """What one rank wrote of a tensor, as `torch_files.leaf` takes it: a file of `torch.save` within a file."""
+        """What one rank wrote of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` within a file."""
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if getattr(found, "transform_descriptors", None):
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path, part = self._loaded(found)
-        leaf = torch_files.leaf(path, name, part)
+        leaf = torch_leaves.leaf(path, name, part)
         if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
             raise ValueError(
                 f"{found.relative_path} has {leaf.dtype}{list(leaf.shape)} of it, not {dtype}{list(chunk.sizes)}"
@@ -119,11 +121,10 @@ class Tensors:
         path = self.folder / found.relative_path
         return path, torch_files.load(path, Place(found.offset, found.length), mapped)
 
-    def extras(self) -> dict[str, Any]:
-        """What is neither weight nor moment, by its whole name: step, groups, scheduler, counters, averages.
-
-        What is more than tensors and plain values stays behind, and it says so.
-        """
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Plain values and trees of them, by their whole names: step, groups, scheduler. What is more than these stays
+        behind, and it says so."""
         found: dict[str, Any] = {}
         behind: list[str] = []
         for name in self.plain:
@@ -131,21 +132,37 @@ class Tensors:
                 found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], mapped=True)[1]
             except (ConfigError, OSError, ValueError, KeyError):
                 behind.append(name)
-        size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        self._say_behind(behind)
+        return found
+
+    def extras(self, begin: tuple[str, ...] = ("",)) -> dict[str, Any]:
+        """Those values and tensors that are neither weight nor moment, by their whole names: counters, averages; of the
+        tensors those that we call by names that `begin` so."""
         known = {name for name in self.given if name.startswith(self.inner)}
         counts = {name for name in self.leaves if name.startswith(STATE) and name.endswith(".step")}
-        for name in (n for n in self.leaves if n not in known and (n in counts or not n.startswith(STATE))):
-            if self.leaves[name].bytes > size:  # it shows a few numbers many times
-                behind.append(self.names[name])
-            else:
-                found[self.names[name]] = torch_files.to_torch(self.leaves[name].read())
-        if behind:
-            say(f"{self.folder}: {len(behind)} entries stay behind, {behind[0]} first: they cannot be read safely")
-        return found
+        others = [n for n in self.leaves if n not in known and (n in counts or not n.startswith(STATE))]
+        size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
+        # What is larger than all files shows a few numbers many times.
+        kept = [name for name in others if name.startswith(begin) and self.leaves[name].bytes <= size]
+        self._say_behind([self.names[name] for name in others if self.leaves[name].bytes > size])
+        return self.values | {self.names[name]: self._mapped(self.names[name]) for name in kept}
+
+    def _mapped(self, name: str) -> Tensor:
+        """A tensor in one piece, mapped into memory; in several, put together. Raises ConfigError."""
+        entry: Any = self.index.state_dict_metadata[name]
+        if [chunk.sizes for chunk in entry.chunks] != [entry.size]:
+            return torch_leaves.to_torch(self._leaf(name, entry).read())
+        self._part(name, entry.chunks[0], torch_leaves.dtype_of(entry.properties.dtype))
+        found = self.index.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+        return torch_files.contiguous(*self._loaded(found, mapped=True))
+
+    def _say_behind(self, names: Sequence[str]) -> None:
+        if names:
+            say(f"{self.folder}: {len(names)} entries stay behind, {names[0]} first: they cannot be read safely")
 
 
 def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
-    """Where the blocks of an array of `size` bytes lie, each of about PIECE, or of one row of its last axis."""
+    """Where the blocks of an array of `size` bytes lie, each of at most about PIECE."""
     if size <= PIECE or not shape:
         yield ()
     elif rows := PIECE * shape[0] // size:
@@ -182,6 +199,14 @@ def _geometric(x: int, start: int, n: int) -> int:
     return (pow(x, start + n, PRIME) - pow(x, start, PRIME)) * pow(x - 1, -1, PRIME) % PRIME
 
 
+def parts(folder: Path) -> Iterator[tuple[str, BufferedReader]]:
+    """Where the files of `torch.save` lie within those of a checkpoint, and each as a file of its own."""
+    for found in read_index(folder).storage_data.values():
+        path, place = folder / found.relative_path, Place(found.offset, found.length)
+        with path.open("rb", buffering=0) as file:
+            yield f"{path}, from byte {place.start}", BufferedReader(Part(file, place))
+
+
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
     return Tensors(whole(path, "small")).parameters
@@ -207,8 +232,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     naming, names = recognized(str(path), model, experiment.model)
     table = NAMINGS[naming][experiment.model.family]
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
-    extras = tensors.extras() if training and not said else {}
-    prefix = tensors.prefixes["optimizer"]
+    prefix, others = tensors.prefixes["optimizer"], training and not said
+    extras = tensors.extras((STATE, PREFIXES["optimizer"] + GROUPS)) if others else {}
     trained = list(_groups(extras, f"{prefix}{GROUPS}").values())
     updates, rule = None, None
     if states := _states(leaves, extras, prefix) if training else {}:
@@ -236,7 +261,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     carries = carried(names, naming, experiment.model)
-    origin = Origin("dcp", naming, carries, tensors.prefixes, held=lambda: extras, step=step)
+    origin = Origin("dcp", naming, carries, tensors.prefixes, held=tensors.extras if others else dict, step=step)
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 
@@ -330,7 +355,8 @@ class Layout(dcp.FileSystemWriter):
             data = planner.resolve_data(item)
             if isinstance(data, Tensor):
                 self.files[item.index.fqn] = TorchFile(path, data), data
-                self.files[item.index.fqn][0].seal()  # a count is there already
+                if not isinstance(data, FakeTensor):  # a count, which is there already
+                    self.files[item.index.fqn][0].seal()
             else:
                 path.write_bytes(data.getbuffer())
             size = path.stat().st_size
@@ -372,13 +398,13 @@ def write(path: Path, conversion: Conversion) -> None:
 
     with FakeTensorMode():
         state: dict[str, Any] = {
-            key: torch_files.empty(leaf)
+            key: torch_leaves.empty(leaf)
             for group, leaves in conversion.groups.items()
             for name, leaf in leaves.items()
             for key in keys(group, name)
         }
         buffers_there = {prefixes["model"] + name: leaf for name, leaf in content.origin.buffers_in("dcp").items()}
-        state |= {key: torch_files.empty(leaf) for key, leaf in buffers_there.items()}
+        state |= {key: torch_leaves.empty(leaf) for key, leaf in buffers_there.items()}
     step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
     counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
     if content.updates is not None and (

@@ -1,6 +1,7 @@
 """Hugging Face folders: config.json, safetensors files, and the tokenizer that goes along."""
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -32,6 +33,8 @@ MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tok
 # Other files beside weights, as a model card, a license or code, go along too, each up to so many bytes, unless they
 # are weights of another format, or an index of some.
 MOST_EACH = 100_000_000
+FOLDERS = {PurePosixPath(pattern).parts[0] for pattern in COMPANIONS if "/" in pattern}
+LONGEST = 255  # bytes of a name
 OTHER_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|npy|msgpack|h5|onnx|onnx_data|gguf|ggml|ot|tflite|index\.json)",
     re.IGNORECASE,
@@ -80,14 +83,19 @@ def is_companion(name: object) -> bool:
     """Whether a file of this name goes along with weights."""
     if not isinstance(name, str) or "/".join(parts := PurePosixPath(name).parts) != name or ".." in parts:
         return False
-    known = any(len(parts) == len(PurePosixPath(p).parts) and fnmatch(name, p) for p in COMPANIONS)
-    return known or (len(parts) == 1 and _goes_along(name))
+    writable = name.isprintable() and all(len(os.fsencode(part)) <= LONGEST for part in parts)
+    return writable and (is_listed(name) or (len(parts) == 1 and _goes_along(name)))
+
+
+def is_listed(name: str) -> bool:
+    """Whether it is one of COMPANIONS, in the folder or in one within."""
+    return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in COMPANIONS)
 
 
 def _goes_along(name: str) -> bool:
     """Whether a file that we do not know goes along; what is hidden is of a program."""
     hidden = name.startswith(".") and name != ".gitattributes"
-    return not hidden and not OTHER_WEIGHTS.fullmatch(name)
+    return not hidden and name not in FOLDERS and not OTHER_WEIGHTS.fullmatch(name)
 
 
 def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes], list[str]]:

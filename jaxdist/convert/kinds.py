@@ -13,6 +13,7 @@ from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import LAYERS
+from jaxdist.convert.target import beside
 
 
 class Format(Protocol):
@@ -111,6 +112,8 @@ def kind_of(path: Path) -> str:
         )
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
+        if (old := beside(path.resolve(), "old")).exists() and not path.exists():
+            missing += f", it was being replaced when a conversion was killed, and lies in {old}"
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
             "*.safetensors, a torch file, or a folder with .metadata of torch.distributed.checkpoint"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError
 from jaxdist.config.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
-from jaxdist.convert.hf import is_hf
+from jaxdist.convert.hf import is_hf, is_listed
 from jaxdist.convert.kinds import kind_at
 from jaxdist.convert.mapped import holds_tensors, is_tree
 from jaxdist.convert.runs import ORIGIN
@@ -15,11 +15,7 @@ from jaxdist.convert.target import beside, no_run_in, refusing
 from jaxdist.step import TrainState
 
 # Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.
-HUGGING_FACE = re.compile(
-    r"config\.json|generation_config\.json|tokenizer(_config)?\.json|tokenizer\.model|special_tokens_map\.json"
-    r"|added_tokens\.json|vocab\.json|merges\.txt|tekken\.json|chat_template\.(json|jinja)"
-    r"|additional_chat_templates/[^/]+\.jinja|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-)
+HUGGING_FACE = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 RUN = re.compile(
     r"(config\.toml|metrics\.jsonl|summary\.json)(\.tmp)?|\.lock|events\.out\.tfevents\.[^/]+|record/\d+\.safetensors"
     rf"|{FOLDER}/\d+{re.escape(UNFINISHED)}[^/]*/.*"
@@ -69,8 +65,8 @@ def check_replaceable(given: Path, coming: Mapping[str, bytes], there: Path) -> 
         raise ConfigError(f"TARGET {given} has {other} too, and --force replaces one checkpoint; move it elsewhere")
     if other := next(others(target, coming), None):
         raise ConfigError(
-            f"TARGET {given} has {other}, which is of no checkpoint, and --force replaces nothing else; remove it, or "
-            "give another"
+            f"TARGET {given} has {other}, which is of no checkpoint or does not come again, and --force replaces "
+            "nothing else; remove it, or give another"
         )
 
 
@@ -100,7 +96,8 @@ def others(target: Path, coming: Mapping[str, bytes]) -> Iterator[str]:
     """Paths in a folder of what is not of its checkpoint, and does not come again. Raises OSError."""
     known = known_in(target)
     for name in files_in(target):
-        again = name in coming and (target / name).read_bytes() == coming[name]
+        # A tokenizer gives way to another one, and other files to themselves.
+        again = name in coming and (is_listed(name) or (target / name).read_bytes() == coming[name])
         if not (again or known(name)):
             yield name
 

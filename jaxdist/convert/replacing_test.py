@@ -17,7 +17,7 @@ from jaxdist.config import ConfigError
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import alone
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.content import Origin
+from jaxdist.convert.content import Content, Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.target import whole_or_nothing
@@ -60,14 +60,30 @@ def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
 def test_a_checkpoint_with_work_beside_it(kind: str, beside: str, tmp_path: Path) -> None:
     if kind == "dcp":
         pytest.importorskip("torch")
-    source = written(tmp_path / "source", "hf", content_of(MODEL))
-    content = replace(content_of(MODEL), origin=Origin("hf", "huggingface", files={"vocab.json": b"{}"}, step=7))
-    target = written(tmp_path / "b", kind, content)
+    source = written(tmp_path / "source", "hf", with_vocabulary(b"[]"))
+    target = written(tmp_path / "b", kind, with_vocabulary(b"{}"))
     (target / beside).parent.mkdir(exist_ok=True, parents=True)
     (target / beside).write_text("work")
     with pytest.raises(ConfigError, match=rf"TARGET \S+ has {beside}, which is of no checkpoint"):
         main([str(source), str(target), "--force", "--to", "hf"])
     assert (target / beside).read_text() == "work"
+
+
+def with_vocabulary(file: bytes) -> Content:
+    return replace(content_of(MODEL), origin=Origin("hf", "huggingface", files={"vocab.json": file}, step=7))
+
+
+def test_a_tokenizer_gives_way_to_another_one_alone(tmp_path: Path) -> None:
+    target = written(tmp_path / "b", "hf", with_vocabulary(b"{}"))
+    without, other = (
+        written(tmp_path / name, "hf", content)
+        for name, content in {"a": content_of(MODEL), "c": with_vocabulary(b"[]")}.items()
+    )
+    with pytest.raises(ConfigError, match=r"TARGET \S+ has vocab.json, which is of no checkpoint or does not come"):
+        main([str(without), str(target), "--force", "--to", "hf"])
+    assert (target / "vocab.json").read_bytes() == b"{}"
+    main([str(other), str(target), "--force", "--to", "hf"])
+    assert (target / "vocab.json").read_bytes() == b"[]"
 
 
 @pytest.mark.parametrize("other", ["5", "7.damaged", "7.damaged-2"])

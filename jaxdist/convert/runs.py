@@ -57,7 +57,7 @@ def origin_of(checkpoint: Path) -> Origin:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
     kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
-    files, _ = hf.files_of(beside / "files")
+    files = hf.files_of(beside / "files")[0] if (beside / "files").is_dir() else {}  # git keeps no empty folder
     return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, beside))
 
 

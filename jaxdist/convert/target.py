@@ -1,5 +1,7 @@
 """What a conversion writes: whole or not at all."""
 
+import errno
+import os
 import shutil
 import textwrap
 import time
@@ -88,18 +90,21 @@ def whole_or_nothing(target: Path, replaceable: Check | None = None) -> Iterator
             stack.callback(remove_empty, [folder for folder in path.parents if not folder.exists()])
             path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(beside(path, "lock")))
-            if old.exists() and not path.exists():  # a kill came between the two names
+            remove(partial)
+            if old.exists() and not old.is_symlink() and not path.exists():  # a kill came between the two names
                 old.rename(path)
                 say(f"TARGET {target} was being replaced when an earlier conversion was killed; it is back")
             _check_there(target, path, replaceable)
-            remove(partial)
             remove(old)
+            if left := next(filter(os.path.lexists, (partial, old)), None):
+                raise OSError(errno.EEXIST, f"{left} cannot be removed; remove it")
         stack.callback(remove, partial)
         yield partial
         if partial.exists():
             with writing(target):
                 for part in (partial, *partial.rglob("*")):
                     synchronize(part)
+                _check_there(target, path, replaceable)  # it may have come, or have grown, meanwhile
                 try:
                     if path.exists() and not (path.is_file() and partial.is_file()):  # a file gives way at once
                         with no_run_in(path):
@@ -139,8 +144,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder that may not be there; again where a thread of Orbax's still writes into it."""
-    if path.is_file():
+    """A file, a link or a folder that may not be there; again where a thread of Orbax's still writes into it."""
+    if path.is_file() or path.is_symlink():
         path.unlink()
     for _ in range(TRIES):
         shutil.rmtree(path, ignore_errors=True)

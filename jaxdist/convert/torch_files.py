@@ -29,12 +29,13 @@ from jaxdist.config.display import say
 from jaxdist.config.folder import parse_metrics
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import amp, buffers, optimizers, tables, torch_numpy
+from jaxdist.convert import amp, optimizers, tables, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
 from jaxdist.convert.hf import CONFIG, is_companion, neighbours
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
+from jaxdist.convert.torch_leaves import empty, leaf, to_torch
 from jaxdist.convert.torch_parts import (
     APEX,
     ENTRIES,
@@ -49,15 +50,17 @@ from jaxdist.convert.torch_parts import (
     first_count,
     has_groups,
     hollow,
+    inside,
     is_count,
     is_flat,
     key_of,
     like,
     part,
     put,
+    tensors_of,
 )
 from jaxdist.convert.torch_pickles import rehearse
-from jaxdist.convert.torch_records import Place, Records, is_zip, place
+from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.optim import learning_rate
 
@@ -89,64 +92,33 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # of a damaged file, many kinds
-        raise ConfigError(f"{path}: {textwrap.shorten(str(error), 200)}; give a file that torch.save wrote") from None
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; give a file that torch.save wrote") from None
 
 
 def walked(tree: Any) -> Any:
     """A tree that was read, if it can be gone through. Raises ValueError for one that holds itself, that is more than
-    MOST when lists within lists are written out, or has tensors that are not dense."""
+    MOST when lists within lists are written out, or has tensors that are not dense, carry more, or lie in a set."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
         if isinstance(node, Tensor) and (node.layout != torch.strided or node.is_quantized):
             raise ValueError(f"it has a tensor that is {node.layout if node.layout != torch.strided else 'quantized'}")
+        if isinstance(node, Tensor) and tensors_of([*vars(node).values()]):
+            raise ValueError(f"it has a tensor with others as its attributes, {', '.join(vars(node))}; save it without")
+        if isinstance(node, set) and any(isinstance(item, Tensor) for item in node):
+            raise ValueError("it has a set of tensors; save them as a list")
         if not isinstance(node, dict | list | tuple):
             return 1
         if id(node) not in sizes:
             sizes[id(node)] = MOST  # if it comes again before its size is known, it holds itself
-            sizes[id(node)] = 1 + sum(map(size, node.values() if isinstance(node, dict) else node))
+            sizes[id(node)] = 1 + sum(map(size, inside(node)))
         if sizes[id(node)] >= MOST:
             raise ValueError(f"it holds itself, or more than {MOST:,} values")
         return sizes[id(node)]
 
     size(tree)
     return tree
-
-
-def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
-    """A tensor that `load` found. Raises ConfigError for one beyond the end of its record, or larger than the file, and
-    for numbers that numpy does not know."""
-    try:
-        dtype = dtype_of(tensor.dtype)
-    except TypeError:
-        raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
-    if tensor.numel() * dtype.itemsize > path.stat().st_size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
-    if not tensor.is_meta:
-        return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
-    try:
-        begin, size = place(tensor)
-    except ValueError as error:
-        raise ConfigError(f"{path}: tensor {name}: {error}; leave it out") from None
-    offset = int(tensor.storage_offset()) * dtype.itemsize
-    spans = [max(0, size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    count = 1 + sum(spans) if tensor.numel() else 0
-    if min(offset, *spans, 0) < 0 or offset + count * dtype.itemsize > size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than its record; use a whole copy")
-    start = begin + offset
-
-    def read() -> np.ndarray:
-        try:
-            raw = buffers.read(path, start, (count,), dtype)
-        except (OSError, MemoryError, ValueError) as error:
-            raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
-        strides = [stride * dtype.itemsize for stride in tensor.stride()]
-        shown = np.lib.stride_tricks.as_strided(raw, tuple(tensor.shape), strides)
-        shown = shown.conj() if tensor.is_conj() else shown
-        return -shown if tensor.is_neg() else shown
-
-    place_of = path, start, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return Leaf(tuple(tensor.shape), dtype, read, place_of)
 
 
 @contextmanager
@@ -156,27 +128,6 @@ def reading(path: Path, part: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
-
-
-def dtype_of(dtype: torch.dtype) -> np.dtype:
-    return np.dtype(str(dtype).removeprefix("torch."))
-
-
-def empty(leaf: Leaf) -> Tensor:
-    """A tensor for it, without its numbers."""
-    return torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype.name))
-
-
-def to_torch(array: np.ndarray) -> Tensor:
-    """The same bits, of any dtype."""
-    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
-
-
-def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The same bits, of any dtype."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat.view(dtype_of(tensor.dtype)).reshape(tensor.shape)
 
 
 def _model(tree: Any) -> Mapping[str, Tensor]:
@@ -347,10 +298,10 @@ def _extras(path: Path, tree: Any, order: optimizers.Order, kinds: Sequence[str]
         optimizer = part(kept, OPTIMIZER)
         entries = {i: {k: None if k in kinds else v for k, v in e.items()} for i, e in optimizer["state"].items()}
         kept |= put(kept, OPTIMIZER, {GROUPS: optimizers.named(optimizer[GROUPS], order), ENTRIES: entries})
-    return _contiguous(path, kept)
+    return contiguous(path, kept)
 
 
-def _contiguous(path: Path, tree: Any) -> Any:
+def contiguous(path: Path, tree: Any) -> Any:
     """A tree whose tensors have numbers of their own. Raises ConfigError where they show few of the file many times."""
     most = left = path.stat().st_size
 
@@ -382,7 +333,7 @@ def _origin(path: Path, tree: Mapping[str, Any]) -> Origin:
         found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
 
     def extras() -> Any:
-        return _contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
+        return contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
 
     return Origin(**dict(said), buffers=found, held=extras)
 

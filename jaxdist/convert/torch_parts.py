@@ -4,7 +4,7 @@ What is put back is as it was but for the numbers: in a list, in the order of th
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,19 @@ def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, 
     return {key: [part] if isinstance(tree.get(key), list) else part}
 
 
+def inside(node: Any) -> Collection[Any]:
+    """What a dict, a list or a tuple holds, whatever its own class; nothing of all else."""
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Those of a tree, in its order."""
+    return [tree] if isinstance(tree, Tensor) else [tensor for node in inside(tree) for tensor in tensors_of(node)]
+
+
 def has_groups(value: Any) -> bool:
     """Whether the state dict of an optimizer is somewhere in it."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return (isinstance(value, dict) and GROUPS in value) or any(map(has_groups, inside))
+    return (isinstance(value, dict) and GROUPS in value) or any(map(has_groups, inside(value)))
 
 
 def first_count(*values: Any) -> int:
@@ -94,7 +103,7 @@ def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(tree)
     if type(tree) is tuple:
         return tuple(changed(node, change) for node in tree)
-    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for place, node in list(inside):
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for place, node in list(places):
         tree[place] = changed(node, change)
     return tree

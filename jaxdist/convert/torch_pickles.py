@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist.config.pickles import Careful
 from jaxdist.convert.torch_numpy import STAND_INS
 
+PROTOCOL = 3  # the newest whose operations torch's own reader knows
 BYTES, BYTEARRAY = "_codecs.encode", "builtins.bytearray"  # as Python's second protocol of pickles writes them
 SETS = {"builtins.set", "collections.OrderedDict", "collections.Counter"}  # which hash what they are given
 TYPED = "torch._tensor._rebuild_from_type_v2"  # calls the first that it is given
@@ -45,6 +46,11 @@ class Bytes(Made):
 class Rehearsal(Careful):
     """Goes through a pickle as torch will. Raises UnpicklingError for what it may not call."""
 
+    def load_proto(self) -> None:
+        super().load_proto()
+        if self.proto > PROTOCOL:
+            raise UnpicklingError(f"it was saved with pickle_protocol={self.proto}, not torch's own; save it with 2")
+
     def find_class(self, module: str, name: str) -> Any:
         return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
 
@@ -74,7 +80,7 @@ class Rehearsal(Careful):
                 return Made(sum(map(len, given)))
             case name, (list() as items,) if name in SETS:
                 for item in items:
-                    self.written_out(tuple(item) if isinstance(item, list) else item)  # a list is a key and a value
+                    self.hashes(tuple(item) if isinstance(item, list) else item)  # a list is a key and a value
                 return Made(len(items))
             case name, () | (dict(),) if name in SETS:
                 return Made(sum(map(len, given)))
@@ -82,7 +88,7 @@ class Rehearsal(Careful):
                 return Made(0)
             case name, _ if name in TENSORS or name in STAND_INS:
                 return Made(0)
-        raise UnpicklingError(f"it calls GLOBAL {called.name} as torch.save never does")
+        raise UnpicklingError(f"it has a {called.name}, which is neither a tensor nor a plain value")
 
 
 def rehearse(file: Any, size: int, pickles: int = 1) -> None:

@@ -22,7 +22,8 @@ from jaxdist.convert import torch_numpy
 from jaxdist.convert.torch_pickles import rehearse
 
 BEGIN, HEADER = b"PK\x03\x04", "<4s22x2H"  # of a record: lengths of its name, and of what else precedes its bytes
-PICKLE, ORDER, ENCRYPTED = "data.pkl", "byteorder", 1
+PICKLE, ORDER, STORAGES, ENCRYPTED = "data.pkl", "byteorder", "data/", 1
+MOST_BYTES = 100_000_000  # of a pickle: of half a million tensors
 
 
 class Place(NamedTuple):
@@ -90,8 +91,10 @@ def records(file: IO[bytes]) -> dict[str, Place]:
 
 
 def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
-    """What a record holds; nothing where it is missing."""
+    """What a record holds; nothing where it is missing. Raises ValueError for a huge one, which may be sparse."""
     start, size = places.get(name, (0, 0))
+    if size > MOST_BYTES:
+        raise ValueError(f"its record {name} has {size:,} bytes, more than {MOST_BYTES:,}")
     file.seek(start)
     return file.read(size)
 
@@ -129,10 +132,10 @@ class Records:
         """What a pickle says of a storage: its type, its key, where it was, and how many numbers it has."""
         _, kind, key, _, count = said
         dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
-        there = self.places.get(f"data/{key}") if type(key) is str else None
+        there = self.places.get(f"{STORAGES}{key}") if type(key) is str else None
         if type(count) is not int or not there or not 0 <= count * dtype.itemsize <= there.size:
             has = f"{there.size:,} bytes" if there else "none"
-            raise ValueError(f"its record data/{key!s:.50} is to have {count!s:.50} {dtype}, and has {has}")
+            raise ValueError(f"its record {STORAGES}{key!s:.50} is to have {count!s:.50} {dtype}, and has {has}")
         asked = Place(there.start, count * dtype.itemsize)
         if asked not in self.storages:
             self.storages[asked] = made(asked)

@@ -14,17 +14,13 @@ import torch
 import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from jaxdist.convert import buffers
-from jaxdist.convert.torch_records import Records, begin_of, place
+from jaxdist.convert.torch_parts import tensors_of
+from jaxdist.convert.torch_records import STORAGES, Records, begin_of, place
 
 CENTRAL = "<28x3H12x"  # an entry of the directory: lengths of what follows it
 DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # where the checksum stands in either
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 class TorchFile:
@@ -35,9 +31,9 @@ class TorchFile:
         self.path, self.sums = path, dict[int, int]()
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(tree, path)
-        read = tensors(Records(path).tree())
-        self.places = {id(mine): place(there).start for mine, there in zip(tensors(tree), read, strict=True)}
-        for tensor in tensors(tree):
+        read = tensors_of(Records(path).tree())
+        self.places = {id(mine): place(there).start for mine, there in zip(tensors_of(tree), read, strict=True)}
+        for tensor in tensors_of(tree):
             if not isinstance(tensor, FakeTensor):
                 storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 self.write(tensor, storage.numpy())
@@ -59,11 +55,13 @@ class TorchFile:
         return found.hexdigest()
 
     def seal(self) -> None:
-        """All is written: the records get their checksums."""
+        """All is written: the records get their checksums. Raises ValueError for storages that nobody wrote."""
         with self.path.open("r+b") as file, zipfile.ZipFile(file) as archive:
             entry = archive.start_dir
             for record in archive.infolist():
                 start = begin_of(file, record)
+                if record.file_size and start not in self.sums and f"/{STORAGES}" in record.filename:
+                    raise ValueError(f"its record {record.filename} has no numbers")
                 if start in self.sums:
                     for position in start + record.file_size + DESCRIPTOR_SUM, entry + CENTRAL_SUM:
                         file.seek(position)

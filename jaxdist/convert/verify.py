@@ -1,22 +1,25 @@
 """After a conversion: what was written is read again, and both ends have the same logits, by transformers where it
 reads them."""
 
-import importlib
 import math
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family, Mixture, ResNet, TrainingError
-from jaxdist.config.checkpoints import check_whole
+from jaxdist.config.checkpoints import check_whole, sealed
+from jaxdist.config.dcp import INDEX
+from jaxdist.config.display import say
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.hf import is_hf
@@ -30,22 +33,31 @@ OURS, THEIRS = "jaxdist", "transformers"
 
 
 def verify_source(path: Path) -> Iterator[str]:
-    """A line that says that a torch file, or Meta's, is as it was written. Raises ConfigError where it is not.
+    """A line that says that what torch wrote, or Meta, is as it was written. Raises ConfigError where it is not.
 
     Run folders have been compared with their manifest already; safetensors have no checksums.
     """
+    if (path / INDEX).is_file() and not sealed(path):
+        sums = [checksums(name, file) for name, file in import_module("jaxdist.convert.dcp_files").parts(path)]
+        if all(sums):
+            yield f"verified: the records of {len(sums)} parts of {path.name} have their checksums"
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
     for file in filter(zipfile.is_zipfile, files):
-        try:
-            with zipfile.ZipFile(file) as archive:
-                summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
-                damaged = archive.testzip() if summed else None
-        except Exception as error:  # of a damaged directory, many kinds
-            raise ConfigError(f"{file}: its records cannot be read: {error}; use a whole copy") from None
-        if damaged:
-            raise ConfigError(f"{file}: its record {damaged} has changed since it was written; use a whole copy")
-        if summed:
+        if checksums(str(file), file):
             yield f"verified: the records of {file.name} have their checksums"
+
+
+def checksums(name: str, file: Any) -> bool:
+    """Whether the records of a file, a zip, have theirs. Raises ConfigError where these are not of what they hold."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
+            damaged = archive.testzip() if summed else None
+    except Exception as error:  # of a damaged directory, many kinds
+        raise ConfigError(f"{name}: its records cannot be read: {error}; use a whole copy") from None
+    if damaged:
+        raise ConfigError(f"{name}: its record {damaged} has changed since it was written; use a whole copy")
+    return summed
 
 
 @contextmanager
@@ -150,10 +162,12 @@ def told(path: Path, content: Content) -> tuple[np.ndarray, str]:
     """
     if is_hf(path):
         try:
-            witness = importlib.import_module("jaxdist.convert.witness")
+            witness = import_module("jaxdist.convert.witness")
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "transformers"):
                 raise
+        except ImportError as error:
+            say(f"transformers cannot be imported: {error}; the logits of {path} are jaxdist's own")
         else:
             return witness.logits(path, probe(content.experiment.model)), THEIRS
     return logits(content), OURS

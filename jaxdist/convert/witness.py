@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ["HF_HUB_OFFLINE"] = "1"  # what a folder asks the Hub for, as kernels, is not fetched
 
 import numpy as np
 import torch
@@ -27,16 +28,12 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
     images = inputs.ndim == 4
     kind = transformers.AutoModelForImageClassification if images else transformers.AutoModelForCausalLM
     transformers.utils.logging.disable_progress_bar()
+    here = {"trust_remote_code": False, "local_files_only": True}
     try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder, **here)
+        config._attn_implementation = config._experts_implementation = "eager"  # whatever config.json says
         loaded: Any = kind.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            attn_implementation="eager",
-            **({} if images else {"experts_implementation": "eager"}),
+            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **here
         )
         model, told = loaded
         if wrong := [f"{what} {told[what]}" for what in INCOMPLETE if told.get(what)]:

@@ -1,0 +1,45 @@
+"""Tensors of a file between whose numbers others lie: read in pieces, whatever their strides."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+torch_files = importlib.import_module("jaxdist.convert.torch_files")
+torch_leaves = importlib.import_module("jaxdist.convert.torch_leaves")
+
+SHOWN = {
+    "a column": lambda x: x[:, 5],
+    "some columns": lambda x: x[:, 3:9],
+    "some columns, turned": lambda x: x[:, 3:9].T,
+    "every seventh row": lambda x: x[::7],
+    "one number of each block": lambda x: x.reshape(4, 16, 8, 8)[:, 3, :, 1],
+    "all": lambda x: x,
+    "all, turned": lambda x: x.T,
+    "nothing": lambda x: x[:0, :3],
+    "one number": lambda x: x[3, 4],
+    "one row, many times": lambda x: x[:1].expand(9, 64),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
+def test_what_is_read_is_little_more_than_what_is_shown(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = SHOWN[what](torch.arange(4096.0).reshape(64, 64))
+    torch.save(shown, tmp_path / "a.pt")
+    counts: list[int] = []
+    right = torch_leaves.buffers.read
+
+    def read(path: Path, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        counts.append(shape[0] * dtype.itemsize)
+        return right(path, start, shape, dtype)
+
+    monkeypatch.setattr(torch_leaves.buffers, "read", read)
+    monkeypatch.setattr(torch_leaves, "PIECE", 600)
+    found = torch_leaves.leaf(tmp_path / "a.pt", "a", torch_files.load(tmp_path / "a.pt")).read()
+    assert np.array_equal(found, shown.numpy()) and found.dtype == np.float32
+    assert max(counts) <= max(600, 2 * shown.numel() * 4)
