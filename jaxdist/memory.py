@@ -7,16 +7,22 @@ collectives forget it, so that nothing is gathered but what was fetched.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Memory
+from jaxdist.config.errors import in_device_memory
 
 Block = Callable[..., Any]
 
 HOST = "pinned_host"  # memory of the host that a device can copy from by itself
+MORE = ", or let JAX take more of a GPU than 75 %: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+
+# Around what computes: a TrainingError where a device has no memory left.
+in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED", MORE)
 
 
 def offloaded(shardings: Any) -> Any:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import memory, metrics
+from jaxdist.config import TrainingError
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.metrics import held
@@ -180,3 +181,14 @@ def test_same_numbers_in_every_mode(batches: Any) -> None:
     for loss, norm, scale in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-14) and norm == pytest.approx(results[0][1], rel=1e-13)
         np.testing.assert_allclose(scale, results[0][2], rtol=1e-13)
+
+
+def test_a_device_without_memory_is_told() -> None:
+    @memory.in_memory()
+    def step(message: str) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    with pytest.raises(TrainingError, match=r"^a device is out of memory: RESOURCE_EXHAUSTED: .*FRACTION=0\.95$"):
+        step("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 30.20GiB.\nAnd much more.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        step("INTERNAL: another error")

@@ -197,6 +197,23 @@ def test_bad_input_seen_by_every_rank_is_told_once() -> None:
     assert result.stderr.count("error: data.path") == 1
 
 
+FULL = """
+import torch
+from torch_ref import train
+
+def train_step(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+train.train_step = train_step
+"""
+
+
+def test_a_device_without_memory_is_told() -> None:
+    result = command("--mesh", "1x1", "--model.vocab", "256", before=FULL)
+    assert result.returncode == 1
+    assert re.search(r"^error: a device is out of memory: CUDA .*; use more devices, .*offload$", result.stderr, re.M)
+
+
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "run"
     wild = ["--optimizer.learning_rate", "1e300", "--optimizer.clip", "0", "--steps", "8", "--model.vocab", "256"]

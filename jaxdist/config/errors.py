@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,22 @@ def writes_to(target: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise TrainingError(f"{error}; make room, or give another {target}") from None
+
+
+@contextmanager
+def in_device_memory(full: type[Exception], says: str = "", more: str = "") -> Iterator[None]:
+    """Around what computes. Raises TrainingError where a device has no memory left, for which the framework raises
+    `full`, with a message that `says` so; `more`: what else may help."""
+    try:
+        yield
+    except full as error:
+        if says not in str(error):
+            raise
+        reason = textwrap.shorten(str(error).partition("\n")[0], 200)
+        raise TrainingError(
+            f"a device is out of memory: {reason}; use more devices, more microbatches (--train.accumulation), "
+            f"--memory.remat full or --memory.offload{more}"
+        ) from None
 
 
 def printable(text: str, but: str = "") -> str:

@@ -5,12 +5,15 @@ import tracemalloc
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Llama, checkpoint_in
-from jaxdist.convert.convert_test import SMALL
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.formats_test import content_of, written
 
 torch = pytest.importorskip("torch")
@@ -99,3 +102,56 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tracemalloc.stop()
     assert np.array_equal(read, numbers.numpy())
     assert read.nbytes <= peak <= 1.2 * read.nbytes
+
+
+def saved(folder: Path, tree: dict[str, Any]) -> Path:
+    with warnings.catch_warnings(action="ignore"):
+        torch.distributed.checkpoint.save(tree, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_two_optimizers_are_not_taken_for_one(tmp_path: Path) -> None:
+    entries = {f"{name}.state.a.exp_avg": torch.full((2,), i) for i, name in enumerate(("optim", "optimizer"))}
+    with pytest.raises(ConfigError, match=r"optim\S+ and optim\S+ are of two optimizers; give a checkpoint of one"):
+        dcp_files.Tensors(saved(tmp_path / "dcp", {"model.a": torch.ones(2)} | entries))
+
+
+def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then mapped into memory, which may be less than they are."""
+    model = MODELS["Qwen2ForCausalLM"]
+    weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
+    averages = {f"ema.{name}": tensor + 1 for name, tensor in weights.items()}
+    folder = saved(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()} | averages)
+    read, right = list[str](), dcp_files.Tensors.read
+
+    def noted(tensors: Any, name: str, entry: Any) -> Any:
+        read.append(name)
+        return right(tensors, name, entry)
+
+    monkeypatch.setattr(dcp_files.Tensors, "read", noted)
+    content = dcp_files.opened(folder, experiment_for(model.model_dump(), "test"))
+    extras = content.origin.extras
+    assert extras.keys() == averages.keys() and all(torch.equal(extras[name], averages[name]) for name in averages)
+    assert not averages.keys() & {*read}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_verify_looks_at_the_checksums_of_parts(
+    changed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS["Qwen2ForCausalLM"]
+    weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
+    folder = saved(tmp_path / "dcp", weights)
+    (tmp_path / "model.toml").write_text(experiment_for(model.model_dump(), "test").to_toml())
+    line = [str(folder), str(tmp_path / "run"), "--model", str(tmp_path / "model.toml"), "--verify"]
+    if not changed:
+        main(line)
+        assert f"the records of {len(weights)} parts of dcp have their checksums" in capsys.readouterr().out
+        return
+    (file,) = folder.glob("*.distcp")
+    numbers, some = bytearray(file.read_bytes()), weights["model.layers.0.mlp.up_proj.weight"].numpy().tobytes()
+    numbers[numbers.index(some) + 5] ^= 1
+    file.write_bytes(numbers)
+    with pytest.raises(ConfigError, match=r"\.distcp, from byte \d+: its record \S+data/0 has changed since"):
+        main(line)
+    assert not (tmp_path / "run").exists()

@@ -76,7 +76,10 @@ def test_large_files_stay_behind(
     assert "a: what stays behind: b.txt, d.txt\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [*BEHIND, "", ".", "..", "a/b.txt", "../README.md"])
+NO_NAMES = ["", ".", "..", "a/b.txt", "../README.md", "a\0b", "a" * 256, "\udcff", "additional_chat_templates"]
+
+
+@pytest.mark.parametrize("name", [*BEHIND, *NO_NAMES])
 def test_what_a_torch_file_may_not_bring(name: str) -> None:
     assert all(map(hf.is_companion, ALONG)) and not hf.is_companion(name)
 

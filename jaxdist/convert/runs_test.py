@@ -114,6 +114,16 @@ def test_what_torch_had_is_for_torch_alone(tmp_path: Path, monkeypatch: pytest.M
             main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", kind])
 
 
+def test_a_run_whose_empty_folder_nobody_kept(tmp_path: Path) -> None:
+    """As git keeps none, and no store of objects."""
+    pytest.importorskip("torch")
+    source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
+    main([str(source), str(tmp_path / "run")])
+    (tmp_path / "run" / "origin" / "files").rmdir()
+    main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+    assert tensors(tmp_path / "b.pt") == tensors(source)
+
+
 def test_a_config_that_tells_another_dtype_than_the_weights_have(tmp_path: Path) -> None:
     """As many on the hub do: it stays as it is while the weights do, and is put right when they change."""
     source = written(tmp_path / "hf", "hf", content_of(MODELS["Qwen3ForCausalLM"]))

@@ -15,10 +15,12 @@ import pytest
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import alone
-from jaxdist.convert import buffers
+from jaxdist.convert import buffers, hf
+from jaxdist.convert import target as target_module
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.target import beside, whole_or_nothing
 
 pytest.importorskip("torch")
@@ -141,6 +143,55 @@ def test_what_was_there_is_back_where_the_new_cannot_take_its_name(
     assert [p.name for p in tmp_path.iterdir()] == ["b"] and old.read_text() == "old"
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_comes_meanwhile_is_kept(kind: str, tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    theirs = target if kind == "file" else target / "theirs"
+    with pytest.raises(ConfigError, match=r"TARGET \S+ exists"), whole_or_nothing(target) as partial:
+        partial.write_text("new")
+        theirs.parent.mkdir(exist_ok=True)
+        theirs.write_text("theirs")
+    assert [p.name for p in tmp_path.iterdir()] == ["b"] and theirs.read_text() == "theirs"
+
+
+def test_what_comes_into_it_meanwhile_is_kept(tmp_path: Path) -> None:
+    source, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in "ab")
+    write = KINDS["hf"].format.write
+
+    def slow(path: Path, conversion: Any) -> None:
+        write(path, conversion)
+        (target / "results.csv").write_text("work")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "write", slow)
+        with pytest.raises(ConfigError, match=rf"TARGET {target} has results.csv, which is of no checkpoint"):
+            main([str(source), str(target), "--to", "hf", "--force"])
+    assert (target / "results.csv").read_text() == "work" and (target / "config.json").exists()
+
+
+@pytest.mark.parametrize("part", ["partial", "old"])
+def test_a_link_under_a_name_of_ours(part: str, tmp_path: Path) -> None:
+    """What it leads to stays as it is, and is not written through."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    beside(tmp_path / "b", part).symlink_to(tmp_path / "mine")
+    with whole_or_nothing(tmp_path / "b") as partial:
+        partial.mkdir()
+    assert contents(tmp_path / "mine") == {"file": b"mine"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "mine"] and not (tmp_path / "b").is_symlink()
+
+
+def test_what_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "TRIES", 1)
+    monkeypatch.setattr(target_module.shutil, "rmtree", lambda *_, **__: None)
+    beside(tmp_path / "b", "partial").mkdir()
+    with (
+        pytest.raises(ConfigError, match=r"\.b\.jaxdist-partial cannot be removed; remove it"),
+        whole_or_nothing(tmp_path / "b"),
+    ):
+        pass
+
+
 def test_a_file_is_never_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever a kill comes, the old one or the new one is there."""
     target, rename, there = tmp_path / "b", Path.rename, list[bool]()
@@ -213,6 +264,12 @@ def test_what_is_put_back_is_looked_at(more: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"TARGET {target} has thesis.tex, which is of no checkpoint"):
         main([str(source), str(target), *more])
     assert ((old if "--dry-run" in more else target) / "thesis.tex").read_text() == "work"
+
+
+def test_a_source_that_was_being_replaced(tmp_path: Path) -> None:
+    old = written(beside(tmp_path / "b", "old"), "hf", content_of(MODEL))
+    with pytest.raises(ConfigError, match=rf"b: no such file or folder, it was being replaced .*, and lies in {old}"):
+        main([str(tmp_path / "b"), "--inspect"])
 
 
 @pytest.mark.parametrize("more", [[], ["--force"]], ids=str)

@@ -171,6 +171,17 @@ class TestLogits:
         said = capsys.readouterr().out
         assert BY_US in said and UNTOLD.format("SOURCE") in said
 
+    def test_with_a_transformers_that_is_broken(
+        self, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(_: str) -> Any:
+            raise ImportError("cannot import name 'x' from 'tokenizers'")
+
+        monkeypatch.setattr(verify, "import_module", broken)
+        main([str(hf), str(tmp_path / "b"), "--verify"])
+        said = capsys.readouterr().out
+        assert "transformers cannot be imported: cannot import name 'x'" in said and BY_US in said
+
     @pytest.mark.parametrize("target", ["b.pt", "dcp"])
     def test_of_other_kinds_the_table_is_said_to_be_untold(
         self, target: str, hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,7 @@
 """Folders that we wrote, as transformers reads them: the same tensors, dtypes and logits, of every family."""
 
 import importlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,13 @@ def test_what_transformers_cannot_read_is_told(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: OSError: .*Leave out --verify"):
         witness.logits(folder, probe(MODELS["GPT2LMHeadModel"]))
+
+
+@pytest.mark.parametrize("asked", ["a-hub/kernel", "flash_attention_2"])
+def test_a_config_chooses_no_other_program(asked: str, tmp_path: Path) -> None:
+    """A kernel would come from the Hub, and flash attention wants a GPU."""
+    model = MODELS["LlamaForCausalLM"]
+    folder = saved(tmp_path / "hf", model)
+    right, file = witness.logits(folder, probe(model)), folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": asked}))
+    assert np.array_equal(witness.logits(folder, probe(model)), right)
