@@ -1,12 +1,21 @@
 """What XLA's compiler is told of communication: DDP's buckets and the overlap with computation, under its own names.
 
 GPUs heed these options; the compilers of CPUs and TPUs take them and go by their own rules, or do not know them.
+
+On CPUs each collective of a program gets a number of its own. JAX gives all the number 1, by which and by their kind
+the devices of a process find each other. XLA begins collectives in one order on all devices, but takes a loop for begun
+as soon as it waits for its first iteration: on a busy machine a collective after a loop, or another loop's, may be in
+flight together with those within, and devices would take one's numbers for the other's, or wait for each other forever.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from itertools import count
 from typing import Any
 
 import jax
+from jax._src import compiler as jax_compiler
+from jax._src.lib.mlir import ir
 
 from jaxdist.config import Parallel
 
@@ -36,3 +45,34 @@ def known(name: str, value: Any) -> bool:
             return False
         raise
     return True
+
+
+CHANNEL = "channel_handle"
+
+
+def number_collectives(module: ir.Module) -> None:
+    """Give each collective of a program, in StableHLO, a number of its own, in their order."""
+    numbers = count(1)
+
+    def number(operation: ir.Operation) -> ir.WalkResult:
+        if CHANNEL in operation.attributes:
+            channel = f"#stablehlo.channel_handle<handle = {next(numbers)}, type = 1>"  # 1: between devices
+            operation.attributes[CHANNEL] = ir.Attribute.parse(channel, module.context)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(number)
+
+
+def numbering(right: Callable[..., Any]) -> Callable[..., Any]:
+    """JAX's own function that compiles a program, with its collectives numbered where that is for CPUs."""
+
+    @wraps(right)
+    def compile_numbered(backend: Any, computation: ir.Module, *rest: Any, **named: Any) -> Any:
+        if backend.platform == "cpu":
+            number_collectives(computation)
+        return right(backend, computation, *rest, **named)
+
+    return compile_numbered
+
+
+jax_compiler.compile_or_get_cached = numbering(jax_compiler.compile_or_get_cached)

@@ -1,5 +1,6 @@
 """Options of the compiler reach it, and change no number."""
 
+import re
 from typing import Any
 
 import jax
@@ -38,3 +39,13 @@ def test_they_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_number_changes(batches: Any) -> None:
     plain, knobs = (train(tiny(parallel={"mesh": "4x2"} | more), batches, steps=3) for more in ({}, KNOBS))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(knobs), strict=True))
+
+
+def test_each_collective_has_a_number_of_its_own() -> None:
+    """In the program that is compiled for CPUs; of JAX's own it is one for all."""
+    experiment = tiny(parallel={"mesh": "pipeline=2,context=2"}, train={"accumulation": 2})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    lowered = program.step.trace(program.abstract, program.abstract_batch).lower()
+    assert {*re.findall(r"channel_handle<handle = (\d+)", lowered.as_text())} == {"1"}
+    found = re.findall(r"channel_id=(\d+)", lowered.compile().as_text())
+    assert len(found) > 100 and len({*found}) == len(found)

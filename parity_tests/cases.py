@@ -94,6 +94,10 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "zero1": {"mesh": "pipeline=2,fsdp=2", "strategy": "zero1", "train.accumulation": 2},
     "hybrid": {"mesh": "pipeline=2,data=2,fsdp=2", "train.accumulation": 2},
     "2x2x2": {"mesh": "pipeline=2,fsdp=2,tensor=2", "train.accumulation": 4},
+    "context, full": {"mesh": "pipeline=2,context=2", "train.accumulation": 2, "memory.remat": "full"},
+    "context, zero1, interleaved": {
+        "mesh": "pipeline=2,context=2", "strategy": "zero1", "train.accumulation": 4, **INTERLEAVED,
+    },
 }  # fmt: skip
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -34,14 +34,14 @@ def expected(
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
     trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
     update = of_update(side, e, trained, mesh)
+    attention = of_attention(side, e, mesh, rotates(side, e, platform))
     if side != JAX and mesh["pipeline"] > 1:
-        return together(stages.expected(e, layouts, mesh), update)
+        return together(stages.expected(e, layouts, mesh), (("context", attention), *update))
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
     found: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
     if isinstance(e.model, ResNet):
         activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
     else:
-        attention = of_attention(side, e, mesh, rotates(side, e, platform))
         activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
     others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *update
     return together(found, (*activations, *others, *parameters))
@@ -69,20 +69,15 @@ def least(
     """
     if side != JAX and mesh["pipeline"] > 1:
         found = stages.least(e, layouts, mesh)
+        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
         return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
     found = defaultdict(float, traffic.least(e, layouts, mesh))
     for axis in unknown(side, mesh, e):
         found.pop(axis, None)
     m = e.model
     if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
-        ring = rotates(side, e, platform)
-        again = 0 if ring and e.memory.remat == "selective" else traffic.recomputed(e) * m.layers
-        tokens = e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in BATCH)
-        keys = tokens * 2 * m.kv_heads * m.head_dim / mesh["tensor"] * ITEMSIZE[str(e.precision.compute)]
         found["context"] -= traffic.least_of_attention(e, m, mesh)
-        found["context"] += (2 * m.layers + again) * ring_bytes("all_gather", keys, mesh["context"])
-        if ring:
-            found["context"] += m.layers * keys / ITEMSIZE[str(e.precision.compute)] * ITEMSIZE["float32"]
+        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
         found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
     if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
         logits = e.train.batch * e.data.sequence * m.experts * ITEMSIZE[str(e.precision.compute)]
@@ -174,20 +169,43 @@ def rotates(side: str, e: Experiment, platform: str) -> bool:
 def of_attention(side: str, e: Experiment, mesh: Mapping[str, int], ring: bool) -> dict[str, Range]:
     """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
     again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two. torch's
-    ring gathers both at once, also backward, where it sends their gradients on n times; `selective` keeps its result.
+    ring gathers both at once, also backward, where it sends their gradients on n times.
     """
+    if isinstance(e.model, ResNet):
+        return {}
     p, memory, n = passes(e, mesh), e.memory, mesh["context"]
+    if side != JAX:
+        m, (blocks, again) = e.train.accumulation, attended(e, mesh, ring)
+        if ring:
+            return {"all_gather": exactly(m * (2 * blocks + again)), "all_to_all": exactly(m * n * blocks)}
+        return {"all_gather": exactly(2 * m * (blocks + again)), "reduce_scatter": exactly(2 * m * blocks)}
     blocks = p.both * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
     forward = blocks + again + p.forward * p.layers
-    if ring:
-        kept = again if memory.remat == "selective" else 0
-        return {"all_gather": exactly(forward - kept + blocks), "all_to_all": exactly(n * blocks)}
-    if side != JAX:
-        return {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(2 * blocks)}
     if e.parallel.context == "ulysses":
         return {"all_to_all": exactly(4 * (forward + blocks))}
     return {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
+
+
+def attended(e: Experiment, mesh: Mapping[str, int], ring: bool) -> tuple[int, int]:
+    """A torch rank's blocks, and those whose attention it computes again: of each of its parts every so many, but for
+    the ring's, which `selective` keeps."""
+    parts = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
+    each = e.model.layers // mesh["pipeline"] // parts
+    kept = e.memory.remat == "none" or (ring and e.memory.remat == "selective")
+    return parts * each, 0 if kept else parts * math.ceil(each / e.memory.remat_every)
+
+
+def keys_and_values(e: Experiment, mesh: Mapping[str, int], ring: bool) -> float:
+    """Bytes of them that a torch rank sends over context in a step, and of their gradients, which a ring has in
+    float32."""
+    if isinstance(e.model, ResNet):
+        return 0.0
+    tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(e, mesh, ring)
+    own = math.prod(mesh[axis] for axis in (*BATCH, "tensor"))
+    numbers, item = tokens * 2 * e.model.kv_heads * e.model.head_dim / own, ITEMSIZE[str(e.precision.compute)]
+    gathered = (2 * blocks + again) * ring_bytes("all_gather", numbers * item, mesh["context"])
+    return gathered + ring * blocks * numbers * ITEMSIZE["float32"]
 
 
 def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str, int]) -> Sent:

@@ -10,8 +10,8 @@ from parity_tests.seeded import misplaced, worst
 from torch_ref import pipeline
 
 SIDES = ("jaxdist", "torch_ref")
-_, GPT2 = DEEP
-QUICK = [(GPT2, "tensor, interleaved")]
+LLAMA, GPT2 = DEEP
+QUICK = [(GPT2, "tensor, interleaved"), (LLAMA, "context, full")]
 SLOW = [(model, mesh) for model in DEEP for mesh in PIPELINES if (model, mesh) not in QUICK]
 
 

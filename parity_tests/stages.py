@@ -30,8 +30,8 @@ def gathers(e: Experiment) -> int:
 
 def sums(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> tuple[int, list[Layout]]:
     """All-reduces of activations over tensor in a microbatch, and the parameters that all tensor ranks use in part."""
-    blocks = e.model.layers // mesh["pipeline"]
-    again = math.ceil(blocks / e.memory.remat_every) if e.memory.remat == "full" else 0
+    blocks, parts = e.model.layers // mesh["pipeline"], e.parallel.virtual_stages
+    again = parts * math.ceil(blocks // parts / e.memory.remat_every) if e.memory.remat == "full" else 0
     shared = [x for x in layouts.values() if partial_over_tensor(e, x) and not x.name.startswith(HEAD)]
     return 4 * blocks + 1 + again, shared
 
