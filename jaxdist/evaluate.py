@@ -16,7 +16,7 @@ from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import IGNORED, Split, dataset_of
-from jaxdist.memory import in_memory
+from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
@@ -24,7 +24,7 @@ from jaxdist.sharding import BATCH
 from jaxdist.weights import load_weights, located, source_experiment
 
 
-@in_memory()
+@in_memory(f"a smaller --batch, or {ALL_OF_IT}")
 def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> what is found, on standard output; with --json alone there."""
     a = arguments(sys.argv[1:] if argv is None else argv)

@@ -19,10 +19,10 @@ from jaxdist.config.errors import in_device_memory
 Block = Callable[..., Any]
 
 HOST = "pinned_host"  # memory of the host that a device can copy from by itself
-MORE = ", or let JAX take more of a GPU than 75 %: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+ALL_OF_IT = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 where JAX takes 75 % of a GPU"
 
-# Around what computes: a TrainingError where a device has no memory left.
-in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, "RESOURCE_EXHAUSTED", MORE)
+# Around what computes: a TrainingError where a device has no memory left, which tells what helps.
+in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE_EXHAUSTED")
 
 
 def offloaded(shardings: Any) -> Any:

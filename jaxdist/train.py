@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxdist import checkpoint, metrics
 from jaxdist.config import RunFolder, check_validation, diverged, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
+from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batches, Dataset, dataset_of, in_steps
-from jaxdist.memory import in_memory
+from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.processes import check_same, first, from_first, greatest, run
@@ -27,7 +28,7 @@ from jaxdist.step import TrainState
 from jaxdist.weights import load_weights, located
 
 
-@in_memory()
+@in_memory(f"{LESS}, or {ALL_OF_IT}")
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")

@@ -28,6 +28,9 @@ class Context:
 
     index, size = 0, 1
 
+    def begin(self) -> None:
+        """What is to be done once, before the first pass."""
+
     def order(self, length: int) -> np.ndarray:
         """All times [T], those of the first rank first."""
         return np.arange(length)
@@ -62,10 +65,9 @@ class Gathered(Context):
 class Ring(Gathered):
     """torch's context parallelism: its fused attention of tensors that are split over time goes round."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def begin(self) -> None:
         from torch.distributed.tensor.experimental import _attention  # slow to import, and may move: for rings alone
 
-        super().__init__(mesh)
         _attention._enable_context_parallel_dispatcher()
 
     def order(self, length: int) -> np.ndarray:
@@ -93,7 +95,9 @@ def context(experiment: Experiment, mesh: DeviceMesh) -> Context:
 
 
 def rings(experiment: Experiment, device: str) -> bool:
-    """Whether torch has a ring for a config: of fused attention in 16 bits on GPUs, without a window."""
+    """Whether torch has a ring for a config: of fused attention in 16 bits on GPUs, without a window, of heads that its
+    kernels take as they are."""
     e = experiment
-    narrow = e.precision.compute in ("bfloat16", "float16")
-    return device == "cuda" and narrow and e.parallel.context == "ring" and not getattr(e.model, "window", 0)
+    narrow, size = e.precision.compute in ("bfloat16", "float16"), getattr(e.model, "head_dim", 0)
+    fused = narrow and 0 < size <= 256 and size % 8 == 0 and not getattr(e.model, "window", 0)
+    return device == "cuda" and fused and e.parallel.context == "ring"

@@ -162,6 +162,7 @@ def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
 
 def context_parallel(model: nn.Module, row: Context) -> None:
     """Times over the axis `context`: what a model does for its own alone, or for all, it asks its `context`."""
+    row.begin()
     for module in model.modules():
         if isinstance(getattr(module, "context", None), Context):
             module.context = row  # type: ignore[assignment]

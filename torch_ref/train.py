@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
-from jaxdist.config.errors import in_device_memory
+from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, dataset_of, dealt, in_steps
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank() if launch.launched() else launch.start(plan, rank)
 
 
-@in_device_memory(torch.OutOfMemoryError)
+@in_device_memory(torch.OutOfMemoryError, LESS)
 def train(
     experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path | None, folder: RunFolder | None
 ) -> None:

@@ -56,20 +56,20 @@ def writes_to(target: str) -> Iterator[None]:
         raise TrainingError(f"{error}; make room, or give another {target}") from None
 
 
+LESS = "more devices, more microbatches (--train.accumulation), --memory.remat full or --memory.offload"
+
+
 @contextmanager
-def in_device_memory(full: type[Exception], says: str = "", more: str = "") -> Iterator[None]:
+def in_device_memory(full: type[Exception], helps: str, says: str = "") -> Iterator[None]:
     """Around what computes. Raises TrainingError where a device has no memory left, for which the framework raises
-    `full`, with a message that `says` so; `more`: what else may help."""
+    `full`, with a message that `says` so; and tells what `helps`."""
     try:
         yield
     except full as error:
         if says not in str(error):
             raise
         reason = textwrap.shorten(str(error).partition("\n")[0], 200)
-        raise TrainingError(
-            f"a device is out of memory: {reason}; use more devices, more microbatches (--train.accumulation), "
-            f"--memory.remat full or --memory.offload{more}"
-        ) from None
+        raise TrainingError(f"a device is out of memory: {reason}; use {helps}") from None
 
 
 def printable(text: str, but: str = "") -> str:

@@ -7,7 +7,8 @@
 import math
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from io import BufferedReader
 from pathlib import Path
@@ -62,10 +63,11 @@ class Tensors:
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
         outer = APP if all(name.startswith(APP) for name in entries) else ""
         optimizer = "optim." if any(name.startswith(f"{outer}optim.") for name in entries) else PREFIXES["optimizer"]
-        self.names = dict[str, str]()  # as we call them -> in the index
-        for name in entries:
-            if (first := self.names.setdefault(_renamed(name.removeprefix(outer), optimizer), name)) != name:
-                raise ConfigError(f"{folder}: {first} and {name} are of two optimizers; give a checkpoint of one")
+        begun = [next((n for n, _ in found if n.startswith(outer + part)), "") for part in ("optim.", "optimizer.")]
+        if all(begun):
+            raise ConfigError(f"{folder}: {begun[0]} and {begun[1]} are of two optimizers; give a checkpoint of one")
+        # As we call them -> in the index.
+        self.names = {_renamed(name.removeprefix(outer), optimizer): name for name in entries}
         self.leaves = {name: self._leaf(there, entries[there]) for name, there in self.names.items()}
         self.plain = [name for name, entry in found if name not in entries]
         self.given = [n for n in self.leaves if n != "step" and not n.startswith(PREFIXES["optimizer"])]
@@ -88,7 +90,7 @@ class Tensors:
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""
         shape, dtype, chunks = tuple(entry.size), torch_leaves.dtype_of(entry.properties.dtype), entry.chunks
-        try:
+        with self._reading(name):
             if [tuple(chunk.sizes) for chunk in chunks] == [shape]:
                 return torch_leaves.leaf(*self._part(name, chunks[0], dtype)).read()
             if not tiled(shape, chunks):
@@ -100,13 +102,19 @@ class Tensors:
                 for block in blocks(into.shape, into.nbytes):  # a whole part would take room beside the tensor
                     into[block] = torch_leaves.leaf(path, name, part[block]).read()
             return tensor
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Whatever the reading of a tensor raises becomes a ConfigError."""
+        try:
+            yield
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
         """What one rank wrote of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` within a file."""
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
-        if getattr(found, "transform_descriptors", None):
+        if extended(found):
             raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path, part = self._loaded(found)
         leaf = torch_leaves.leaf(path, name, part)
@@ -135,26 +143,31 @@ class Tensors:
         self._say_behind(behind)
         return found
 
-    def extras(self, begin: tuple[str, ...] = ("",)) -> dict[str, Any]:
-        """Those values and tensors that are neither weight nor moment, by their whole names: counters, averages; of the
-        tensors those that we call by names that `begin` so."""
+    @cached_property
+    def others(self) -> list[str]:
+        """The tensors that are neither weight nor moment, as we call them: counters, averages. What is larger than all
+        files shows a few numbers many times: it stays behind, and it says so."""
         known = {name for name in self.given if name.startswith(self.inner)}
         counts = {name for name in self.leaves if name.startswith(STATE) and name.endswith(".step")}
         others = [n for n in self.leaves if n not in known and (n in counts or not n.startswith(STATE))]
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
-        # What is larger than all files shows a few numbers many times.
-        kept = [name for name in others if name.startswith(begin) and self.leaves[name].bytes <= size]
         self._say_behind([self.names[name] for name in others if self.leaves[name].bytes > size])
-        return self.values | {self.names[name]: self._mapped(self.names[name]) for name in kept}
+        return [name for name in others if self.leaves[name].bytes <= size]
+
+    def extras(self, begin: tuple[str, ...] = ("",)) -> dict[str, Any]:
+        """Those values and tensors by their whole names; of the tensors what we call by names that `begin` so."""
+        kept = [self.names[name] for name in self.others if name.startswith(begin)]
+        return self.values | {name: self._mapped(name) for name in kept}
 
     def _mapped(self, name: str) -> Tensor:
         """A tensor in one piece, mapped into memory; in several, put together. Raises ConfigError."""
         entry: Any = self.index.state_dict_metadata[name]
         if [chunk.sizes for chunk in entry.chunks] != [entry.size]:
             return torch_leaves.to_torch(self._leaf(name, entry).read())
-        self._part(name, entry.chunks[0], torch_leaves.dtype_of(entry.properties.dtype))
-        found = self.index.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
-        return torch_files.contiguous(*self._loaded(found, mapped=True))
+        with self._reading(name):
+            self._part(name, entry.chunks[0], torch_leaves.dtype_of(entry.properties.dtype))
+            found = self.index.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+            return torch_files.contiguous(*self._loaded(found, mapped=True))
 
     def _say_behind(self, names: Sequence[str]) -> None:
         if names:
@@ -199,12 +212,23 @@ def _geometric(x: int, start: int, n: int) -> int:
     return (pow(x, start + n, PRIME) - pow(x, start, PRIME)) * pow(x - 1, -1, PRIME) % PRIME
 
 
-def parts(folder: Path) -> Iterator[tuple[str, BufferedReader]]:
-    """Where the files of `torch.save` lie within those of a checkpoint, and each as a file of its own."""
+def extended(found: Any) -> bool:
+    """Whether a part is more than what `torch.save` wrote: compressed, say."""
+    return bool(getattr(found, "transform_descriptors", None))
+
+
+def parts(folder: Path) -> Iterator[tuple[str, Callable[[], AbstractContextManager[BufferedReader]]]]:
+    """Where the files of `torch.save` lie within those of a checkpoint, and what opens each as a file of its own."""
     for found in read_index(folder).storage_data.values():
-        path, place = folder / found.relative_path, Place(found.offset, found.length)
-        with path.open("rb", buffering=0) as file:
-            yield f"{path}, from byte {place.start}", BufferedReader(Part(file, place))
+        if not extended(found):
+            path, place = folder / found.relative_path, Place(found.offset, found.length)
+            yield f"{path}, from byte {place.start}", partial(_opened, path, place)
+
+
+@contextmanager
+def _opened(path: Path, place: Place) -> Iterator[BufferedReader]:
+    with path.open("rb", buffering=0) as file:
+        yield BufferedReader(Part(file, place))
 
 
 def described(path: Path) -> dict[str, Leaf]:

@@ -110,8 +110,11 @@ def saved(folder: Path, tree: dict[str, Any]) -> Path:
     return folder
 
 
-def test_two_optimizers_are_not_taken_for_one(tmp_path: Path) -> None:
-    entries = {f"{name}.state.a.exp_avg": torch.full((2,), i) for i, name in enumerate(("optim", "optimizer"))}
+@pytest.mark.parametrize("parameters", ["aa", "ab"])
+def test_two_optimizers_are_not_taken_for_one(parameters: str, tmp_path: Path) -> None:
+    """Whether or not they are of the same parameters."""
+    names = zip(("optim", "optimizer"), parameters, strict=True)
+    entries = {f"{name}.state.{of}.exp_avg": torch.ones(2) for name, of in names}
     with pytest.raises(ConfigError, match=r"optim\S+ and optim\S+ are of two optimizers; give a checkpoint of one"):
         dcp_files.Tensors(saved(tmp_path / "dcp", {"model.a": torch.ones(2)} | entries))
 
@@ -133,6 +136,23 @@ def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeyp
     extras = content.origin.extras
     assert extras.keys() == averages.keys() and all(torch.equal(extras[name], averages[name]) for name in averages)
     assert not averages.keys() & {*read}
+
+
+@pytest.mark.parametrize("damage", ["missing", "extended", "lost"])
+def test_a_count_that_cannot_be_read_is_named(damage: str, tmp_path: Path) -> None:
+    """Counts are read as soon as a checkpoint is opened, of which they may be the only damaged part."""
+    folder = saved(tmp_path / "dcp", {"model.a": torch.ones(2), "optimizer.state.a.step": torch.tensor(5.0)})
+    tensors = dcp_files.Tensors(folder)
+    (at,) = (place for place in tensors.index.storage_data if place.fqn.endswith("step"))
+    found = tensors.index.storage_data[at]
+    if damage == "missing":
+        del tensors.index.storage_data[at]
+    elif damage == "extended":
+        tensors.index.storage_data[at] = replace(found, transform_descriptors=["zstd"])
+    else:
+        (folder / found.relative_path).unlink()
+    with pytest.raises(ConfigError, match=r"dcp: tensor optimizer\.state\.a\.step: .*; use another checkpoint"):
+        tensors.extras((dcp_files.STATE,))
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -98,7 +98,7 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
 
 def walked(tree: Any) -> Any:
     """A tree that was read, if it can be gone through. Raises ValueError for one that holds itself, that is more than
-    MOST when lists within lists are written out, or has tensors that are not dense, carry more, or lie in a set."""
+    MOST when lists within lists are written out, or has tensors that are not dense, carry more, or are hashed."""
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
@@ -106,8 +106,8 @@ def walked(tree: Any) -> Any:
             raise ValueError(f"it has a tensor that is {node.layout if node.layout != torch.strided else 'quantized'}")
         if isinstance(node, Tensor) and tensors_of([*vars(node).values()]):
             raise ValueError(f"it has a tensor with others as its attributes, {', '.join(vars(node))}; save it without")
-        if isinstance(node, set) and any(isinstance(item, Tensor) for item in node):
-            raise ValueError("it has a set of tensors; save them as a list")
+        if isinstance(node, set | dict) and tensors_of([*node]):
+            raise ValueError("it has tensors in a set, or in keys; save them in a list")
         if not isinstance(node, dict | list | tuple):
             return 1
         if id(node) not in sizes:

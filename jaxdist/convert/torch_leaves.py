@@ -61,7 +61,7 @@ def strided(path: Path, start: int, shape: Shape, strides: Shape, dtype: np.dtyp
         return np.lib.stride_tricks.as_strided(raw, shape, [stride * dtype.itemsize for stride in strides])
     found, axis = buffers.empty(shape, dtype), int(np.argmax(spans))
     step = strides[axis] * dtype.itemsize
-    rows = max(1, PIECE // step)
+    rows = max(1, min(PIECE // step, shape[axis] // 2))  # less than all: spans of several axes may add up
     for first in range(0, shape[axis], rows):
         piece = min(rows, shape[axis] - first)
         part = strided(path, start + first * step, (*shape[:axis], piece, *shape[axis + 1 :]), strides, dtype)

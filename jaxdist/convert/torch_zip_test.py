@@ -50,7 +50,8 @@ def with_attribute() -> Any:
 
 REFUSED = {
     "a tensor with others as its attributes, scale": with_attribute,
-    "a set of tensors": lambda: {torch.ones(2)},
+    "tensors in a set": lambda: {torch.ones(2)},
+    "tensors in a set, or in keys": lambda: {("a", torch.ones(2)): 1},
 }
 
 

@@ -6,7 +6,8 @@ import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Event
@@ -38,19 +39,19 @@ def verify_source(path: Path) -> Iterator[str]:
     Run folders have been compared with their manifest already; safetensors have no checksums.
     """
     if (path / INDEX).is_file() and not sealed(path):
-        sums = [checksums(name, file) for name, file in import_module("jaxdist.convert.dcp_files").parts(path)]
-        if all(sums):
-            yield f"verified: the records of {len(sums)} parts of {path.name} have their checksums"
+        parts = import_module("jaxdist.convert.dcp_files").parts(path)
+        if summed := sum(checksums(name, opened) for name, opened in parts):
+            yield f"verified: the records of {summed} parts of {path.name} have their checksums"
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
     for file in filter(zipfile.is_zipfile, files):
-        if checksums(str(file), file):
+        if checksums(str(file), partial(file.open, "rb")):
             yield f"verified: the records of {file.name} have their checksums"
 
 
-def checksums(name: str, file: Any) -> bool:
+def checksums(name: str, opened: Callable[[], AbstractContextManager[Any]]) -> bool:
     """Whether the records of a file, a zip, have theirs. Raises ConfigError where these are not of what they hold."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with opened() as file, zipfile.ZipFile(file) as archive:
             summed = any(record.CRC for record in archive.infolist())  # not by torch's set_crc32_options(False)
             damaged = archive.testzip() if summed else None
     except Exception as error:  # of a damaged directory, many kinds

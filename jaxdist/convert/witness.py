@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ["HF_HUB_OFFLINE"] = "1"  # what a folder asks the Hub for, as kernels, is not fetched
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what a folder asks the Hub for, as kernels, is not fetched
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
     here = {"trust_remote_code": False, "local_files_only": True}
     try:
         config: Any = transformers.AutoConfig.from_pretrained(folder, **here)
-        config._attn_implementation = config._experts_implementation = "eager"  # whatever config.json says
+        config._attn_implementation = config._experts_implementation = "eager"  # as an argument config.json's would win
         loaded: Any = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **here
         )
