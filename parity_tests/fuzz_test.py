@@ -18,7 +18,7 @@ import torch
 
 from jaxdist.config import checkpoints, dcp, foreign, hf, model
 from jaxdist.config.hf import COUNT, Key
-from jaxdist.convert import safetensors_files, torch_files, torch_records
+from jaxdist.convert import safetensors_files, torch_files, torch_leaves, torch_records
 from jaxdist.convert.torch_records import Place, place
 from parity_tests import fuzz
 
@@ -109,7 +109,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "experts in all without end": ("config", [(model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
     "blocks without end": ("config", [(model, "MOST_BLOCKS", END)], "one by one"),
     "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
-    "numbers from beside": ("torch", [(torch_files, "place", beside)], "other numbers than those that torch reads"),
+    "numbers from beside": ("torch", [(torch_leaves, "place", beside)], "other numbers than those that torch reads"),
     "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),
 }  # fmt: skip
 
