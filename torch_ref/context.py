@@ -35,6 +35,10 @@ class Context:
         """All times [T], those of the first rank first."""
         return np.arange(length)
 
+    def own(self, length: int) -> np.ndarray:
+        """This rank's times [T/n]."""
+        return np.split(self.order(length), self.size)[self.index]
+
     def rows(self, table_TD: Tensor) -> Tensor:
         """The rows of this rank's times, of a table of all."""
         return table_TD.chunk(self.size)[self.index]
@@ -75,8 +79,7 @@ class Ring(Gathered):
         return np.stack([chunks[: self.size], chunks[: self.size - 1 : -1]], axis=1).ravel()
 
     def rows(self, table_TD: Tensor) -> Tensor:
-        own = np.split(self.order(len(table_TD)), self.size)[self.index]
-        return table_TD[torch.from_numpy(own).to(table_TD.device)]
+        return table_TD[torch.from_numpy(self.own(len(table_TD))).to(table_TD.device)]
 
     def gather(self, x_BT: Tensor) -> Tensor:
         back = np.argsort(self.order(self.size * x_BT.shape[TIME]))

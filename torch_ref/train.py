@@ -189,8 +189,7 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     rows = dealt(size, ranks, experiment.train.accumulation)[rank * size // ranks : (rank + 1) * size // ranks]
     batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
     if isinstance(batch, Batch):
-        over = context(experiment, mesh)
-        own = np.split(over.order(experiment.data.sequence), over.size)[over.index]
+        own = context(experiment, mesh).own(experiment.data.sequence)
         batch = Batch(*(x[:, own].astype(np.int64) for x in batch))
     inputs, targets = (torch.from_numpy(x).to(mesh.device_type) for x in batch)
     return Rows(inputs, targets.long())

@@ -21,13 +21,14 @@ _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 def _counted(code: int, name: str) -> Callable[[Any], None]:
     """What does the operation of that code by the method of that name."""
+    absent = _absent.get(code)
 
     def done(unpickler: Any) -> None:
         unpickler.operations -= 1
         if unpickler.operations < 0:
             raise ValueError(f"it has more than {OPERATIONS:,} operations")
-        if code in _absent:
-            raise ValueError(f"it has the operation {_absent[code]}, which no checkpoint has")
+        if absent:
+            raise ValueError(f"it has the operation {absent}, which no checkpoint has")
         getattr(unpickler, name)()
 
     return done

@@ -2,7 +2,6 @@
 
 import importlib
 import tracemalloc
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from jaxdist.config import ConfigError, Llama, checkpoint_in
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, SMALL
+from jaxdist.convert.foreign_sources_test import config
 from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.scripts_test import saved_dcp
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
@@ -85,9 +86,7 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
     halves = [half.contiguous() for half in numbers.chunk(2, cut)]
     tree = {"first": halves[0], "second": halves[1]}
-    with warnings.catch_warnings(action="ignore"):
-        torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path, no_dist=True)
-    tensors = dcp_files.Tensors(tmp_path)
+    tensors = dcp_files.Tensors(saved_dcp(tmp_path, tree))
     entry = tensors.index.state_dict_metadata["first"]
     chunks = []
     for name, offset in (("first", 0), ("second", numbers.shape[cut] // 2)):
@@ -104,19 +103,13 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     assert read.nbytes <= peak <= 1.2 * read.nbytes
 
 
-def saved(folder: Path, tree: dict[str, Any]) -> Path:
-    with warnings.catch_warnings(action="ignore"):
-        torch.distributed.checkpoint.save(tree, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 @pytest.mark.parametrize("parameters", ["aa", "ab"])
 def test_two_optimizers_are_not_taken_for_one(parameters: str, tmp_path: Path) -> None:
     """Whether or not they are of the same parameters."""
     names = zip(("optim", "optimizer"), parameters, strict=True)
     entries = {f"{name}.state.{of}.exp_avg": torch.ones(2) for name, of in names}
     with pytest.raises(ConfigError, match=r"optim\S+ and optim\S+ are of two optimizers; give a checkpoint of one"):
-        dcp_files.Tensors(saved(tmp_path / "dcp", {"model.a": torch.ones(2)} | entries))
+        dcp_files.Tensors(saved_dcp(tmp_path / "dcp", {"model.a": torch.ones(2)} | entries))
 
 
 def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +117,7 @@ def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeyp
     model = MODELS["Qwen2ForCausalLM"]
     weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
     averages = {f"ema.{name}": tensor + 1 for name, tensor in weights.items()}
-    folder = saved(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()} | averages)
+    folder = saved_dcp(tmp_path / "dcp", {f"model.{name}": tensor for name, tensor in weights.items()} | averages)
     read, right = list[str](), dcp_files.Tensors.read
 
     def noted(tensors: Any, name: str, entry: Any) -> Any:
@@ -141,7 +134,7 @@ def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("damage", ["missing", "extended", "lost"])
 def test_a_count_that_cannot_be_read_is_named(damage: str, tmp_path: Path) -> None:
     """Counts are read as soon as a checkpoint is opened, of which they may be the only damaged part."""
-    folder = saved(tmp_path / "dcp", {"model.a": torch.ones(2), "optimizer.state.a.step": torch.tensor(5.0)})
+    folder = saved_dcp(tmp_path / "dcp", {"model.a": torch.ones(2), "optimizer.state.a.step": torch.tensor(5.0)})
     tensors = dcp_files.Tensors(folder)
     (at,) = (place for place in tensors.index.storage_data if place.fqn.endswith("step"))
     found = tensors.index.storage_data[at]
@@ -161,9 +154,8 @@ def test_verify_looks_at_the_checksums_of_parts(
 ) -> None:
     model = MODELS["Qwen2ForCausalLM"]
     weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
-    folder = saved(tmp_path / "dcp", weights)
-    (tmp_path / "model.toml").write_text(experiment_for(model.model_dump(), "test").to_toml())
-    line = [str(folder), str(tmp_path / "run"), "--model", str(tmp_path / "model.toml"), "--verify"]
+    folder = saved_dcp(tmp_path / "dcp", weights)
+    line = [str(folder), str(tmp_path / "run"), *config(tmp_path, model), "--verify"]
     if not changed:
         main(line)
         assert f"the records of {len(weights)} parts of dcp have their checksums" in capsys.readouterr().out

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.foreign_sources_test import config
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.torch_files_test import same
 
@@ -23,12 +23,11 @@ MODEL = MODELS["Qwen2ForCausalLM"]
 
 def script(folder: Path, extra: Any) -> tuple[list[str], dict[str, Any]]:
     """A training script's file with something of its own in it: how the command is told of it, and what it holds."""
-    file, config = folder / "a.pt", folder / "model.toml"
+    file = folder / "a.pt"
     written(file, "torch", content_of(MODEL))
     tree = {key: torch.load(file, weights_only=True)[key] for key in ("model", "optimizer", "step")} | {"extra": extra}
     torch.save(tree, file)
-    config.write_text(experiment_for(MODEL.model_dump(), "test").to_toml())
-    return [str(file), "--model", str(config)], tree
+    return [str(file), *config(folder, MODEL)], tree
 
 
 @pytest.mark.parametrize("way", ["torch", "orbax"])
