@@ -142,6 +142,10 @@ LLAMA3_KEYS = {
     "rope_high_freq_factor": Key("high_freq_factor", NUMBER),
     "rope_original_positions": Key("original_max_position_embeddings", COUNT),
 }
+# Keys of what depends on the architecture.
+ROTARY_NAMES = {
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "rope_theta": "rope_theta", "window": "sliding_window",
+}  # fmt: skip
 # Of the many keys that transformers writes, these would change the computation in every family.
 WITHOUT = ("quantization_config", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 WINDOWS = ("full_attention", "sliding_attention")
@@ -171,7 +175,18 @@ def read_model(path: Path) -> Family:
         values = from_settings(settings)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return experiment_for(values, source=str(file)).model
+    try:
+        return experiment_for(values, source=str(file)).model
+    except ConfigError as error:
+        raise ConfigError(in_their_words(str(error), settings["model_type"])) from None
+
+
+def in_their_words(message: str, model_type: str) -> str:
+    """What is wrong with a model section, with the keys of the config.json that it was read from for our fields."""
+    families = {"gpt2": GPT2_KEYS, "resnet": RESNET_KEYS}
+    keys = families.get(model_type, LLAMA_KEYS | LLAMA3_KEYS | MIXTURE_KEYS.get(model_type, {}))
+    names = {field: key.name for field, key in keys.items()} | ({} if model_type in families else ROTARY_NAMES)
+    return re.sub(r"\bmodel\.(\w+)", lambda found: names.get(found[1], found[0]), message)
 
 
 def experiment_for(model: Settings, source: str) -> Experiment:

@@ -19,6 +19,7 @@ from jaxdist.config.checkpoints import Damaged, run_of
 from jaxdist.config.display import aside, megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
+from jaxdist.convert.hf import CONFIG
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
@@ -113,7 +114,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         partial(verify, target, a.source),
         lambda c: target.format.check(c),
         content.checkpoint,
-        content.origin.files if target is KINDS["hf"] else {},
+        # A config.json gives way in any case: its checkpoint does, and the new one says itself which model it is of.
+        {CONFIG: b""} | (content.origin.files if target is KINDS["hf"] else {}),
     )
 
 

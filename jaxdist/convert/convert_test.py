@@ -266,7 +266,10 @@ class TestConfig:
             (MIXED | {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2; jaxdist computes None or 1 only"),
             (MIXED | {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]"),
             (MIXED | {"num_local_experts": 5}, r"num_experts and num_local_experts are \[4, 5\]; give one"),
-            (MIXED | {"num_experts_per_tok": 5}, r"model.top_k = 5 is more than model.experts = 4; use at most 4"),
+            (
+                MIXED | {"num_experts_per_tok": 5},
+                r"num_experts_per_tok = 5 is more than num_experts = 4; use at most 4",
+            ),
             (
                 HF | {"architectures": ["LlamaForSequenceClassification"]},
                 r"LlamaForSequenceClassification.*reads LlamaForCausalLM",
@@ -274,8 +277,8 @@ class TestConfig:
             (HF | {"hidden_act": "gelu"}, r"hidden_act = 'gelu'; jaxdist computes 'silu'"),
             (HF | {"hidden_size": None}, r"hidden_size is missing"),
             (HF | {"hidden_size": "six"}, r"hidden_size = 'six'; give a whole number"),
-            (HF | {"num_key_value_heads": 3}, r"kv_heads = 3 does not divide"),
-            (HF | {"rms_norm_eps": -1}, r"model.norm_eps = -1"),
+            (HF | {"num_key_value_heads": 3}, r"num_key_value_heads = 3 does not divide num_attention_heads"),
+            (HF | {"rms_norm_eps": -1}, r": rms_norm_eps = -1"),
             (HF | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type = 'yarn'"),
             (HF | {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_type = 'linear'"),
             (HF | {"rope_scaling": {"rope_type": "llama3"}}, r"factor is missing"),
@@ -294,7 +297,7 @@ class TestConfig:
                 HF_GPT2 | {"scale_attn_by_inverse_layer_idx": True},
                 r"scale_attn_by_inverse_layer_idx = True",
             ),
-            (HF_GPT2 | {"n_embd": 7}, r"model.heads = 3 does not divide model.dim = 7"),
+            (HF_GPT2 | {"n_embd": 7}, r"n_head = 3 does not divide n_embd = 7"),
             ([], r"is no table of settings"),
         ],
     )

@@ -105,7 +105,7 @@ def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes]
     taken, room = {*read, *(PurePosixPath(name).parts[0] for name in found)}, MOST_BYTES - sum(map(len, found.values()))
     for name in sorted(entry.name for entry in folder.iterdir() if entry.name not in taken):
         try:
-            if not _goes_along(name):
+            if not is_companion(name):
                 raise ValueError("it is of something else")
             found[name] = read_bytes(within(folder, name), min(MOST_EACH, room))
             room -= len(found[name])
@@ -116,11 +116,11 @@ def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes]
 
 def companions(folder: Path) -> dict[str, bytes]:
     """config.json and the tokenizer's files. Raises ConfigError for links that lead outside, and for absurd sizes."""
-    files = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
+    found = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
+    names = sorted(filter(is_companion, (file.relative_to(folder).as_posix() for file in found)))
     try:
-        if (size := sum(file.stat().st_size for file in files)) > MOST_BYTES:
+        if (size := sum((folder / name).stat().st_size for name in names)) > MOST_BYTES:
             raise ValueError(f"its config.json and tokenizer have {size:,} bytes, more than {MOST_BYTES:,}")
-        names = [file.relative_to(folder).as_posix() for file in sorted(files)]
         return {name: within(folder, name).read_bytes() for name in names}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None

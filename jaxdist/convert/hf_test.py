@@ -64,6 +64,19 @@ def test_what_goes_along(way: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert beside_weights(source) == ALONG and tensors(source) == right
 
 
+@pytest.mark.parametrize("name", ["10.12\u202fAM.png", "two\nlines.txt", "caf\udce9.txt", "tokenizer\u00a0copy.json"])
+def test_names_that_cannot_be_written_again_stay_behind(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A torch file with them would be refused as a whole when it is read."""
+    pytest.importorskip("torch")
+    source = folder(tmp_path / "a", {name: b"x", "README.md": b"card"})
+    main([str(source), str(tmp_path / "b.pt")])
+    assert "a: what stays behind: " in capsys.readouterr().out
+    main([str(tmp_path / "b.pt"), str(tmp_path / "back"), "--to", "hf"])
+    assert beside_weights(tmp_path / "back") == {"README.md": b"card"} and tensors(tmp_path / "back") == tensors(source)
+
+
 def test_large_files_stay_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

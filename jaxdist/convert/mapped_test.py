@@ -147,6 +147,17 @@ def test_verify_reads_again(
     assert (tmp_path / target).exists()  # the one before
 
 
+def test_a_config_that_does_not_come_again_is_kept(files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    ours, _, mapping = files
+    arguments = [str(ours), str(tmp_path / "theirs"), "--mapping", str(mapping)]
+    main(arguments)
+    main([*arguments, "--force"])
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has config.json, which is of no checkpoint or does not come again"):
+        main([*arguments, "--force"])
+    assert (tmp_path / "theirs" / "config.json").read_text() == "{}"
+
+
 def test_pieces_in_another_order(tmp_path: Path) -> None:
     """The stream agrees with the arrays in memory where pieces of one array are others of the other's."""
     rows = [Row("kv", "qkv", "reshape", (1, 6), part=part, chunk=(1 - part, 2)) for part in range(2)]

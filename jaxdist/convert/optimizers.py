@@ -148,6 +148,14 @@ def order_of(
     for order in (*named, *_orders(groups, shapes, rename)):
         if set(order) == set(entries) and all(_fits(wanted, name, entries[i]) for i, name in order.items()):
             return rule, order
+    if len(entries) < len(shapes):
+        named_of = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
+        missing = [name for numbered in named_of for i, name in numbered if i not in entries]
+        raise ConfigError(
+            f"{source}: its optimizer has {len(entries)} entries for {len(shapes)} parameters, and none "
+            f"{f'for {missing[0]}' if missing else 'for the others'}, as where some are not trained, or by another "
+            "optimizer; jaxdist trains all by one: take the weights alone, --to hf"
+        )
     raise ConfigError(
         f"{source}: its optimizer has {len(entries)} entries in {len(groups)} groups, in no order that gives each "
         "parameter moments of its shape; make one from model.named_parameters(), so that param_names are saved"

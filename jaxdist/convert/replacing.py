@@ -15,7 +15,7 @@ from jaxdist.convert.target import beside, no_run_in, refusing
 from jaxdist.step import TrainState
 
 # Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.
-HUGGING_FACE = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+HUGGING_FACE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 RUN = re.compile(
     r"(config\.toml|metrics\.jsonl|summary\.json)(\.tmp)?|\.lock|events\.out\.tfevents\.[^/]+|record/\d+\.safetensors"
     rf"|{FOLDER}/\d+{re.escape(UNFINISHED)}[^/]*/.*"

@@ -163,6 +163,21 @@ class TestTorchFiles:
         with pytest.raises(ConfigError, match=r"has \d+ entries in 2 groups, in no order"):
             main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
 
+    @pytest.mark.parametrize("given_names", [True, False])
+    def test_parameters_that_are_not_trained(self, given_names: bool, tmp_path: Path) -> None:
+        """They have no moments; what helps is told, and which, where names are there."""
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        name = optimizer["param_groups"][0]["param_names"][0]
+        del optimizer["state"][optimizer["param_groups"][0]["params"][0]]
+        for group in optimizer["param_groups"]:
+            if not given_names:
+                del group["param_names"]
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        told = f"none for {name}" if given_names else "none for the others"
+        with pytest.raises(ConfigError, match=rf"entries for \d+ parameters, and {told}, .*weights alone, --to hf"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "a.pt"), str(tmp_path / "hf"), "--to", "hf"])
+
     @pytest.mark.parametrize(
         "optimizer",
         [
