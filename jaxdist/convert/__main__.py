@@ -115,7 +115,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         lambda c: target.format.check(c),
         content.checkpoint,
         # A config.json gives way in any case: its checkpoint does, and the new one says itself which model it is of.
-        {CONFIG: b""} | (content.origin.files if target is KINDS["hf"] else {}),
+        {CONFIG: b"", **(content.origin.files if target is KINDS["hf"] else {})},
     )
 
 
