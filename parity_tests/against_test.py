@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist.config import ConfigError, Experiment, RunFolder, read_record, write_record
 from parity_tests import bisect, levels
 from parity_tests.__main__ import main
-from parity_tests.conftest import Runs
+from parity_tests.conftest import Runs, counted
 from parity_tests.proof import Proof
 from parity_tests.run import JAX, Run
 from parity_tests.transformers_train import Double
@@ -64,6 +64,7 @@ def test_a_mixture_of_transformers_trains_the_same(mixed: Runs, model: str, mesh
 
 def assert_same_training(ours: Run, theirs: Run, model: str) -> None:
     assert failed(ours, theirs, model) == []
+    assert [check for check in counted(theirs) if not check.holds] == []
     for step in (1, STEPS):
         errors = bisect.errors(ours, theirs, step, zero_gradient=model == "gpt2")
         assert sum(name.startswith("activation/") for name in errors) >= 20 and "activation/logits" in errors

@@ -43,7 +43,7 @@ def expected(
         activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
     else:
         activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
-    others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *update
+    others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *of_norm(side, e, mesh), *update
     return together(found, (*activations, *others, *parameters))
 
 
@@ -248,6 +248,13 @@ def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Se
         yield "tensor", {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(blocks)}
     else:
         yield "tensor", {"all_reduce": exactly(blocks)}
+
+
+def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """torch's own clip, which trains transformers' models, has the squares of all tensors in one array; all else adds
+    single numbers, which are not counted."""
+    if side == TRANSFORMERS and e.parallel.strategy != "ddp":
+        yield first(mesh, SHARDS), {"all_reduce": exactly(1)}
 
 
 def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:

@@ -16,11 +16,14 @@ pytest.importorskip("torch", reason="the parity suite needs torch: pip install '
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 
+from jaxdist import models
 from jaxdist.config.checkpoints import seal
 from jaxdist.config.dcp import EXPERIMENT
+from parity_tests import collectives, levels
 from parity_tests.cases import MODELS, experiment, write_documents
 from parity_tests.commands import TRAIN
 from parity_tests.run import Run, command
+from parity_tests.verdict import Check
 
 STEPS = 20
 FIGURES = "figures"  # the property under which a comparison records what it measured
@@ -154,3 +157,16 @@ def mislabelled(start: Path, copy: Path, wrong: dict[str, Any]) -> Path:
     file.write_text(json.dumps(values), encoding="utf-8")
     seal(file.parent)
     return copy
+
+
+Collectives = list[dict[str, Any]]
+
+
+def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
+    """The checks of the counts of collectives, after a change of these."""
+    experiment = run.experiment
+    layouts = models.layouts(models.build(experiment.model))
+    expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
+    changed = Run(run.side, run.path)
+    changed.summary["collectives"] = change(run.summary["collectives"])
+    return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("too few or too many")]

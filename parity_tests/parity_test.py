@@ -13,10 +13,10 @@ from jaxdist.config.experiment import read_toml
 from parity_tests import collectives, compare, levels
 from parity_tests.cases import MESHES, MISTAKES, MODELS, VARIANTS
 from parity_tests.compare import K
-from parity_tests.conftest import FIGURES, STEPS, Runs, as_if_on
+from parity_tests.conftest import FIGURES, STEPS, Collectives, Runs, as_if_on, counted
 from parity_tests.proof import Proof
 from parity_tests.run import SIDES, Run
-from parity_tests.verdict import LEVELS, Check
+from parity_tests.verdict import LEVELS
 
 # The quick suite meets every strategy, axis and variant with Llama, and GPT-2 on two axes; the slow grid is the product
 # of all meshes and variants, for both models.
@@ -275,19 +275,6 @@ def test_a_state_that_lies_elsewhere_is_caught(runs: Runs) -> None:
     kept = a.experiment.model_copy(update={"memory": Memory()})
     found = [check.name for check in levels.memory(a, b, kept) if not check.holds]
     assert found == [f"{side}, host, bytes from what memory.offload says" for side in SIDES]
-
-
-Collectives = list[dict[str, Any]]
-
-
-def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
-    """The checks of the counts of collectives, after a change of these."""
-    experiment = run.experiment
-    layouts = models.layouts(models.build(experiment.model))
-    expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
-    changed = Run(run.side, run.path)
-    changed.summary["collectives"] = change(run.summary["collectives"])
-    return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("too few or too many")]
 
 
 def twice(sent: Collectives) -> Collectives:
