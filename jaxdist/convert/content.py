@@ -30,6 +30,7 @@ class Leaf:
     dtype: np.dtype
     read: Callable[[], np.ndarray]
     place: Any = None  # where it lies, if that is known
+    besides: int = 0  # bytes that are in memory beside it while it is read
 
     @property
     def bytes(self) -> int:

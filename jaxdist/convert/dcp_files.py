@@ -85,7 +85,8 @@ class Tensors:
 
     def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
         dtype = torch_leaves.dtype_of(entry.properties.dtype)
-        return Leaf(tuple(entry.size), dtype, partial(self.read, name, entry))
+        besides = PIECE if len(entry.chunks) > 1 else 0
+        return Leaf(tuple(entry.size), dtype, partial(self.read, name, entry), besides=besides)
 
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
         """One tensor, put together from what the ranks wrote. Raises ConfigError."""

@@ -101,6 +101,7 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tracemalloc.stop()
     assert np.array_equal(read, numbers.numpy())
     assert read.nbytes <= peak <= 1.2 * read.nbytes
+    assert tensors._leaf("both", both).besides == 2**16
 
 
 @pytest.mark.parametrize("parameters", ["aa", "ab"])

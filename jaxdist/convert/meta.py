@@ -105,4 +105,4 @@ def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Sh
         return whole
 
     found = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
-    return Leaf(found, first.dtype, read)
+    return Leaf(found, first.dtype, read, besides=max(piece.bytes + piece.besides for piece in pieces))

@@ -148,13 +148,17 @@ class Recut(ABC):
         return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
 
     def _cost(self, group: str, unit: Unit) -> int:
-        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read or in the dtype to be; once
-        where that is what is made."""
+        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read and in the dtype to be; one of
+        these is what is made where both sides have the same."""
+        dtype = self._dtype(group, unit)
+
+        def taken(leaf: Leaf) -> int:
+            cast = 0 if leaf.dtype == dtype else leaf.bytes // leaf.dtype.itemsize * dtype.itemsize
+            return max(leaf.bytes + leaf.besides, leaf.bytes + cast)
+
         made = sum(self.groups[group][target.name].bytes for target in unit.targets)
-        read = [self.given[group][source.name] for source in unit.sources]
-        if unit.targets[0].same(unit.sources[0]) and read[0].dtype == self._dtype(group, unit):
-            return made
-        return made + max(made, *(leaf.bytes for leaf in read))
+        read = max(taken(self.given[group][source.name]) for source in unit.sources)
+        return read if unit.targets[0].same(unit.sources[0]) else made + read
 
     @property
     def bytes(self) -> int:

@@ -1,6 +1,5 @@
 """Tensors of torch's files as arrays: read when they are asked for, bit by bit as they are."""
 
-import math
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
-from jaxdist.convert.atoms import Shape
+from jaxdist.convert.atoms import Shape, copy
 from jaxdist.convert.content import Leaf
 from jaxdist.convert.torch_records import place
 
@@ -33,40 +32,47 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
     except ValueError as error:
         raise ConfigError(f"{path}: tensor {name}: {error}; leave it out") from None
     offset = int(tensor.storage_offset()) * dtype.itemsize
-    spans = [max(0, size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    count = 1 + sum(spans) if tensor.numel() else 0
+    count, spans = extent(tuple(tensor.shape), tensor.stride())
     if min(offset, *spans, 0) < 0 or offset + count * dtype.itemsize > size:
         raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than its record; use a whole copy")
     start = begin + offset
 
     def read() -> np.ndarray:
         try:
-            shown = strided(path, start, tuple(tensor.shape), tensor.stride(), dtype)
+            if tensor.is_contiguous():
+                shown = buffers.read(path, start, tuple(tensor.shape), dtype)
+            else:
+                shown = buffers.empty(tuple(tensor.shape), dtype)
+                gather(shown, path, start, tensor.stride())
         except (OSError, MemoryError, ValueError) as error:
             raise ConfigError(f"{path}: tensor {name}: {error}; use a whole copy") from None
-        shown = shown.conj() if tensor.is_conj() else shown
-        return -shown if tensor.is_neg() else shown
+        shown = np.conj(shown, out=shown) if tensor.is_conj() else shown
+        return np.negative(shown, out=shown) if tensor.is_neg() else shown
 
     place_of = path, start, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-    return Leaf(tuple(tensor.shape), dtype, read, place_of)
+    besides = 0 if tensor.is_contiguous() else min(PIECE, count * dtype.itemsize)
+    return Leaf(tuple(tensor.shape), dtype, read, place_of, besides)
 
 
-def strided(path: Path, start: int, shape: Shape, strides: Shape, dtype: np.dtype) -> np.ndarray:
-    """Numbers of a file that lie so many apart, from the byte `start` on. Where most of what is between the first and
-    the last is not theirs, as of some columns of a matrix, it is read in pieces. Raises OSError and ValueError."""
+def extent(shape: Shape, strides: Shape) -> tuple[int, list[int]]:
+    """How many numbers lie from the first of a tensor to its last, and how far apart those of each axis are."""
     spans = [max(0, size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    count = 1 + sum(spans) if math.prod(shape) else 0
-    if count * dtype.itemsize <= max(PIECE, 2 * math.prod(shape) * dtype.itemsize):
-        raw = buffers.read(path, start, (count,), dtype)
-        return np.lib.stride_tricks.as_strided(raw, shape, [stride * dtype.itemsize for stride in strides])
-    found, axis = buffers.empty(shape, dtype), int(np.argmax(spans))
-    step = strides[axis] * dtype.itemsize
-    rows = max(1, min(PIECE // step, shape[axis] // 2))  # less than all: spans of several axes may add up
-    for first in range(0, shape[axis], rows):
-        piece = min(rows, shape[axis] - first)
-        part = strided(path, start + first * step, (*shape[:axis], piece, *shape[axis + 1 :]), strides, dtype)
-        found[(*[slice(None)] * axis, slice(first, first + piece))] = part
-    return found
+    return 1 + sum(spans) if 0 not in shape else 0, spans
+
+
+def gather(into: np.ndarray, path: Path, start: int, strides: Shape) -> None:
+    """Fill an array with numbers of a file that lie so many apart, from the byte `start` on, as of some columns of a
+    matrix. What lies between them is read too, a PIECE at a time. Raises OSError and ValueError."""
+    count, spans = extent(into.shape, strides)
+    if count * into.itemsize <= PIECE:
+        raw = buffers.read(path, start, (count,), into.dtype)
+        copy(into, np.lib.stride_tricks.as_strided(raw, into.shape, [stride * into.itemsize for stride in strides]))
+        return
+    axis = int(np.argmax(spans))
+    size, step = into.shape[axis], strides[axis] * into.itemsize
+    rows = max(1, min(PIECE // step, size // 2))  # less than all: spans of several axes may add up
+    for first in range(0, size, rows):
+        gather(into[(*[slice(None)] * axis, slice(first, first + rows))], path, start + first * step, strides)
 
 
 def dtype_of(dtype: torch.dtype) -> np.dtype:
