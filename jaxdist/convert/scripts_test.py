@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, Precision
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import orbax_files, safetensors_writer
 from jaxdist.convert.__main__ import main
@@ -62,6 +62,37 @@ def saved_dcp(folder: Path, tree: Any) -> Path:
         warnings.simplefilter("ignore")  # that no process group is here
         dcp.save(tree, checkpoint_id=folder, no_dist=True)
     return folder
+
+
+# What a script may keep under a key that is looked for, and under which key it has the state then.
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"name": "llama", "dim": 8}, "state_dict"),
+    "optimizer": ({"name": "adamw", "betas": (0.9, 0.95)}, "optimizer_state_dict"),
+    "scheduler": ({"name": "cosine"}, "lr_scheduler"),
+    "scaler": ({"enabled": True}, "grad_scaler"),
+    "experiment": ({"model": {"family": "llama"}, "optimizer": {"lr": 1e-3}, "seed": 3}, ""),
+}
+
+
+@pytest.mark.parametrize("part", SETTINGS)
+def test_settings_under_the_key_of_a_state(part: str, tmp_path: Path) -> None:
+    """A state is told by what it holds; and all comes back, as more steps have made it."""
+    found, schedule = script(tmp_path)
+    scaler = {"scale": 4.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 1}
+    states = found | {"scheduler": schedule | {"last_epoch": 5}, "scaler": scaler}
+    settings, key = SETTINGS[part]
+    saved = {part: settings} | {key if name == part else name: state for name, state in states.items()} | {"step": 5}
+    torch.save(saved, tmp_path / "a.pt")
+    content = torch_files.opened(
+        tmp_path / "a.pt", EXPERIMENT.model_copy(update={"precision": Precision(policy="fp16")})
+    )
+    assert (content.step, content.updates, content.scaling and float(content.scaling.scale)) == (5, 5, 4.0)
+    written(tmp_path / "b.pt", "torch", content)
+    same(torch.load(tmp_path / "b.pt", weights_only=True), saved)
+    later = replace(content, step=25, updates=25)
+    back = torch.load(written(tmp_path / "c.pt", "torch", later), weights_only=True)
+    assert back[part] == settings
+    assert back["lr_scheduler" if part == "scheduler" else "scheduler"]["last_epoch"] == 25
 
 
 class TestSteps:

@@ -6,8 +6,7 @@ and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 
 import copy
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from mmap import ACCESS_READ, mmap
@@ -18,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,16 +24,27 @@ from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.config.folder import parse_metrics
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, optimizers, tables, torch_numpy
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, Said, agreed, one_count
-from jaxdist.convert.hf import CONFIG, is_companion, neighbours
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.hf import CONFIG, neighbours
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
-from jaxdist.convert.torch_leaves import empty, leaf, to_torch
+from jaxdist.convert.torch_leaves import empty, leaf
+from jaxdist.convert.torch_own import (
+    BUFFERS,
+    EXPERIMENT,
+    FILES,
+    METRICS,
+    ORIGIN,
+    files_of,
+    is_own,
+    log_of,
+    origin_of,
+    put_own,
+)
 from jaxdist.convert.torch_parts import (
     APEX,
     ENTRIES,
@@ -57,6 +66,7 @@ from jaxdist.convert.torch_parts import (
     like,
     part,
     put,
+    reading,
     tensors_of,
 )
 from jaxdist.convert.torch_pickles import rehearse
@@ -64,8 +74,6 @@ from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.optim import learning_rate
 
-# Of the run, and what came along with the weights, as the tokenizer: keys of our own.
-EXPERIMENT, METRICS, FILES, ORIGIN, BUFFERS = "experiment", "metrics.jsonl", "files", "origin", "buffers"
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
 PICKLES = 5  # in a file of before torch 1.6: magic, protocol, system, the tree, keys of the storages that follow
@@ -75,7 +83,8 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
     """What the file holds, or a part of it; its tensors on the meta device, where they know their place in the file, or
     `mapped` into memory. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
     try:
-        size = size_of(path)
+        if not (size := size_of(path)):
+            raise ValueError("it is empty")
         if part or is_zip(path):
             return torch_numpy.restored(walked(Records(path, part).tree(mapped)))
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
@@ -121,15 +130,6 @@ def walked(tree: Any) -> Any:
     return tree
 
 
-@contextmanager
-def reading(path: Path, part: str) -> Iterator[None]:
-    """What a part of another form than torch's makes Python raise becomes a ConfigError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
-
-
 def _model(tree: Any) -> Mapping[str, Tensor]:
     """The state dict of the model: the tree itself, or its part of that name."""
     model = part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
@@ -150,7 +150,7 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
-    tree = load(path)
+    own = is_own(tree := load(path))
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     model = found.model
@@ -179,7 +179,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
                 updates = one_count(str(path), (count_of(path, step) for step in counts))
     step, experiment = _steps(path, tree, updates), found
     updates = step if trained and updates is None else updates
-    averaged = _own(tree) and EMA in found.optimizer.kept
+    averaged = own and EMA in found.optimizer.kept
     if training and averaged:
         with reading(path, EMA):
             averages = {k.removeprefix(INNER): t for k, t in tree[EMA].items() if k != AVERAGED}
@@ -189,19 +189,23 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if trained:
         with reading(path, "optimizer"):
             settings = optimizers.settings(str(path), rule, trained, shapes)
-            settings |= {} if _own(tree) else schedule(path, tree, trained, bool(wanted))
+            settings |= {} if own else schedule(path, tree, trained, bool(wanted))
         experiment = trained_by(found, settings, f"{path}: optimizer")
         with reading(path, "scaler"):
             scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))
             scaling = amp.scaling(scaler, apex)
-        if scaling and not _own(tree):
+        if scaling and not own:
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
-    files = neighbours(path) | _files(path, tree)
-    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=_own(tree))
-    if _own(tree) and ORIGIN in tree:
-        origin = replace(_origin(path, tree), files=files)
-    logged = _logged(path, tree) if training and _own(tree) else b""
+    files = neighbours(path) | files_of(path, tree)
+    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=own)
+    if own and ORIGIN in tree:
+        origin = replace(
+            origin_of(path, tree),
+            files=files,
+            held=lambda: contiguous(path, load(path, mapped=True)[ORIGIN]["extras"]),
+        )
+    logged = log_of(path, tree) if training and own else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
 
 
@@ -231,15 +235,10 @@ def rate_of(content: Content) -> float:
         return float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(content.step + 1)))
 
 
-def _own(tree: Any) -> bool:
-    """Whether we wrote it, or a script of the same mind: it has its experiment."""
-    return isinstance(tree, dict) and isinstance(tree.get(EXPERIMENT), dict) and "model" in tree[EXPERIMENT]
-
-
 def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     """That of `--model`, of the file, or of the config.json beside it. Raises ConfigError where there is none."""
     beside, found = path.parent / CONFIG, None
-    if _own(tree):
+    if is_own(tree):
         found = Experiment.parse(tree[EXPERIMENT], source=str(path))
     elif beside.exists() and not wanted:
         found = experiment_for(read_model(path.parent).model_dump(), source=str(beside))
@@ -284,7 +283,7 @@ def _extras(path: Path, tree: Any, order: optimizers.Order, kinds: Sequence[str]
     """The file as torch has it, without the numbers of weights and moments: its keys in their order, the optimizer's
     groups, with names, the scheduler, scaler, Apex's amp, RNG states."""
     kept = load(path, mapped=True) if is_zip(path) else copy.copy(tree)  # all is there already
-    if _own(kept):
+    if is_own(kept):
         del kept[EXPERIMENT]
         for key in (METRICS, FILES, ORIGIN):
             kept.pop(key, None)
@@ -317,37 +316,6 @@ def contiguous(path: Path, tree: Any) -> Any:
     return changed(tree, own)
 
 
-def _files(path: Path, tree: Any) -> dict[str, bytes]:
-    """What came along with the weights of a file of ours. Raises ConfigError."""
-    found = part(tree, (FILES,)) if _own(tree) else {}
-    for name, file in found.items():
-        if not isinstance(file, Tensor) or file.dtype != torch.uint8 or not is_companion(name):
-            raise ConfigError(f"{path}: its {FILES} have {name!r}; leave it out")
-    return {name: leaf(path, name, file).read().tobytes() for name, file in found.items()}
-
-
-def _origin(path: Path, tree: Mapping[str, Any]) -> Origin:
-    """Where the weights of a file of ours came from, if not from a torch file. Raises ConfigError."""
-    with reading(path, ORIGIN):
-        said, kept = Said.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
-        found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
-
-    def extras() -> Any:
-        return contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
-
-    return Origin(**dict(said), buffers=found, held=extras)
-
-
-def _logged(path: Path, tree: Mapping[str, Any]) -> bytes:
-    """What a run of ours logged. Raises ConfigError where it is no such log."""
-    try:
-        text = tree.get(METRICS, "")
-        parse_metrics(text)
-        return text.encode()
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: its {METRICS} is damaged: {error!r}; leave it out") from None
-
-
 def check(conversion: Conversion) -> None:
     """Anything can be written."""
 
@@ -363,7 +331,14 @@ def write(path: Path, conversion: Conversion) -> None:
         fakes = {
             group: {name: empty(leaf) for name, leaf in leaves.items()} for group, leaves in conversion.groups.items()
         }
-        masks = {name: empty(leaf) for name, leaf in origin.buffers_in("torch").items()}
+    later: list[tuple[Tensor, Leaf]] = []
+
+    def room(leaves: Leaves) -> dict[str, Tensor]:
+        """In the file, and what is to be there."""
+        with FakeTensorMode():
+            found = {name: empty(leaf) for name, leaf in leaves.items()}
+        later.extend((found[name], leaf) for name, leaf in leaves.items())
+        return found
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
@@ -372,7 +347,7 @@ def write(path: Path, conversion: Conversion) -> None:
             found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found
 
-    model = listed(PARAMETERS) | masks
+    model = listed(PARAMETERS) | room(origin.buffers_in("torch"))
     path.parent.mkdir(parents=True, exist_ok=True)
     tree = copy.copy(origin.extras or {}) if origin.kind == "torch" else {}
     if origin.kind == "torch" and is_flat(tree) and (content.updates is None or part(tree, OPTIMIZER)):
@@ -385,25 +360,15 @@ def write(path: Path, conversion: Conversion) -> None:
     if EMA in fakes:
         average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
         tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
-    tree |= {} if origin.of_a_script and content.step == origin.step else _ours(content)
+    theirs = origin.of_a_script and (content.step == origin.step or EXPERIMENT in tree)
+    tree |= {} if theirs else put_own(content, room)
     if origin.kind not in ("", "torch"):
-        with FakeTensorMode():
-            masks = {name: empty(leaf) for name, leaf in origin.buffers.items()}
-        tree[ORIGIN] = {"said": origin.said(), BUFFERS: masks, "extras": origin.extras}
+        tree[ORIGIN] = {"said": origin.said(), BUFFERS: room(origin.buffers), "extras": origin.extras}
     file = TorchFile(path, tree)
     conversion.each(lambda group, name, array: file.write(fakes[group][name], array), *fakes)
-    for name, fake in masks.items():
-        file.write(fake, origin.buffers[name].contiguous())
+    for fake, there in later:
+        file.write(fake, there.contiguous())
     file.seal()
-
-
-def _ours(content: Content) -> dict[str, Any]:
-    """What we keep in a file besides, under keys of our own: a script's file that comes back as it was has none."""
-    found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
-    found |= {METRICS: content.metrics.decode()} if content.metrics else {}
-    files = {} if content.origin.of_a_script else content.origin.files
-    bits = {name: to_torch(np.array(bytearray(file), np.uint8)) for name, file in files.items()}
-    return found | ({FILES: bits} if bits else {})
 
 
 def _training(

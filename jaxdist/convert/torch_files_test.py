@@ -213,7 +213,7 @@ class TestTorchFiles:
         data = (tmp_path / "a.pt").read_bytes()
         broken = {"cut": data[:-900], "flipped": data[:70] + b"\xff" * 90 + data[160:], "empty": b"", "text": b"hello"}
         (tmp_path / "a.pt").write_bytes(broken[damage])
-        with pytest.raises(ConfigError, match=r"a.pt"):
+        with pytest.raises(ConfigError, match=r"a.pt: it is empty; give" if damage == "empty" else r"a.pt"):
             main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
         assert not (tmp_path / "run").exists()
 
@@ -251,14 +251,6 @@ class TestTorchFiles:
             with pytest.raises(ConfigError, match=r"its record \S+ has changed since it was written"):
                 main([str(made), str(tmp_path / "run"), "--verify"])
 
-    def test_what_a_run_logged(self, tmp_path: Path) -> None:
-        """Goes along, and back to the run."""
-        content = replace(content_of(self.model), metrics=b'{"step": 1}\n')
-        file = written(tmp_path / "a.pt", "torch", content)
-        main([str(file), str(tmp_path / "run")])
-        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == content.metrics
-        assert torch_files.opened(file).origin.extras.keys() == {"model", "optimizer", "scheduler", "step"}
-
     def test_a_copy_of_a_checkpoint_is_of_no_run(self, tmp_path: Path) -> None:
         """What lies beside it there need not be its own."""
         self.saved(tmp_path / "a.pt")
@@ -294,14 +286,6 @@ class TestTorchFiles:
         (files / "tokenizer.json").symlink_to(tmp_path / "secret")
         with pytest.raises(ConfigError, match=r"'tokenizer\.json' is outside of"):
             main([str(tmp_path / "run"), str(tmp_path / "c"), "--to", "hf"])
-
-    @pytest.mark.parametrize("text", ["\ud800", "hello\n", '{"loss": 1}\n', 5])
-    def test_a_log_that_is_none(self, text: Any, tmp_path: Path) -> None:
-        tree = self.saved(tmp_path / "a.pt")
-        torch.save(tree | {"metrics.jsonl": text}, tmp_path / "a.pt")
-        with pytest.raises(ConfigError, match=r"a.pt: its metrics.jsonl is damaged"):
-            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
-        assert not (tmp_path / "run").exists()
 
     def test_a_tensor_that_shows_few_numbers_often(self, tmp_path: Path) -> None:
         tree = self.saved(tmp_path / "a.pt")
@@ -405,23 +389,6 @@ class TestTorchFiles:
         assert torch_files.opened(tmp_path / "a.pt", experiment).step == 7
         torch.save(saved | {"step": 7.5}, tmp_path / "a.pt")
         assert torch_files.opened(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
-
-    def test_files_that_go_along_are_named_as_such(self, tmp_path: Path) -> None:
-        """A file of ours with files that may not lie beside weights, or are weights themselves, is refused."""
-        content = torch_files.opened(*self.own(tmp_path))
-        for name in ("../tokenizer.json", "bin/evil.sh", ".bashrc", "model.safetensors", 3):
-            tree = torch.load(tmp_path / "own.pt", weights_only=True)
-            torch.save(tree | {"files": {name: torch.zeros(2, dtype=torch.uint8)}}, tmp_path / "wrong.pt")
-            with pytest.raises(ConfigError, match="its files have"):
-                torch_files.opened(tmp_path / "wrong.pt")
-        assert content.origin.own
-
-    def own(self, folder: Path) -> tuple[Path]:
-        """A file of ours."""
-        self.script(folder / "a.pt")
-        content = torch_files.opened(folder / "a.pt", experiment_for(self.model.model_dump(), "test"))
-        torch_files.write(folder / "own.pt", Conversion(replace(content, step=25, updates=25), "huggingface"))
-        return (folder / "own.pt",)
 
     def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
         """It comes back as it was; and with ours once there are moments."""

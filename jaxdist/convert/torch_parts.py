@@ -4,12 +4,16 @@ What is put back is as it was but for the numbers: in a list, in the order of th
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from jaxdist.config import ConfigError
 
 # Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
 MODEL = ("model", "state_dict", "model_state_dict", "module")
@@ -19,11 +23,17 @@ SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # Gra
 APEX = ("amp",)  # of apex.amp: a loss scaler for each loss
 STEP = ("step", "global_step", "iteration", "iter", "iter_num")
 GROUPS, ENTRIES = "param_groups", "entries"  # of an optimizer: torch's, and of each parameter's what is no moment
+MARKS = {GROUPS, "last_epoch", "growth_factor"}  # what an optimizer's state has, a scheduler's, a scaler's; no settings
 
 
 def key_of(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Under which of the keys the tree has a dict, or a list of one, or would."""
-    return next((key for key in keys if isinstance(_only(tree.get(key)), dict)), keys[0])
+    """Under which of the keys the tree has a state, a dict or a list of one; or any dict, as of settings; or would."""
+    dicts = [key for key in keys if isinstance(_only(tree.get(key)), dict)]
+    return next((key for key in dicts if _is_state(_only(tree[key]))), next(iter(dicts), keys[0]))
+
+
+def _is_state(value: Mapping[str, Any]) -> bool:
+    return bool(MARKS & value.keys()) or any(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 def _only(value: Any) -> Any:
@@ -41,6 +51,15 @@ def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, 
     """What puts it in place of that dict: in a list where that was in one."""
     key = key_of(tree, keys)
     return {key: [part] if isinstance(tree.get(key), list) else part}
+
+
+@contextmanager
+def reading(path: Path, part: str) -> Iterator[None]:
+    """What a part of another form than torch's makes Python raise becomes a ConfigError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
 
 
 def inside(node: Any) -> Collection[Any]:

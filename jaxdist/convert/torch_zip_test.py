@@ -62,6 +62,21 @@ def test_tensors_where_nobody_looks_for_them(what: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_views_of_one_storage_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, write = list[int](), torch_zip.buffers.write
+
+    def counted(path: Path, start: int, numbers: np.ndarray) -> None:
+        sizes.append(numbers.nbytes)
+        write(path, start, numbers)
+
+    monkeypatch.setattr(torch_zip.buffers, "write", counted)
+    flat, other = torch.arange(1000.0), torch.ones(10)
+    tree = {"views": list(flat.split(10)), "flat": flat, "half": flat.bfloat16(), "other": [other, other.clone()]}
+    torch_zip.TorchFile(tmp_path / "a.pt", tree).seal()
+    assert sorted(sizes) == [40, 40, 2000, 4000]
+    same(torch.load(tmp_path / "a.pt", weights_only=True), tree)
+
+
 def test_a_file_of_which_a_part_was_never_written(tmp_path: Path) -> None:
     with fake_tensor.FakeTensorMode():
         tree = {"a": torch.empty(2), "b": torch.empty(3)}
