@@ -31,13 +31,14 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.configuration import set_hypothesis_home_dir
+from rich.console import Console
 from rich.progress import track
 from safetensors.numpy import save, save_file
 
 from jaxdist.config import ConfigError, Family, Llama, Mixture, ResNet, check_shapes, whole
 from jaxdist.config.checkpoints import MANIFEST, seal
 from jaxdist.config.dcp import INDEX as DCP
-from jaxdist.config.display import console, say
+from jaxdist.config.display import console
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
 from jaxdist.convert import dcp_files, hf, torch_files, torch_leaves, torch_numpy
@@ -48,6 +49,7 @@ from jaxdist.convert.torch_parts import MODEL as PARTS
 from jaxdist.convert.torch_parts import part
 from torch_ref.hf import Weights
 
+screen = Console(highlight=False)  # of the fuzzer alone: readers have notes of their own
 CORPUS = Path(__file__).parent / "corpus"
 MEMORY = 2_000_000_000
 SECONDS = 10  # of the processor: a busy machine is no hang
@@ -421,7 +423,7 @@ def fuzz(name: str, folder: Path, examples: int, start: int) -> tuple[int, int]:
         taken += accepted(name, folder, content)
 
     batches = range(0, examples, BATCH)
-    for batch, done in enumerate(track(batches, name, console=console, disable=not console.is_terminal)):
+    for batch, done in enumerate(track(batches, name, console=screen, disable=not screen.is_terminal)):
         some = settings(
             max_examples=min(BATCH, examples - done),
             deadline=None,
@@ -439,6 +441,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
+    console.quiet = True
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGPROF, chain=True)  # says where it hangs; then the process ends
     virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -447,7 +450,8 @@ def main() -> None:
         began = time.monotonic()
         different, taken = fuzz(name, a.folder / name, a.examples, a.seed)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        say(f"{name}: {different:,} files, {taken:,} taken, {time.monotonic() - began:.0f} s, peak {peak:.2f} GB")
+        took = f"{time.monotonic() - began:.0f} s, peak {peak:.2f} GB"
+        screen.print(f"{name}: {different:,} files, {taken:,} taken, {took}", soft_wrap=True)
 
 
 if __name__ == "__main__":
