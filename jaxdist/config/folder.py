@@ -1,6 +1,7 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -264,22 +265,30 @@ def make_new(path: Path, what: str) -> None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
+    return list(each_metrics(path))
+
+
+def each_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Those one by one: all of a long run take ten times the memory that its log does. Raises ConfigError."""
     file = path / "metrics.jsonl"
     try:
-        return parse_metrics(read_bytes(file, MOST_BYTES).decode("utf-8")) if file.exists() else []
+        yield from parse_metrics(read_bytes(file, MOST_BYTES)) if file.exists() else ()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
 
 
-def parse_metrics(text: str) -> list[dict[str, Any]]:
-    """The records of lines of JSON, as `read_metrics` has them. Raises ValueError."""
-    try:
-        records = [json.loads(line) for line in text.split("\n")[:-1]]
-    except RecursionError:
-        raise ValueError("a line is nested too deeply") from None
-    if not all(isinstance(record, dict) and isinstance(record.get("step"), int) for record in records):
-        raise ValueError("a line has no step")
-    return records
+def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
+    """The records of lines of JSON, as `each_metrics` has them. Raises ValueError."""
+    for line in io.BytesIO(log):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line.decode())
+        except RecursionError:
+            raise ValueError("a line is nested too deeply") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError("a line has no step")
+        yield record
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:

@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, RunFolder, read_metrics
+from jaxdist.config import ConfigError, RunFolder
 from jaxdist.config.checkpoints import damage, placed, run_of, seal
 from jaxdist.config.display import say
+from jaxdist.config.folder import each_metrics
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, hf, safetensors_writer
 from jaxdist.convert.content import Content, Origin, Said
@@ -76,8 +77,8 @@ def metrics_of(checkpoint: Path) -> bytes:
     run, name = run_of(checkpoint), placed(checkpoint).name
     if run is None or not name.isdecimal():
         return b""
-    kept = [record for record in read_metrics(run) if record["step"] <= int(name)]
-    return "".join(json.dumps(record) + "\n" for record in kept).encode()
+    kept = (record for record in each_metrics(run) if record["step"] <= int(name))
+    return b"".join(f"{json.dumps(record)}\n".encode() for record in kept)
 
 
 def _torch_files() -> Any:

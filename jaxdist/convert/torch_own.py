@@ -67,7 +67,8 @@ def log_of(path: Path, tree: Mapping[str, Any]) -> bytes:
     try:
         # Once it was a string.
         log = found.encode() if isinstance(found, str) else _bytes_of(path, METRICS, found, MOST_LOGGED)
-        parse_metrics(log.decode())
+        for _ in parse_metrics(log):
+            pass
         return log
     except ValueError as error:
         raise ConfigError(f"{path}: its {METRICS} is damaged: {error!r}; leave it out") from None

@@ -1,7 +1,6 @@
 """What a file of torch's has of ours: it is told by more than a key, and takes no room twice."""
 
 import importlib
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content, Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.room_test import peak
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.torch_files")
@@ -48,6 +49,18 @@ def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest
     assert torch_files.opened(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
 
 
+@pytest.mark.parametrize("kind", ["torch", "orbax"])
+def test_a_log_is_read_a_line_at_a_time(kind: str, tmp_path: Path) -> None:
+    """Its records at once would take ten times as much."""
+    log = b'{"step": 1, "loss": 5.785955904024457, "grad_norm": 4.966336995753538, "tokens": 1280}\n' * 20_000
+    there = written(tmp_path / "a", kind, replace(content_of(MODEL), metrics=log))
+    opened = KINDS[kind].format.opened
+    opened(there)  # imports count too
+    most = peak(lambda: opened(there))
+    assert opened(there).metrics == log
+    assert most < 5 * len(log)
+
+
 @pytest.mark.parametrize(
     "log",
     ["\ud800", "hello\n", '{"loss": 1}\n', 5, torch.ones(3), torch.tensor([255, 10], dtype=torch.uint8)],
@@ -75,9 +88,6 @@ def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
     files = {"LICENSE": bytes(8_000_000), "merges.txt": b"", "tokenizer.json": b"{}"}
     written(tmp_path / "a.pt", "torch", logged())  # imports count too
     content = replace(logged(), origin=Origin("hf", "huggingface", files=files))
-    tracemalloc.start()
-    file = written(tmp_path / "b.pt", "torch", content)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert torch_files.opened(file).origin.files == files
+    most = peak(lambda: written(tmp_path / "b.pt", "torch", content))
+    assert torch_files.opened(tmp_path / "b.pt").origin.files == files
     assert most < 0.5 * len(files["LICENSE"])
