@@ -167,8 +167,11 @@ class Layout:
         """The mesh axes over which the pieces differ."""
         return tuple(axis for axes in self.split(sharded) for axis in axes)
 
-    def local_shape(self, mesh: Mapping[str, int], sharded: bool) -> tuple[int, ...]:
-        """The shape of one device's piece. Raises ConfigError when the mesh does not divide the parameter."""
+    def local_shape(self, mesh: Mapping[str, int], sharded: bool, kept: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The shape of one device's piece, or of that of what is `kept` of it, of such a shape.
+
+        Raises ConfigError when the mesh does not divide the parameter.
+        """
         shape = []
         for axis, size, entry in zip(self.axes, self.shape, self.split(sharded), strict=True):
             ways = math.prod(mesh[mesh_axis] for mesh_axis in entry)
@@ -179,7 +182,10 @@ class Layout:
                     "model's size"
                 )
             shape.append(size // ways)
-        return tuple(shape)
+        return tuple(
+            piece if size == whole else size
+            for piece, size, whole in zip(shape, kept or self.shape, self.shape, strict=True)
+        )
 
 
 def check(layouts: Mapping[str, Layout], mesh: Mapping[str, int], row: Strategy) -> None:

@@ -1,6 +1,5 @@
 """The closed form of a step's memory against compiled programs and recorded runs, and what its bound catches."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,23 +55,14 @@ def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
     return check.holds
 
 
+# Of many more the form itself is compared: `jaxdist/planner/memory_test.py`.
 CASES: list[dict[str, Any]] = [
-    {"parallel.mesh": "1x1"},
     {"parallel.mesh": "2x4"},
-    {"parallel.mesh": "2x4", "parallel.sequence": True},
-    {"parallel.mesh": "8x1"},
-    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
-    {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.accumulation": 2},
-    {"parallel.mesh": "8x1", "parallel.reshard_after_forward": False},
-    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.reshard_after_forward": False, "train.accumulation": 2},
     {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
-    {"parallel.mesh": "2x4", "memory.remat": "full", "memory.offload": "optimizer,parameters,activations"},
     {"parallel.mesh": "8x1", "model.vocab": 4096},
-    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
     {"parallel.mesh": "2x4", "model.family": "gpt2"},
     {"parallel.mesh": "fsdp=2,context=4"},
-    {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"},
 ]
 
 
@@ -141,14 +131,6 @@ def test_kept_activations_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch)
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
     monkeypatch.setitem(memory.POLICIES, mode, memory.POLICIES["none"])
     assert not holds(e, compiled(e))
-
-
-def test_a_gpu_fetches_what_is_updated() -> None:
-    """Sharded moments and, where they are offloaded too, whole weights; nothing where the host's memory is its own."""
-    e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
-    whole = sum(math.prod(layout.shape) for layout in scratch(e).layouts.values()) * 4
-    assert replace(scratch(e), gpu=True).fetched == whole + 2 * whole / 8
-    assert scratch(e).fetched == 0
 
 
 @pytest.mark.parametrize("side", [JAX, TORCH])

@@ -1,17 +1,89 @@
-"""Facts of devices, from the makers' data sheets."""
+"""Facts of devices, from `hardware.toml` beside this file or a table of one's own."""
 
-# Dense bfloat16 matrix rate in FLOP/s, by a part of the name that JAX and CUDA give the device.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6": 918e12,
-}
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+import pydantic
+from pydantic import Field
+
+from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.experiment import read_toml
+from jaxdist.config.model import Count, NotNegative, Positive, Section
+from jaxdist.config.precision import Dtype
+
+FILE = Path(__file__).with_suffix(".toml")
+
+
+class Hardware(Section):
+    """One kind of device; all per device, in bytes, seconds and FLOP/s."""
+
+    name: str
+    known_as: str
+    """A part of the name that JAX and CUDA give it."""
+    flops: Annotated[Mapping[Dtype, Positive], Field(min_length=1)]
+    """Dense matrix products, by the dtype that is multiplied."""
+    memory: Positive
+    """Bytes that a program can have."""
+    bandwidth: Positive
+    """Bytes of that memory read or written a second."""
+    group: Count = 8
+    """Devices that the fast links join: a machine of GPUs, a pod of TPUs."""
+    inside: Positive
+    """Bytes a second that a device sends over them in a ring."""
+    between: Positive
+    """Bytes a second that a device sends to other groups."""
+    host: Positive = 32e9
+    """Bytes a second between it and its host's memory, each way."""
+    latency: tuple[NotNegative, NotNegative] = (10e-6, 30e-6)
+    """Seconds that a collective takes whatever it sends, within a group and between groups."""
+
+
+@cache
+def shipped() -> Mapping[str, Hardware]:
+    return MappingProxyType(read(FILE))
+
+
+def read(file: Path) -> dict[str, Hardware]:
+    """The devices of a TOML file by name. Raises ConfigError naming the file, the device and the field."""
+    found = {}
+    for name, table in read_toml(file, "--hardware").items():
+        try:
+            found[name] = Hardware.model_validate({"name": name, **table} if isinstance(table, dict) else table)
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            field = ".".join([name, *map(str, problem["loc"])])
+            raise ConfigError(
+                f"--hardware {file}: {field} = {problem['input']!r}: {problem['msg']}; give each device what "
+                f"{FILE.name} gives its own"
+            ) from None
+    return found
+
+
+def hardware(name: str) -> Hardware:
+    """A device by the name of `hardware.toml`, or the one in a file of one's own. Raises ConfigError."""
+    if name.endswith(".toml"):
+        own = read(Path(name).expanduser())
+        if len(own) != 1:
+            raise ConfigError(f"--hardware {name}: has {len(own)} devices; give a file with one table")
+        return next(iter(own.values()))
+    if name not in shipped():
+        raise ConfigError(f"--hardware {name}: no such device; {nearest(name, shipped())}, or give a file.toml")
+    return shipped()[name]
+
+
+def rate(device: Hardware, dtype: str) -> float:
+    """FLOP/s of products of this dtype. Raises ConfigError where the device multiplies none."""
+    found = next((flops for name, flops in device.flops.items() if name == dtype), None)
+    if found is None:
+        raise ConfigError(
+            f"precision.compute = {dtype}: {device.name} has no rate for it; use {' or '.join(device.flops)}"
+        )
+    return found
 
 
 def peak_flops(kind: str) -> float | None:
-    """The rate of a device of this name; None where it is unknown."""
-    return next((rate for name, rate in PEAK_FLOPS.items() if name in kind), None)
+    """The bfloat16 rate of the device that JAX and CUDA call so; None where it is unknown."""
+    return next((d.flops["bfloat16"] for d in shipped().values() if d.known_as in kind), None)

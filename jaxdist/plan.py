@@ -1,0 +1,199 @@
+"""What an experiment takes on a mesh of named devices, before any is at hand: `python -m jaxdist.plan --mesh 64x8`."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Column, Table
+
+from jaxdist.config import ConfigError, exit_codes
+from jaxdist.config.arguments import Parser, add_fields, load, user_path
+from jaxdist.config.display import aside, console, megabytes, say
+from jaxdist.config.hardware import hardware, shipped
+from jaxdist.planner.compiled import Compiled, compile_plan
+from jaxdist.planner.plans import USABLE, Plan, smallest_change
+from jaxdist.planner.recommend import reasons, recommend
+
+UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TIB": 2**40, "GIB": 2**30, "MIB": 2**20}
+TIMES = {
+    "products": "matrix products", "attention": "attention", "moved": "all else that computes",
+    "parameters": "parameters and gradients on the links", "activations": "activations on the links",
+    "latency": "latency of collectives", "host": "to the host's memory and back",
+    "hidden": "of these beside computation",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Arguments -> a plan, or many -> tables, or with --json one object."""
+    a = arguments(sys.argv[1:] if argv is None else argv)
+    device = hardware(a.hardware)
+    if a.memory:
+        device = device.model_copy(update={"memory": a.memory})
+    experiment = load(a.config, a.fields)
+    with aside(a.json):
+        if a.recommend:
+            plans = recommend(experiment, a.devices, device)
+            found: Any = {"hardware": device.name, "devices": a.devices, "plans": [told(p) for p in plans[: a.top]]}
+            found["reasons"] = reasons(plans[0])
+            if not a.json:
+                show_ranking(plans[: a.top], len(plans))
+        else:
+            plan = Plan(experiment, device)
+            compiled = compile_plan(experiment) if a.compiled else None
+            found = told(plan) | ({"compiled": vars(compiled)} if compiled else {})
+            found["smallest_change"] = "" if plan.fits else smallest_change(plan)
+            if not a.json:
+                show(plan, compiled, found["smallest_change"])
+    if a.json:
+        print(json.dumps(found))
+
+
+def told(plan: Plan) -> dict[str, Any]:
+    """A plan as --json prints it: bytes of a device, seconds of a step."""
+    e = plan.experiment
+    return {
+        "hardware": plan.hardware.name,
+        "devices": plan.devices,
+        "mesh": plan.mesh,
+        "strategy": e.parallel.strategy,
+        "sequence": e.parallel.sequence,
+        "remat": e.memory.remat,
+        "accumulation": e.train.accumulation,
+        "precision": e.precision.policy,
+        "memory": plan.memory,
+        "fits": plan.fits,
+        "least_bytes": plan.traffic,
+        "flops_per_token": plan.flops_per_token,
+        "time": vars(plan.time),
+        "step_seconds": plan.time.step,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+    }
+
+
+def show(plan: Plan, compiled: Compiled | None, change: str) -> None:
+    """Three tables and what follows from them."""
+    e = plan.experiment
+    say(
+        f"{e.model.family}, {' × '.join(f'{a} {n}' for a, n in plan.mesh.items() if n > 1) or 'one device'}, "
+        f"{e.parallel.strategy}, {e.precision.policy}, remat {e.memory.remat}, {e.train.batch} rows of the batch in "
+        f"{e.train.accumulation} microbatch(es), on {plan.devices:,} × {plan.hardware.name}"
+    )
+    held = Table("memory of a device", "closed form", *["compiled for CPUs"] * bool(compiled))
+    for name, size in plan.memory.items():
+        if size or name == "peak":
+            held.add_row(name.replace("_", " "), megabytes(size), *beside(compiled.memory if compiled else None, name))
+    console.print(held)
+    sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
+    for axis, size in plan.traffic.items():
+        sent.add_row(axis, str(plan.mesh[axis]), megabytes(size), *beside(compiled.traffic if compiled else None, axis))
+    if plan.traffic:
+        console.print(sent)
+    taken = Table("time of a step", "seconds")
+    for name, title in TIMES.items():
+        if seconds := getattr(plan.time, name):
+            taken.add_row(title, f"{-seconds if name == 'hidden' else seconds:.4g}")
+    taken.add_row("all", f"{plan.time.step:.4g}")
+    console.print(taken)
+    say(
+        f"{plan.tokens_per_second:,.0f} {e.model.takes}/s, {plan.tokens_per_second / plan.devices:,.0f} a device, "
+        f"{plan.mfu:.1%} of the data sheet's rate (MFU)"
+    )
+    limit = f"{USABLE:.0%} of {megabytes(plan.hardware.memory)}"
+    if plan.fits:
+        say(f"fits: {megabytes(plan.memory['peak'])} of {limit}")
+    else:
+        say(f"does not fit: {megabytes(plan.memory['peak'])}, of {limit}; the smallest change that makes it fit: "
+            + (change or "no single one does; --recommend ranks what does"))  # fmt: skip
+
+
+def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
+    """The cell of what was compiled, where anything was."""
+    return [] if compiled is None else [megabytes(compiled[name]) if name in compiled else ""]
+
+
+def show_ranking(plans: Sequence[Plan], count: int) -> None:
+    """The plans as a table, and why the first is first."""
+    names = ("mesh", "strategy", "remat", "parts", "step, s", "MFU", "memory")
+    columns = (Column(name, no_wrap=True) for name in names)
+    say(f"the fastest {len(plans)} of {count} that fit; parts are microbatches")
+    table = Table(*columns)
+    for plan in plans:
+        e = plan.experiment
+        table.add_row(
+            e.parallel.mesh, e.parallel.strategy, e.memory.remat, str(e.train.accumulation), f"{plan.time.step:.3g}",
+            f"{plan.mfu:.1%}", megabytes(plan.memory["peak"]),
+        )  # fmt: skip
+    console.print(table)
+    for reason in reasons(plans[0]):
+        say(f"- {reason}")
+    say(f"to train so: {command(plans[0])}")
+
+
+def command(plan: Plan) -> str:
+    """What is to be added to the command line of this plan's experiment."""
+    e = plan.experiment
+    flags = {"mesh": e.parallel.mesh, "strategy": e.parallel.strategy, "memory.remat": e.memory.remat,
+             "train.accumulation": e.train.accumulation}  # fmt: skip
+    return " ".join(f"--{name} {value}" for name, value in flags.items()) + (
+        " --parallel.sequence true" if e.parallel.sequence else ""
+    )
+
+
+def size_of(text: str) -> float:
+    """Bytes, as 80GB or 79GiB."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", text.strip().upper())
+    if not parts or parts[2] not in UNITS or not float(parts[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give it as 80GB")
+    return float(parts[1]) * UNITS[parts[2]]
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1,000,000")
+    return int(text)
+
+
+def arguments(argv: Sequence[str]) -> Any:
+    """The command line; `fields` are those of the config by dotted name. Raises ConfigError."""
+    parser = Parser(
+        prog="python -m jaxdist.plan",
+        usage="%(prog)s [--config PATH|NAME] [--mesh 64x8] [--hardware h100] [--compiled] [--section.field VALUE ...]\n"
+        "       %(prog)s --recommend --devices N [--memory 80GB] ...",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", type=user_path, metavar="PATH|NAME", help="a TOML file, or the name of a shipped config"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100",
+        metavar="NAME|FILE",
+        help=f"{', '.join(shipped())}, or a TOML file with one device of your own (default h100)",
+    )
+    parser.add_argument("--memory", type=size_of, metavar="80GB", help="of a device, in place of the hardware's own")
+    parser.add_argument("--compiled", action="store_true", help="also compile the step, on as many virtual CPU devices")
+    parser.add_argument("--recommend", action="store_true", help="rank meshes and strategies of --devices N")
+    parser.add_argument("--devices", type=count, metavar="N", help="with --recommend: how many there are")
+    parser.add_argument("--top", type=count, default=10, metavar="N", help="with --recommend: how many are shown (10)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    add_fields(parser)
+    given = vars(parser.parse_args(argv))
+    own = {name: given.pop(name) for name in (
+        "config", "hardware", "memory", "compiled", "recommend", "devices", "top", "json"
+    )}  # fmt: skip
+    a = argparse.Namespace(**own, fields=given)
+    if a.recommend != bool(a.devices):
+        raise ConfigError("--recommend and --devices N go together; give both, or --mesh alone")
+    if a.recommend and (a.compiled or "parallel.mesh" in given):
+        raise ConfigError("--recommend chooses the mesh and compiles nothing; leave --mesh and --compiled out")
+    return a
+
+
+if __name__ == "__main__":
+    exit_codes(main)

@@ -1,0 +1,148 @@
+"""The planner's command: what fits, what would, what is recommended, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxdist.conftest  # noqa: F401  # for its 8 devices
+from jaxdist.config import ConfigError
+from jaxdist.config.arguments import load
+from jaxdist.config.hardware import FILE, hardware, peak_flops, read, shipped
+from jaxdist.plan import main
+from jaxdist.planner.plans import Plan, smallest_change
+from jaxdist.planner.recommend import candidates, reasons, recommend
+
+Capsys = pytest.CaptureFixture[str]
+
+
+def printed(capsys: Capsys, *argv: str) -> dict[str, Any]:
+    main([*argv, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_one_object(capsys: Capsys) -> None:
+    found = printed(capsys, "--config", "llama-3.1-8b", "--mesh", "16x8", "--hardware", "h200")
+    assert found["devices"] == 128 and found["mesh"]["tensor"] == 8 and found["fits"] and not found["smallest_change"]
+    held = found["memory"]
+    assert held["peak"] == pytest.approx(sum(v for k, v in held.items() if k not in ("peak", "host")))
+    assert held["parameters"] == pytest.approx(8.03e9 * 4 / 128, rel=1e-3)
+    seconds = found["time"]
+    assert found["step_seconds"] == pytest.approx(sum(seconds.values()) - 2 * seconds["hidden"])
+    assert found["tokens_per_second"] == pytest.approx(16 * 8192 / found["step_seconds"])
+
+
+def test_tables(capsys: Capsys) -> None:
+    main(["--config", "llama-1b", "--mesh", "4x2"])
+    said = capsys.readouterr().out
+    for text in ("optimizer state", "fsdp", "tensor", "matrix products", "tokens/s", "fits: "):
+        assert text in said
+
+
+def test_compiled_beside_the_closed_form(capsys: Capsys) -> None:
+    """Parameters, optimizer state and bytes to the last; the form of the peak knows a GPU, what is compiled a CPU."""
+    found = printed(capsys, "--mesh", "2x4", "--compiled", "--hardware", "tpu-v5p")
+    closed, compiled = found["memory"], found["compiled"]["memory"]
+    assert [closed[kind] for kind in ("parameters", "optimizer_state")] == [
+        compiled[kind] for kind in ("parameters", "optimizer_state")
+    ]
+    assert found["compiled"]["traffic"] == pytest.approx(found["least_bytes"], rel=1e-3)
+    assert closed["peak"] == pytest.approx(compiled["peak"], rel=0.1)
+
+
+def test_what_makes_it_fit(capsys: Capsys) -> None:
+    """A change is one that does, and costs the least time of those."""
+    argv = ["--config", "llama-3.1-8b", "--mesh", "8x1", "--hardware", "h100"]
+    main(argv)
+    said = capsys.readouterr().out
+    assert "does not fit: 80.77 GB, of 95% of 80.00 GB" in said
+    main([*argv, *said.strip().rpartition("makes it fit: ")[2].split()])
+    assert "\nfits: " in capsys.readouterr().out
+    assert "no single one does; --recommend" in run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1")
+
+
+def run(capsys: Capsys, *argv: str) -> str:
+    main(argv)
+    return capsys.readouterr().out.replace("\n", " ")
+
+
+def test_other_meshes_need_other_devices() -> None:
+    plan = Plan(load("llama-3.1-70b", {"parallel.mesh": "8x1", "train.batch": 8}), hardware("h100"))
+    assert not plan.fits and "devices" in smallest_change(plan)
+
+
+def test_recommend(capsys: Capsys) -> None:
+    of = ["--config", "mistral-7b", "--train.batch", "64"]
+    found = printed(capsys, *of, "--recommend", "--devices", "64", "--memory", "40GB", "--top", "5")
+    plans = found["plans"]
+    assert len(plans) == 5 and all(p["fits"] and p["devices"] == 64 for p in plans)
+    assert [p["step_seconds"] for p in plans] == sorted(p["step_seconds"] for p in plans)
+    assert any("under ddp, and would not fit" in reason for reason in found["reasons"])
+    assert "to train so: --mesh" in run(capsys, "--recommend", "--devices", "4")
+
+
+def test_a_small_model_is_not_sharded() -> None:
+    """Gradients once a step are less than parameters twice a microbatch."""
+    best, *_ = recommend(load("gpt2", {"train.batch": 64, "train.accumulation": 4}), 8, hardware("h100"))
+    assert best.experiment.parallel.strategy in ("ddp", "zero1") and best.mesh["tensor"] == 1
+    assert any("the model fits on each device" in reason for reason in reasons(best))
+
+
+def test_tensor_stays_within_a_machine_and_sequences_are_split_where_long() -> None:
+    device = hardware("h100")
+    small = list(candidates(load("llama-3.1-8b", {"train.batch": 64}), 64, device))
+    assert {p.mesh["tensor"] for p in small} == {1, 2, 4, 8} and {p.mesh["context"] for p in small} == {1}
+    long = {"train.batch": 8, "data.sequence": 65536}
+    assert {p.mesh["context"] for p in candidates(load("llama-3.1-8b", long), 64, device)} > {1, 2, 4}
+
+
+def test_the_largest_on_16384_devices() -> None:
+    """Within a minute; a model of 812 GB a device is shared."""
+    plans = recommend(load("llama-3.1-405b", {}), 16384, hardware("h100"))
+    assert all(p.fits and p.devices == 16384 for p in plans) and plans[0].mesh["tensor"] == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--hardware", "h10"], r"--hardware h10: no such device; did you mean 'h100'"),
+        (["--memory", "80"], r"--memory.*'80' is no size; give it as 80GB"),
+        (["--recommend"], r"--recommend and --devices N go together"),
+        (["--devices", "8"], r"--recommend and --devices N go together"),
+        (["--recommend", "--devices", "8", "--mesh", "2x4"], r"--recommend chooses the mesh"),
+        (["--recommend", "--devices", "0"], r"'0' is no whole number"),
+        (["--recommend", "--devices", "7"], r"train.batch = 16 sequences cannot be divided over any mesh"),
+        (["--recommend", "--devices", "8", "--memory", "1MB"], r"fits in 0 GB of each; give more devices"),
+        (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over"),
+        (["--hardware", "tpu-v5p", "--precision", "fp64"], r"tpu-v5p has no rate for it"),
+        (["--config", "resnet-50", "--mesh", "8x1", "--train.batch", "64"], r"model.family = resnet: no closed form"),
+    ],
+)
+def test_bad_input(argv: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        main(argv)
+
+
+def test_a_device_of_ones_own(tmp_path: Path, capsys: Capsys) -> None:
+    lines = FILE.read_text().partition("[h100]\n")[2].partition("\n[")[0]
+    file = tmp_path / "own.toml"
+    file.write_text("[half]\n" + lines.replace("memory = 80e9", "memory = 40e9"))
+    assert printed(capsys, "--config", "llama-1b", "--mesh", "8x1", "--hardware", str(file))["hardware"] == "half"
+    file.write_text("[half]\n" + lines.replace("memory = 80e9", "memory = -1"))
+    with pytest.raises(ConfigError, match=r"own.toml: half.memory = -1: .*give each device what"):
+        read(file)
+    file.write_text("[half]\n" + lines.replace("memory = 80e9", ""))
+    with pytest.raises(ConfigError, match=r"half.memory"):
+        read(file)
+    file.write_text("half = 3")
+    with pytest.raises(ConfigError, match=r"own.toml: half = 3"):
+        read(file)
+    with pytest.raises(ConfigError, match=r"has 8 devices; give a file with one table"):
+        hardware(str(FILE))
+
+
+def test_devices_are_known_by_the_names_of_their_drivers() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("TPU v5 lite") == 197e12
+    assert peak_flops("TPU v5") == 459e12 and peak_flops("cpu") is None
+    assert {d.name for d in shipped().values()} >= {"a100", "h100", "h200", "b200", "tpu-v5p", "tpu-v6e"}

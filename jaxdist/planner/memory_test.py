@@ -1,0 +1,146 @@
+"""The closed form of what a device holds against shapes, compiled programs and a GPU's allocator."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxdist.conftest  # noqa: F401  # for its 8 devices
+from jaxdist import memory as rematerialization
+from jaxdist import metrics, models
+from jaxdist.config import Experiment
+from jaxdist.config.experiment import read_toml
+from jaxdist.mesh import make_mesh
+from jaxdist.planner.memory import Footprint
+from jaxdist.program import Program
+
+jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
+
+DEFAULT = read_toml(Path(__file__).resolve().parents[2] / "configs/default.toml")
+GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
+MIXTRAL = {"family": "mixtral", "layers": 2, "dim": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 128}
+RESNET = {"family": "resnet", "depths": [1, 1], "widths": [64, 128], "stem": 16, "image": 32, "classes": 8}
+# Whose weights dwarf the activations of so few tokens, whose scores dwarf all else, and whose vocabulary does.
+WEIGHTS = {"model.layers": 16, "model.dim": 256, "model.head_dim": 32, "model.hidden": 1024, "data.sequence": 8}
+SCORES = {"data.sequence": 1024, "train.batch": 16, "model.layers": 2}
+VOCABULARY = {"model.vocab": 16384, "model.layers": 2}
+DEEP = {"model.layers": 8, "train.batch": 64, "train.accumulation": 8}
+
+
+def experiment(**overrides: Any) -> Experiment:
+    """The default config with fields by `section.field`, on the mesh of `parallel.mesh`."""
+    values: dict[str, Any] = {section: dict(fields) for section, fields in DEFAULT.items()}
+    for name, value in overrides.items():
+        section, _, field = name.partition(".")
+        if field:
+            values.setdefault(section, {})[field] = value
+        else:
+            values[section] = value
+    return Experiment.parse(values, source="test")
+
+
+def footprint(e: Experiment) -> Footprint:
+    return Footprint(e, models.layouts(models.build(e.model)), e.parallel.axes())
+
+
+def compiled(e: Experiment) -> dict[str, int]:
+    """`memory` of the summary of a run that need not be made."""
+    p = Program(e, make_mesh(e, "cpu")[0])
+    traced = p.step.trace(p.abstract, p.abstract_batch)
+    return metrics.memory(p, traced, traced.lower().compile())
+
+
+STATE: list[dict[str, Any]] = [
+    {"parallel.mesh": "2x4"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "precision.policy": "bf16"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "precision.policy": "bf16-true"},
+    {"parallel.mesh": "fsdp=2,context=2,tensor=2", "model": GPT2},
+    {"parallel.mesh": "pipeline=2,fsdp=2,tensor=2", "train.accumulation": 2},
+    {"parallel.mesh": "expert=2,fsdp=2,tensor=2", "model": MIXTRAL},
+    {"parallel.mesh": "8x1", "model": RESNET, "data": {}, "precision.policy": "fp16"},
+    *({"parallel.mesh": "2x4", "optimizer.name": name} for name in ("adam", "sgd", "lion", "adafactor", "muon")),
+    {"parallel.mesh": "2x4", "optimizer.name": "sgd", "optimizer.momentum": 0},
+    {"parallel.mesh": "8x1", "optimizer.ema": 0.99},
+]
+
+
+def name_of(case: Any) -> str:
+    return " ".join(str(value["family"] if isinstance(value, dict) and value else value) for value in case.values())
+
+
+@pytest.mark.parametrize("case", STATE, ids=name_of)
+def test_what_stays_between_steps_is_exact(case: dict[str, Any]) -> None:
+    """Parameters and optimizer state are, byte for byte, those of the arrays of the program."""
+    e = experiment(**case)
+    program, form = Program(e, make_mesh(e, "cpu")[0]), footprint(e)
+    trained = {n: a for n, a in program.abstract.parameters.items() if not program.layouts[n].statistic}
+    assert form.parameters == metrics.held(trained)
+    assert form.optimizer_state == metrics.held(program.abstract.optimizer)
+
+
+CASES: list[dict[str, Any]] = [
+    {"parallel.mesh": "1x1"},
+    {"parallel.mesh": "2x4"},
+    {"parallel.mesh": "2x4", "parallel.sequence": True},
+    {"parallel.mesh": "8x1"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "full"},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "train.accumulation": 2},
+    {"parallel.mesh": "8x1", "parallel.reshard_after_forward": False},
+    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.reshard_after_forward": False, "train.accumulation": 2},
+    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
+    {"parallel.mesh": "2x4", "memory.remat": "full", "memory.offload": "optimizer,parameters,activations"},
+    {"parallel.mesh": "8x1", "model.vocab": 4096},
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
+    {"parallel.mesh": "2x4", "model": GPT2},
+    {"parallel.mesh": "2x4", "model": GPT2, "memory.remat": "full"},
+    {"parallel.mesh": "fsdp=2,context=4"},
+    {"parallel.mesh": "fsdp=2,context=4", "memory.remat": "full"},
+    {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"},
+    *({"parallel.mesh": "8x1", "memory.remat": remat} | SCORES for remat in ("none", "selective", "full")),
+    *({"parallel.mesh": "2x4", "memory.remat": remat} | SCORES for remat in ("none", "selective", "full")),
+    *({"parallel.mesh": "8x1", "memory.remat": remat} | VOCABULARY for remat in ("none", "selective", "full")),
+    {"parallel.mesh": "2x4", "parallel.sequence": True, "memory.remat": "selective"} | VOCABULARY,
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "memory.remat": "full"} | WEIGHTS,
+    {"parallel.mesh": "pipeline=4", "parallel.pipeline_schedule": "GPipe"} | DEEP,
+    {"parallel.mesh": "pipeline=2,tensor=2", "parallel.pipeline_schedule": "GPipe", "memory.remat": "full"} | DEEP,
+    {"parallel.mesh": "pipeline=4"} | DEEP,
+    {"parallel.mesh": "pipeline=2,fsdp=2"} | DEEP,
+    {"parallel.mesh": "pipeline=2,fsdp=2", "memory.remat": "selective"} | DEEP,
+    {"parallel.mesh": "expert=2,fsdp=2", "model": MIXTRAL},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_peak_of_a_compiled_step(case: dict[str, Any]) -> None:
+    e = experiment(**case)
+    held, form = compiled(e), footprint(e)
+    predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
+    assert predicted == pytest.approx(held["peak"], rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form says what a mode of rematerialization leaves, not what the program happens to take."""
+    e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
+    form = footprint(e)
+    predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
+    monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])
+    assert compiled(e)["peak"] > 1.3 * predicted
+
+
+def test_a_gpu_fetches_what_is_updated() -> None:
+    """Sharded moments and, where they are offloaded too, whole weights; nothing where the host's memory is its own."""
+    e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
+    form = footprint(e)
+    whole = form.held(False) * 4
+    assert form.fetched == 0 and replace(form, gpu=True).fetched == whole + 2 * whole / 8
+
+
+def test_no_form_for_images() -> None:
+    assert "images of a ResNet" in footprint(experiment(model=RESNET, data={}, **{"parallel.mesh": "2x1"})).unknown
+    assert not footprint(experiment(**{"parallel.mesh": "pipeline=2", "train.accumulation": 2})).unknown

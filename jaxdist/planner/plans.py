@@ -1,0 +1,164 @@
+"""One experiment on one mesh of one kind of device: what it holds, sends and takes, and whether it fits."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from jaxdist import models, sharding, traffic
+from jaxdist.config import ConfigError, Experiment, Family
+from jaxdist.config.hardware import Hardware, rate
+from jaxdist.metrics import flops_per_token
+from jaxdist.planner import memory, time
+from jaxdist.planner.memory import Footprint
+from jaxdist.sharding import Layout
+
+USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it
+# What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "gradients": (memory.GRADIENTS, memory.FRESH),
+    "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED),
+    "activations": (memory.BLOCKS, memory.WAITING, memory.AGAIN_ONE, memory.TAKEN_ONE, memory.LAST, memory.BATCH),
+    "logits": (memory.LOGITS,),
+    "at work": (memory.INSIDE, memory.UPDATE, memory.WORKSPACE),
+}
+
+
+@cache
+def layouts(model: Family) -> dict[str, Layout]:
+    """The declared parameters of a model."""
+    return models.layouts(models.build(model))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The closed form. Building it checks that the mesh divides what it must (ConfigError) and allocates nothing."""
+
+    experiment: Experiment
+    hardware: Hardware
+
+    def __post_init__(self) -> None:
+        if why := self.footprint.unknown:
+            raise ConfigError(
+                f"model.family = {self.experiment.model.family}: no closed form knows its activations, {why}; a run of "
+                "one step tells, jaxdist.train --steps 1 --device cpu"
+            )
+        self.experiment.check_mesh(self.mesh)
+        sharding.check(layouts(self.experiment.model), self.mesh, sharding.strategy(self.experiment.parallel))
+
+    @cached_property
+    def mesh(self) -> dict[str, int]:
+        return self.experiment.parallel.axes()
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        gpu = not self.hardware.name.startswith("tpu")
+        return Footprint(self.experiment, layouts(self.experiment.model), self.mesh, gpu)
+
+    # ---- memory, bytes on one device
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """By category, at the moment of a step that takes the most; `host` lies in the host's memory, `peak` is all
+        that lies on the device."""
+        f, causes = self.footprint, self.footprint.peak
+        offload = self.experiment.memory.offload
+        state = {"parameters": f.parameters, "optimizer_state": f.optimizer_state}
+        host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
+        found = state | {kind: sum(causes.get(name, 0.0) for name in names) for kind, names in KINDS.items()}
+        return found | {"host": host, "peak": sum(found.values()) - host}
+
+    @property
+    def room(self) -> float:
+        return USABLE * self.hardware.memory
+
+    @property
+    def fits(self) -> bool:
+        return self.memory["peak"] <= self.room
+
+    # ---- traffic and time of one step
+
+    @cached_property
+    def traffic(self) -> dict[str, float]:
+        """Bytes that a device sends, by mesh axis."""
+        least = traffic.least(self.experiment, layouts(self.experiment.model), self.mesh)
+        return {axis: size for axis, size in least.items() if size}
+
+    @cached_property
+    def time(self) -> time.Time:
+        return time.predict(self.footprint, self.hardware)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.experiment.train.batch * self.experiment.per_row / self.time.step
+
+    @property
+    def flops_per_token(self) -> float:
+        return flops_per_token(self.experiment, layouts(self.experiment.model))
+
+    @property
+    def mfu(self) -> float:
+        """Share of the data sheet's rate at which the model's arithmetic is done, nothing of it twice."""
+        flops = rate(self.hardware, str(self.experiment.precision.compute))
+        return self.tokens_per_second * self.flops_per_token / self.devices / flops
+
+    def changed(self, **fields: Any) -> "Plan":
+        """The plan with fields by `section__field`. Raises ConfigError."""
+        values = self.experiment.model_dump(exclude_none=True)
+        for name, value in fields.items():
+            section, _, field = name.partition("__")
+            values[section] = values[section] | {field: value}
+        return replace(self, experiment=Experiment.parse(values, source="plan"))
+
+
+def changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    """Single changes that may make a plan fit, as a command line gives them, and the fields."""
+    e = plan.experiment
+    found: list[tuple[str, dict[str, Any]]] = []
+    for remat in ("selective", "full"):
+        if e.memory.remat in ("none", "selective") and e.memory.remat != remat:
+            found.append((f"--memory.remat {remat}", {"memory__remat": remat, "memory__remat_every": 1}))
+    rows = e.train.batch // math.prod(plan.mesh[axis] for axis in sharding.BATCH)
+    for accumulation in (n for n in range(2 * e.train.accumulation, rows + 1) if rows % n == 0):
+        found.append((f"--train.accumulation {accumulation}", {"train__accumulation": accumulation}))
+    if e.parallel.strategy != "fsdp" or not e.parallel.reshard_after_forward:
+        axes = dict(plan.mesh)
+        if e.parallel.strategy == "ddp":
+            axes |= {"fsdp": axes["fsdp"] * axes["data"], "data": 1}
+        mesh = written(axes)
+        fields = {"parallel__strategy": "fsdp", "parallel__reshard_after_forward": True, "parallel__mesh": mesh}
+        found.append((f"--strategy fsdp --mesh {mesh}", fields))
+    if plan.mesh["tensor"] > 1 and not e.parallel.sequence:
+        found.append(("--parallel.sequence true", {"parallel__sequence": True}))
+    if "optimizer" not in e.memory.offload:
+        offload = [*e.memory.offload, "optimizer"]
+        found.append((f"--memory.offload {','.join(offload)}", {"memory__offload": offload}))
+    for axis in ("fsdp", "tensor"):
+        for factor in (2, 4, 8, 16):
+            mesh = written(plan.mesh | {axis: plan.mesh[axis] * factor})
+            found.append((f"--mesh {mesh}, {plan.devices * factor} devices", {"parallel__mesh": mesh}))
+    return found
+
+
+def written(axes: Mapping[str, int]) -> str:
+    """A mesh as --mesh takes it."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "1x1"
+
+
+def smallest_change(plan: Plan) -> str:
+    """Of the single changes that make a plan fit the one by which a step is slowest the least, on as many devices if
+    that can be; empty where none does."""
+    fitting: list[tuple[int, float, str]] = []
+    for told, fields in changes(plan):
+        try:
+            other = plan.changed(**fields)
+        except ConfigError:
+            continue
+        if other.fits:
+            fitting.append((other.devices, other.time.step, told))
+    return min(fitting)[2] if fitting else ""

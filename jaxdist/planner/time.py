@@ -1,0 +1,137 @@
+"""How long a step takes: what a device computes, moves through its memory and sends, at the rates of its hardware.
+
+A roofline with a model of the links. Products, attention and everything else are kernels one after the other, each as
+fast as what bounds it; collectives of parameters may run beside them, those of activations wait for each other. The
+shares of the data sheets' rates that kernels reach were measured on one H200; nothing is fitted to runs of others.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from jaxdist import traffic
+from jaxdist.config import AXES, ResNet
+from jaxdist.config.hardware import Hardware, rate
+from jaxdist.planner.memory import Footprint
+from jaxdist.sharding import strategy
+
+PRODUCTS, MOVED = 0.80, 0.90  # of the data sheet: 790 TFLOP/s of large bf16 products, 4.3 TB/s
+ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 than at 4096, heads of 64
+# How often what a block keeps goes through memory: written and read forward, read backward, its gradient written and
+# read; and what is computed again written and read once more. Logits are passed over so often in all.
+PASSES, AGAIN, LOGITS = 5, 2, 7
+BACKWARD = 2.5  # FLOPs of attention's backward pass, its forward pass being 1: five products to two
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device does in a step: FLOPs of matrix products and of attention, bytes that all else moves."""
+
+    products: float
+    attention: float
+    moved: float
+
+
+def work(f: Footprint) -> Work:
+    """The closed form of it, what is computed again and the idle ticks of a pipeline included."""
+    e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
+    if isinstance(e.model, ResNet):
+        raise ValueError("no closed form knows the arithmetic of a ResNet by device")
+    tokens, recomputed = traffic.tokens_of(e, f.mesh), traffic.recomputed(e)
+    full = recomputed * (e.memory.remat == "full")
+    blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
+    heads = 3 * p.both + p.forward * p.told
+    block, head = f.multiplying
+    attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
+    kept, least = f.arrays(f.whole), f.arrays(f.least)
+    moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
+    moved += (p.both + p.forward * p.told) * LOGITS * f.arrays({"V": (0, 1)})
+    # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
+    weights = p.layers / e.model.layers * f.weights(True) + f.weights(False)
+    moved += p.both * weights * (2 * f.compute + 3 * f.at_rest) + p.forward * weights * f.compute
+    moved += f.update
+    return Work(2 * tokens * (blocks * block + heads * head), tokens * attended * f.attention_flops, moved)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a mesh axis sends a step, bytes of a device, of parameters and of activations; over how fast a link."""
+
+    axis: str
+    parameters: float
+    activations: float
+    bandwidth: float
+    latency: float
+
+
+def reach(mesh: Mapping[str, int], axis: str, hardware: Hardware) -> tuple[float, float]:
+    """Bytes a second that a device sends along an axis, and seconds that a collective takes at least.
+
+    The last axes of the mesh are neighbours. Where an axis leaves the group of the fast links, each device of a group
+    that is along it brings its own link to the others, and the ring is as fast as these together.
+    """
+    stride = math.prod(mesh[other] for other in AXES[AXES.index(axis) + 1 :])
+    near = min(mesh[axis], max(1, hardware.group // stride))
+    if near == mesh[axis]:
+        return hardware.inside, hardware.latency[0]
+    return min(hardware.inside, near * hardware.between), hardware.latency[1]
+
+
+def links(f: Footprint, hardware: Hardware) -> list[Link]:
+    """Each axis of several devices."""
+    e, mesh = f.experiment, f.mesh
+    total = traffic.least(e, f.layouts, mesh)
+    own = traffic.least_of_parameters(e, f.layouts, mesh)
+    return [
+        Link(axis, own.get(axis, 0.0), total.get(axis, 0.0) - own.get(axis, 0.0), *reach(mesh, axis, hardware))
+        for axis in AXES if mesh[axis] > 1
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one step, by what they go into; `hidden` is what of `parameters` runs beside computation."""
+
+    products: float
+    attention: float
+    moved: float
+    parameters: float
+    activations: float
+    latency: float
+    host: float
+    hidden: float
+
+    @property
+    def computing(self) -> float:
+        return self.products + self.attention + self.moved
+
+    @property
+    def step(self) -> float:
+        return self.computing + self.parameters + self.activations + self.latency + self.host - self.hidden
+
+
+def predict(f: Footprint, hardware: Hardware) -> Time:
+    """Raises ConfigError where the hardware has no rate for the dtype."""
+    done, flops, sent = work(f), rate(hardware, str(f.experiment.precision.compute)), links(f, hardware)
+    products, attention = done.products / flops / PRODUCTS, done.attention / flops / ATTENTION
+    moved = done.moved / hardware.bandwidth / MOVED
+    parameters = sum(link.parameters / link.bandwidth for link in sent)
+    activations = sum(link.activations / link.bandwidth for link in sent)
+    latency = sum(collectives * link.latency for link, collectives in rounds(f, sent))
+    hidden = min(parameters, products + attention + moved) * f.experiment.parallel.overlap
+    host = f.fetched_and_returned / hardware.host
+    return Time(products, attention, moved, parameters, activations, latency, host, hidden)
+
+
+def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
+    """With each link how many collectives a step begins on it, each waiting for its own latency: of blocks four, of
+    what lies outside of them as of one block; a stage of a pipeline sends once a tick of either pass."""
+    e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
+    row = strategy(e.parallel)
+    for link in sent:
+        if link.axis == "pipeline":
+            yield link, p.both + p.forward
+        elif link.activations:
+            yield link, (p.both * 4 + p.forward * 2) * (p.layers + 1)
+        else:
+            yield link, (p.both * 3 * (p.layers + 1) if row.gradients else 2) * (not e.parallel.overlap)

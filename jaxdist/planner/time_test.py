@@ -1,0 +1,92 @@
+"""The closed form of a step's time: what goes into it, where it goes, and what an H200 really took."""
+
+from typing import Any
+
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.config.arguments import load
+from jaxdist.config.hardware import hardware
+from jaxdist.planner.plans import Plan
+from jaxdist.planner.time import reach, work
+
+
+def plan(config: str | None, device: str = "h100", **fields: Any) -> Plan:
+    return Plan(load(config, {name.replace("__", "."): value for name, value in fields.items()}), hardware(device))
+
+
+# tokens/s that one H200 made (jax 0.11.2), of steps of random tokens, and what is far away at most.
+MEASURED: list[tuple[str, dict[str, Any], float, float]] = [
+    ("llama-1b", {"train__batch": 4}, 59_733, 0.05),
+    ("llama-1b", {"train__batch": 4, "memory__remat": "full"}, 52_479, 0.05),
+    ("llama-1b", {"train__batch": 4, "memory__remat": "none"}, 56_422, 0.15),
+    ("llama-1b", {"train__batch": 4, "data__sequence": 8192}, 52_482, 0.05),
+    (
+        "mistral-7b",
+        {"train__batch": 2, "data__sequence": 4096, "memory__remat": "full", "model__window": 0},
+        9_351,
+        0.05,
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "fields", "took", "within"), MEASURED)
+def test_what_a_gpu_took(config: str, fields: dict[str, Any], took: float, within: float) -> None:
+    assert plan(config, "h200", **fields).tokens_per_second == pytest.approx(took, rel=within)
+
+
+def test_arithmetic_is_what_a_run_reports() -> None:
+    """Where nothing is computed again, the products and attention of all devices are `flops_per_token`'s, but for the
+    fifth product of attention's backward pass."""
+    one = plan("llama-1b", memory__remat="none", train__batch=8)
+    done, tokens = work(one.footprint), 8 * 4096
+    assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
+    many = plan("llama-1b", memory__remat="none", train__batch=8, parallel__mesh="4x2")
+    assert work(many.footprint).products == pytest.approx(done.products / 8, rel=1e-3)
+    assert work(plan("llama-1b", memory__remat="full", train__batch=8).footprint).products > 1.2 * done.products
+
+
+def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
+    e = plan("mixtral-8x7b", memory__remat="none", parallel__mesh="expert=8", train__batch=8)
+    done = work(e.footprint)
+    assert done.products + done.attention * 6 / 7 == pytest.approx(e.flops_per_token * 8 * 4096 / 8, rel=1e-2)
+
+
+def test_a_pipeline_waits() -> None:
+    """With as many microbatches as stages nearly half of the ticks are idle, and each pass is made twice."""
+    alone = plan("llama-1b", train__batch=32, parallel__mesh="4x1")
+    few, many = (plan("llama-1b", train__batch=32, parallel__mesh="pipeline=4", train__accumulation=n) for n in (4, 32))
+    assert few.time.products > 1.5 * many.time.products > 1.5 * alone.time.products
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "bandwidth"),
+    [
+        ("fsdp=2,tensor=4", "tensor", 450e9),
+        ("fsdp=2,tensor=4", "fsdp", 450e9),  # 8 devices: one machine
+        ("data=2,fsdp=2,tensor=4", "data", 50e9),  # each device has a link of its own
+        ("fsdp=16", "fsdp", 8 * 50e9),  # the ring crosses by the links of 8
+        ("fsdp=8,tensor=4", "fsdp", 2 * 50e9),
+        ("tensor=16", "tensor", 8 * 50e9),
+    ],
+)
+def test_how_fast_an_axis_is(mesh: str, axis: str, bandwidth: float) -> None:
+    axes = load(None, {"parallel.mesh": mesh}).parallel.axes()
+    assert reach(axes, axis, hardware("h100"))[0] == bandwidth
+
+
+def test_overlap_hides_parameters_alone() -> None:
+    slow, fast = (plan("llama-1b", parallel__mesh="8x2", parallel__overlap=flag) for flag in ("false", "true"))
+    assert fast.time.hidden == fast.time.parameters > 0 and slow.time.hidden == 0
+    assert fast.time.activations == slow.time.activations > 0
+
+
+def test_the_host_is_paid_for() -> None:
+    e = plan("llama-1b", parallel__mesh="8x1", memory__offload="optimizer")
+    assert e.time.host == pytest.approx(2 * e.footprint.optimizer_state / 64e9)
+    assert e.memory["host"] == e.footprint.optimizer_state
+
+
+def test_a_dtype_that_a_device_has_not() -> None:
+    with pytest.raises(ConfigError, match=r"precision.compute = float64: tpu-v5p has no rate for it; use bfloat16 or"):
+        assert plan("llama-1b", "tpu-v5p", precision__policy="fp64").time

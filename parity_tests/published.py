@@ -1,0 +1,74 @@
+"""The planner against runs that others published: `python -m parity_tests.published`.
+
+What the planner says of their shapes, meshes and devices, beside what they measured. Nothing of the planner was fitted
+to these runs: its shares of the data sheets' rates are an H200's. A run of theirs is another program, with kernels of
+its own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Column, Table
+
+from jaxdist.config.arguments import load
+from jaxdist.config.display import console, say
+from jaxdist.config.hardware import hardware
+from jaxdist.planner.plans import Plan
+
+DEVICES = Path(__file__).parent / "measured"
+LLAMA2 = {"model.kv_heads": 32, "model.hidden": 11008, "model.vocab": 32000, "model.rope_scaling": "none",
+          "data.sequence": 4096, "model.positions": 4096}  # fmt: skip
+TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/gpu/a3/llama_2_7b/README.md"
+
+
+class Run(NamedTuple):
+    """A published run: what it measured a device, in tokens/s or FLOP/s, and GiB of memory, if it says."""
+
+    name: str
+    source: str
+    device: str
+    fields: dict[str, Any]
+    tokens: float | None
+    flops: float | None
+    memory: float | None
+
+
+def runs() -> Iterator[Run]:
+    """torchtitan's Llama 3.1 8B under FSDP2 and torch.compile, local batch 2; MaxText's Llama 2 7B, four sequences a
+    device, sharded within machines and replicated between them."""
+    for devices, tokens, memory in ((8, 6667, 77.0), (128, 6514, 62.0)):
+        fields = {"parallel.mesh": f"{devices}x1", "train.batch": 2 * devices}
+        yield Run(f"Llama 3.1 8B, {devices} GPUs", TITAN, "h100-500w.toml", fields, tokens, None, memory)
+    for machines, flops in ((1, 492), (2, 422), (4, 407), (8, 409), (16, 375)):
+        fields = LLAMA2 | {"parallel.mesh": f"data={machines},fsdp=8", "train.batch": 32 * machines}
+        yield Run(f"Llama 2 7B, {8 * machines} GPUs", MAXTEXT, "h100-a3.toml", fields, None, flops * 1e12, None)
+
+
+def planned(run: Run) -> tuple[Plan, float, float]:
+    """The plan, and by it tokens/s and FLOP/s of a device; their FLOPs count the whole square of attention."""
+    plan = Plan(load("llama-3.1-8b", run.fields), hardware(str(DEVICES / run.device)))
+    m, tokens = plan.experiment.model, plan.tokens_per_second / plan.devices
+    square = 6.0 * m.layers * m.heads * m.head_dim * plan.experiment.data.sequence  # type: ignore[union-attr]
+    return plan, tokens, tokens * (plan.flops_per_token + square)
+
+
+def main() -> None:
+    table = Table(*(Column(name, no_wrap=True) for name in ("run", "measured", "planned", "ratio", "GiB", "planned")))
+    for run in runs():
+        plan, tokens, flops = planned(run)
+        unit, measured, found = ("tok/s", run.tokens, tokens) if run.tokens else ("TFLOP/s", run.flops, flops)
+        scale = 1 if run.tokens else 1e12
+        assert measured
+        table.add_row(
+            run.name, f"{measured / scale:,.0f} {unit}", f"{found / scale:,.0f}", f"{found / measured:.2f}",
+            f"{run.memory:.1f}" if run.memory else "", f"{plan.memory['peak'] / 2**30:.1f}" if run.memory else "",
+        )  # fmt: skip
+    console.print(table)
+    for source in (TITAN, MAXTEXT):
+        say(source)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The planner against published runs, and that a planner that is wrong would be told."""
+
+import pytest
+
+from jaxdist.planner import time
+from parity_tests.published import Run, planned, runs
+
+RUNS = list(runs())
+
+
+def away(run: Run) -> float:
+    """Share by which the planned pace differs from the measured."""
+    _, tokens, flops = planned(run)
+    return abs((tokens / run.tokens if run.tokens else flops / (run.flops or 1)) - 1)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_pace_and_memory(run: Run) -> None:
+    assert away(run) < 0.25
+    if run.memory:
+        assert planned(run)[0].memory["peak"] / 2**30 == pytest.approx(run.memory, rel=0.05)
+
+
+def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products at the data sheet's own rate, or memory passed over once: as those are who forget what kernels reach."""
+    for name, value in {"PRODUCTS": 1.2, "PASSES": 1}.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(time, name, value)
+            assert max(map(away, RUNS)) > 0.25
