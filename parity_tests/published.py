@@ -48,7 +48,7 @@ def runs() -> Iterator[Run]:
 
 def planned(run: Run) -> tuple[Plan, float, float]:
     """The plan, and by it tokens/s and FLOP/s of a device; their FLOPs count the whole square of attention."""
-    plan = Plan(load("llama-3.1-8b", run.fields), hardware(str(DEVICES / run.device)))
+    plan = Plan(load("llama-3.1-8b", {"train.accumulation": 1} | run.fields), hardware(str(DEVICES / run.device)))
     m, tokens = plan.experiment.model, plan.tokens_per_second / plan.devices
     square = 6.0 * m.layers * m.heads * m.head_dim * plan.experiment.data.sequence  # type: ignore[union-attr]
     return plan, tokens, tokens * (plan.flops_per_token + square)
