@@ -19,6 +19,7 @@ INDEX = ".metadata"
 MOST_BYTES = 200_000_000  # of it: a million shards have as many
 EXPERIMENT = "experiment.json"  # beside it, of the run
 _STATE, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # whose properties of tensors older torch wrote
 _DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8",
     "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
@@ -28,10 +29,12 @@ BUILT = {
     *((_STATE, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")),
     *((_STATE, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
+    (_OLD, "TensorProperties"),
 }
 ALLOWED = {
     *BUILT,
     (_STATE, "_MEM_FORMAT_ENCODING"),
+    (_OLD, "MEM_FORMAT_ENCODING"),
     *(("torch", name) for name in ("Size", *_DTYPES)),
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
@@ -75,8 +78,9 @@ def read_index(folder: Path) -> Any:
         for name, entry in index.state_dict_metadata.items():
             _check_entry(name, entry)
     except Exception as error:  # a damaged pickle may raise anything
+        reason = str(error) or repr(error)  # some say no more than their class
         raise ConfigError(
-            f"checkpoint {folder}: its {INDEX} is refused: {error}; use another, or a copy of it"
+            f"checkpoint {folder}: its {INDEX} is refused: {reason}; use another, or a copy of it"
         ) from None
     return index
 
