@@ -40,15 +40,15 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_leaves import PIECE
-from jaxdist.convert.torch_parts import like
+from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, STEP, like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
 
-MODEL, STATE, GROUPS, APP, SCALING = "model.", "optimizer.state.", "param_groups.", "app.", "scaling."
+APP, STATE, SCALING = "app.", "state.", "scaling."
 PRIME = 2**61 - 1
-# What stands before the names of a part; others write `optim.`, have all of it below `app.`, or weights below nothing.
-PREFIXES = {"model": MODEL, "optimizer": "optimizer.", "step": "step"}
+# What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
+PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
 
 
 class Tensors:
@@ -58,30 +58,25 @@ class Tensors:
         """Raises ConfigError for a folder that is damaged."""
         self.folder = folder
         self.index: Metadata = read_index(folder)
-        found = self.index.state_dict_metadata.items()
-        entries = {name: entry for name, entry in found if isinstance(entry, TensorStorageMetadata)}
+        found = self.index.state_dict_metadata
+        entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        self.leaves = {name: self._leaf(name, entry) for name, entry in entries.items()}
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
         outer = APP if all(name.startswith(APP) for name in entries) else ""
-        optimizer = "optim." if any(name.startswith(f"{outer}optim.") for name in entries) else PREFIXES["optimizer"]
-        begun = [next((n for n, _ in found if n.startswith(outer + part)), "") for part in ("optim.", "optimizer.")]
-        if all(begun):
-            raise ConfigError(f"{folder}: {begun[0]} and {begun[1]} are of two optimizers; give a checkpoint of one")
-        # As we call them -> in the index.
-        self.names = {_renamed(name.removeprefix(outer), optimizer): name for name in entries}
-        self.leaves = {name: self._leaf(there, entries[there]) for name, there in self.names.items()}
-        self.plain = [name for name, entry in found if name not in entries]
-        self.given = [n for n in self.leaves if n != "step" and not n.startswith(PREFIXES["optimizer"])]
-        self.inner = _prefix(self.given)
+        step = next((name for key in STEP if (name := f"{outer}{key}") in found), "")
+        optimizers = tuple(f"{outer}{key}." for key in OPTIMIZER)
+        given = [name for name in entries if name != step and not name.startswith(optimizers)]
         self.prefixes = {
-            "model": outer + self.inner,
-            "optimizer": outer + optimizer,
-            "step": f"{outer}step" if "step" in self.leaves or f"{outer}step" in self.plain else "",
+            "model": _before(given, outer),
+            "optimizer": next((o for o in optimizers if any(name.startswith(o) for name in found)), optimizers[0]),
+            "step": step,
         }
+        self.weights = [name for name in given if name.startswith(self.prefixes["model"])]
 
     @property
     def parameters(self) -> dict[str, Leaf]:
         """Those of the model, under the names that the model gave them."""
-        return {n.removeprefix(self.inner): self.leaves[n] for n in self.given if n.startswith(self.inner)}
+        return {name.removeprefix(self.prefixes["model"]): self.leaves[name] for name in self.weights}
 
     def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
         dtype = torch_leaves.dtype_of(entry.properties.dtype)
@@ -109,14 +104,17 @@ class Tensors:
         """Whatever the reading of a tensor raises becomes a ConfigError."""
         try:
             yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.folder}: tensor {name}: {error}") from None
         except Exception as error:  # of a damaged file, many kinds
-            raise ConfigError(f"{self.folder}: tensor {name}: {error!r}; use another checkpoint, or a copy") from None
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            raise ConfigError(f"{self.folder}: tensor {name}: {reason}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
         """What one rank wrote of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` within a file."""
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if extended(found):
-            raise ValueError(f"it is written by {found.transform_descriptors}; write it without extensions")
+            raise ConfigError(f"it is written by {found.transform_descriptors}; write it without extensions")
         path, part = self._loaded(found)
         leaf = torch_leaves.leaf(path, name, part)
         if (leaf.shape, leaf.dtype) != (tuple(chunk.sizes), dtype):
@@ -136,7 +134,7 @@ class Tensors:
         behind, and it says so."""
         found: dict[str, Any] = {}
         behind: list[str] = []
-        for name in self.plain:
+        for name in (n for n in self.index.state_dict_metadata if n not in self.leaves):
             try:
                 found[name] = self._loaded(self.index.storage_data[MetadataIndex(name)], mapped=True)[1]
             except (ConfigError, OSError, ValueError, KeyError):
@@ -146,19 +144,18 @@ class Tensors:
 
     @cached_property
     def others(self) -> list[str]:
-        """The tensors that are neither weight nor moment, as we call them: counters, averages. What is larger than all
-        files shows a few numbers many times: it stays behind, and it says so."""
-        known = {name for name in self.given if name.startswith(self.inner)}
-        counts = {name for name in self.leaves if name.startswith(STATE) and name.endswith(".step")}
-        others = [n for n in self.leaves if n not in known and (n in counts or not n.startswith(STATE))]
+        """The tensors that are neither weight nor moment: counters, averages. What is larger than all files shows a few
+        numbers many times: it stays behind, and it says so."""
+        states, counts = self.prefixes["optimizer"] + STATE, ".step"
+        known = {*self.weights, *(n for n in self.leaves if n.startswith(states) and not n.endswith(counts))}
+        others = [name for name in self.leaves if name not in known]
         size = sum(file.stat().st_size for file in self.folder.iterdir() if file.is_file())
-        self._say_behind([self.names[name] for name in others if self.leaves[name].bytes > size])
+        self._say_behind([name for name in others if self.leaves[name].bytes > size])
         return [name for name in others if self.leaves[name].bytes <= size]
 
-    def extras(self, begin: tuple[str, ...] = ("",)) -> dict[str, Any]:
-        """Those values and tensors by their whole names; of the tensors what we call by names that `begin` so."""
-        kept = [self.names[name] for name in self.others if name.startswith(begin)]
-        return self.values | {name: self._mapped(name) for name in kept}
+    def extras(self, begin: str = "") -> dict[str, Any]:
+        """Those values and tensors by their whole names; of the tensors those that `begin` so."""
+        return self.values | {name: self._mapped(name) for name in self.others if name.startswith(begin)}
 
     def _mapped(self, name: str) -> Tensor:
         """A tensor in one piece, mapped into memory; in several, put together. Raises ConfigError."""
@@ -184,11 +181,6 @@ def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
     else:
         for i in range(shape[0]):
             yield from ((slice(i, i + 1), *rest) for rest in blocks(shape[1:], size // shape[0]))
-
-
-def _renamed(name: str, optimizer: str) -> str:
-    """A name with our prefix in place of what the optimizer's begin with."""
-    return PREFIXES["optimizer"] + name.removeprefix(optimizer) if name.startswith(optimizer) else name
 
 
 def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
@@ -237,13 +229,25 @@ def described(path: Path) -> dict[str, Leaf]:
     return Tensors(whole(path, "small")).parameters
 
 
-def _prefix(given: Sequence[str]) -> str:
-    """What stands before the parameters: `model.`; nothing where that is the model's own: others lie beside it then,
-    which are no averages of those within."""
-    given = list(map(plain, given))
-    inside = {name.removeprefix(MODEL) for name in given if name.startswith(MODEL)}
-    beside = [name for name in given if not name.startswith(MODEL) and name.endswith((".weight", ".bias"))]
-    return MODEL if inside and all(name.partition(".")[2] in inside for name in beside) else ""
+def _before(given: Sequence[str], outer: str) -> str:
+    """What stands before the parameters, as `model.`; nothing where that is the model's own, or a wrapper's: others lie
+    beside it then, which are no averages of those within."""
+    for begun in (f"{outer}{key}." for key in MODEL):
+        inside = {plain(name.removeprefix(begun)) for name in given if name.startswith(begun)}
+        beside = [n.removeprefix(outer) for n in given if not n.startswith(begun) and n.endswith((".weight", ".bias"))]
+        if inside and all(plain(name).partition(".")[2] in inside for name in beside):
+            return begun
+    return outer
+
+
+def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> None:
+    """Raises ConfigError for an optimizer besides the one that is read: groups, or the state of a `known` parameter."""
+    for name in tensors.index.state_dict_metadata:
+        of_groups, grouped, _ = f".{name}.".partition(f".{GROUPS}.")
+        of_state, _, entry = f".{name}.".partition(f".{STATE}")
+        owner = of_groups if grouped else of_state if known(entry[:-1].rpartition(".")[0]) else None
+        if owner is not None and f"{owner}."[1:] != tensors.prefixes["optimizer"]:
+            raise unread(str(path), owner[1:] or name)
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
@@ -256,19 +260,31 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
     table = NAMINGS[naming][experiment.model.family]
+
+    def full_name(name: str) -> str:
+        return table.full_name(plain(name))
+
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
+    carries = carried(names, naming, experiment.model)
     prefix, others = tensors.prefixes["optimizer"], training and not said
-    extras = tensors.extras((STATE, PREFIXES["optimizer"] + GROUPS)) if others else {}
-    trained = list(_groups(extras, f"{prefix}{GROUPS}").values())
+    if others:
+        _check_alone(path, tensors, lambda name: full_name(name) in names)
+    extras = tensors.extras(prefix) if others else {}
+    trained = list(_groups(extras, f"{prefix}{GROUPS}.").values())
     updates, rule = None, None
-    if states := _states(leaves, extras, prefix) if training else {}:
+    if states := _states({**leaves, **extras}, prefix) if training else {}:
         if not said:
             rule = optimizers.rule_of(str(path), (kind for _, kind in states), trained)
         kept = rule.kinds(trained) if rule else experiment.optimizer.kept
-        groups |= {kind: _kept(leaves, kind, lambda name: table.full_name(plain(name))) for kind in kept}
+        groups |= {
+            kind: {full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
+            for kind in kept
+        }
+        called = {(full_name(name), kind): name for name, kind in states}
+        carries |= {f"{n}.{kind}": there for (n, kind), there in called.items() if names.get(n, there) != there}
         counts = _counts(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
-    said_step = leaves.get("step", extras.get(tensors.prefixes["step"]))
+    said_step = (leaves | extras).get(tensors.prefixes["step"])
     step = torch_files.first_count(_number(str(path), "step", said_step), updates)
     updates = step if states and updates is None else updates
     if said:
@@ -279,23 +295,20 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         with torch_files.reading(path, "optimizer"):
             named = tree_map_only(Tensor, partial(torch_files.number, path), trained)
             for group in named:
-                group["params"] = [table.full_name(plain(name)) for name in group["params"]]
+                group["params"] = [full_name(name) for name in group["params"]]
             shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
             settings = optimizers.settings(str(path), rule, named, shapes) | torch_files.schedule(
                 path, {}, named, wanted=True
             )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
-    carries = carried(names, naming, experiment.model)
     origin = Origin("dcp", naming, carries, tensors.prefixes, held=tensors.extras if others else dict, step=step)
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 
-def _states(leaves: Leaves, extras: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
+def _states(found: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
     """What an optimizer keeps, by parameter and kind: a tensor that is not read yet, or a plain value."""
-    begun = f"{optimizer}state."
-    found = {name.removeprefix(STATE): leaf for name, leaf in leaves.items() if name.startswith(STATE)}
-    found |= {key.removeprefix(begun): value for key, value in extras.items() if key.startswith(begun)}
-    return {key.rpartition(".")[::2]: value for key, value in found.items()}
+    begun = f"{optimizer}{STATE}"
+    return {n.removeprefix(begun).rpartition(".")[::2]: value for n, value in found.items() if n.startswith(begun)}
 
 
 def _counts(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> list[Any]:
@@ -336,21 +349,13 @@ def _extras(content: Content, optimizer: str) -> dict[str, Any]:
     extras = dict(origin.extras or {}) if origin.kind == "dcp" else {}
     if not extras or content.step == origin.step:
         return extras
-    rate, prefix = torch_files.rate_of(content), f"{optimizer}{GROUPS}"
+    rate, prefix = torch_files.rate_of(content), f"{optimizer}{GROUPS}."
     for name, group in _groups(extras, prefix).items():
         now = optimizers.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
         extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
     if others := [key for key in extras if not key.startswith(optimizer) and key != origin.metadata["step"]]:
         say(f"{others[0]} and what else is neither weight nor optimizer stays as it was before the steps since")
     return extras
-
-
-def _kept(leaves: Mapping[str, Leaf], kind: str, rename: Any) -> Leaves:
-    return {
-        rename(name.removeprefix(STATE).removesuffix(f".{kind}")): leaf
-        for name, leaf in leaves.items()
-        if name.startswith(STATE) and name.endswith(f".{kind}")
-    }
 
 
 def _experiment(path: Path) -> Experiment | None:
@@ -409,7 +414,7 @@ def write(path: Path, conversion: Conversion) -> None:
     folder = begin(path, content)
     names = content.origin.names_in("dcp")
     prefixes = {**PREFIXES, **(content.origin.metadata if content.origin.kind == "dcp" else {})}
-    own = conversion.naming == "torch_ref" and prefixes["model"] == MODEL
+    own = conversion.naming == "torch_ref" and prefixes["model"] == PREFIXES["model"]
     if not own:
         say("its tensors are called as in the program that they came from, which torch_ref does not read")
 
@@ -418,7 +423,8 @@ def write(path: Path, conversion: Conversion) -> None:
     def keys(group: str, name: str) -> list[str]:
         there = names.get(name, name)
         if group != PARAMETERS:
-            return [f"{prefixes['optimizer']}state.{there}.{group}"]
+            there = names.get(f"{name}.{group}", there)
+            return [f"{prefixes['optimizer']}{STATE}{there}.{group}"]
         return [prefixes["model"] + called for called in (there, twins.get(name)) if called]
 
     with FakeTensorMode():

@@ -1,6 +1,7 @@
-"""Tensors of distributed checkpoints that several ranks wrote in parts."""
+"""Distributed checkpoints: tensors that several ranks wrote in parts, and what others call the parts of their trees."""
 
 import importlib
+import pickle
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Llama, checkpoint_in
+from jaxdist.config.dcp import INDEX, read_index
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.foreign_sources_test import config
 from jaxdist.convert.formats_test import content_of, written
-from jaxdist.convert.scripts_test import saved_dcp
+from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.scripts_test import EXPERIMENT, MODEL, saved_dcp, script
+from jaxdist.convert.stream import Conversion
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
@@ -104,13 +108,122 @@ def test_parts_of_ranks_take_no_room_beside_the_tensor(
     assert tensors._leaf("both", both).besides == 2**16
 
 
-@pytest.mark.parametrize("parameters", ["aa", "ab"])
-def test_two_optimizers_are_not_taken_for_one(parameters: str, tmp_path: Path) -> None:
-    """Whether or not they are of the same parameters."""
-    names = zip(("optim", "optimizer"), parameters, strict=True)
-    entries = {f"{name}.state.{of}.exp_avg": torch.ones(2) for name, of in names}
-    with pytest.raises(ConfigError, match=r"optim\S+ and optim\S+ are of two optimizers; give a checkpoint of one"):
-        dcp_files.Tensors(saved_dcp(tmp_path / "dcp", {"model.a": torch.ones(2)} | entries))
+def trained(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model and its optimizer, as torch's own functions name their parts."""
+    tree, _ = script(folder)
+    groups = [{**group, "params": group["param_names"]} for group in tree["optimizer"]["param_groups"]]
+    entries = zip(
+        [name for group in groups for name in group["params"]], tree["optimizer"]["state"].values(), strict=True
+    )
+    return tree["model"], {"state": dict(entries), "param_groups": groups}
+
+
+def wrapped(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {f"module.{name}": tensor for name, tensor in tensors.items()}
+
+
+def written_again(folder: Path, content: Any) -> Path:
+    dcp_files.write(folder, Conversion(content, KINDS["dcp"].naming_of(content)))
+    return checkpoint_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "step"),
+    [
+        ("state_dict", "optimizer_state_dict", "global_step"),
+        ("model_state_dict", "optim", "iteration"),
+        ("module", "optimizer", "step"),
+    ],
+)
+def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: str, tmp_path: Path) -> None:
+    weights, kept = trained(tmp_path)
+    source = saved_dcp(tmp_path / "dcp", {model: weights, optimizer: kept, step: 7})
+    content = dcp_files.opened(source, EXPERIMENT)
+    assert (content.step, content.updates, content.groups["exp_avg"].keys()) == (7, 5, weights.keys())
+    again = written_again(tmp_path / "back", content)
+    assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
+
+
+@pytest.mark.parametrize(
+    ("where", "key"),
+    [
+        ("another", "optimizers"),
+        ("second", "optim_d"),
+        ("two of the names", "optim"),
+        ("within", "optimizer.a"),
+        ("without groups", "mine"),
+        ("beside weights", "optimizer_of_it"),
+    ],
+)
+def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path) -> None:
+    """Nothing of it is taken in silence, as of a torch file; the weights alone are."""
+    weights, kept = trained(tmp_path)
+    trees = {
+        "another": {"model": weights, "optimizers": kept},
+        "second": {"model": weights, "optimizer": kept, "optim_d": kept},
+        "two of the names": {"model": weights, "optimizer": kept, "optim": kept},
+        "within": {"model": weights, "optimizer": {"a": kept}},
+        "without groups": {"model": weights, "mine": {"state": kept["state"]}},
+        "beside weights": weights | {"optimizer_of_it": {"param_groups": kept["param_groups"]}},
+    }
+    source = saved_dcp(tmp_path / "dcp", trees[where])
+    with pytest.raises(ConfigError, match=f"dcp: its '{key}' has an optimizer that is not read; .*--to hf takes"):
+        dcp_files.opened(source, EXPERIMENT)
+    assert dcp_files.opened(source, EXPERIMENT, training=False).groups["parameters"].keys() == weights.keys()
+
+
+@pytest.mark.parametrize("weights_too", [False, True])
+def test_moments_have_names_of_their_own(weights_too: bool, tmp_path: Path) -> None:
+    """A wrapper's may stand in those of the optimizer, the model's, or both, and come back there."""
+    weights, kept = trained(tmp_path)
+    parts = {"model": weights, "optimizer": {"state": wrapped(kept["state"])}}
+    flat = wrapped(weights) | {"optimizer": {"state": wrapped(kept["state"])}}
+    source = saved_dcp(tmp_path / "dcp", flat if weights_too else parts)
+    again = written_again(tmp_path / "back", dcp_files.opened(source, EXPERIMENT))
+    assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_wrapped_weights_of_a_tied_head_alone(wrapper: str, tmp_path: Path) -> None:
+    """All begin with the model's own prefix then, within that of the wrapper."""
+    model = MODELS["Qwen3ForCausalLM"]
+    weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(model)), weights_only=True)["model"]
+    assert model.tied and weights.pop("lm_head.weight") is not None
+    source = saved_dcp(tmp_path / "dcp", {f"{wrapper}.{name}": tensor for name, tensor in weights.items()})
+    content = dcp_files.opened(source, experiment_for(model.model_dump(), "test"))
+    assert content.groups["parameters"].keys() == weights.keys()
+    assert all(np.array_equal(leaf.read(), weights[name]) for name, leaf in content.groups["parameters"].items())
+    again = written_again(tmp_path / "back", content)
+    assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
+
+
+def test_an_index_of_older_torch(tmp_path: Path) -> None:
+    """It names properties of tensors elsewhere, and has no more than this."""
+    old = importlib.import_module("torch.distributed._shard.sharded_tensor.metadata")
+    weights, kept = trained(tmp_path)
+    folder = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": {"state": kept["state"]}})
+    index = read_index(folder)
+    for entry in index.state_dict_metadata.values():
+        if hasattr(entry, "properties"):
+            entry.properties = old.TensorProperties(dtype=entry.properties.dtype)
+    for name in ("storage_meta", "version"):
+        del vars(index)[name]
+    written = pickle.dumps(index, protocol=2)
+    assert b"_shard.sharded_tensor.metadata\nTensorProperties" in written and b"\nMEM_FORMAT_ENCODING" in written
+    (folder / INDEX).write_bytes(written)
+    content = dcp_files.opened(folder, EXPERIMENT)
+    assert all(np.array_equal(leaf.read(), weights[name]) for name, leaf in content.groups["parameters"].items())
+    (folder / INDEX).write_bytes(written.replace(b"TensorProperties", b"ShardedTensorMetadata"))
+    with pytest.raises(
+        ConfigError, match=r"names torch\.distributed\._shard\S+ShardedTensorMetadata, which belongs to no"
+    ):
+        read_index(folder)
+
+
+def test_an_empty_index_is_told(tmp_path: Path) -> None:
+    (tmp_path / INDEX).touch()
+    with pytest.raises(ConfigError, match=r"its \.metadata is refused: EOFError\(\); use another"):
+        read_index(tmp_path)
 
 
 def test_averages_are_not_read_before_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +258,9 @@ def test_a_count_that_cannot_be_read_is_named(damage: str, tmp_path: Path) -> No
         tensors.index.storage_data[at] = replace(found, transform_descriptors=["zstd"])
     else:
         (folder / found.relative_path).unlink()
-    with pytest.raises(ConfigError, match=r"dcp: tensor optimizer\.state\.a\.step: .*; use another checkpoint"):
-        tensors.extras((dcp_files.STATE,))
+    fix = "write it without extensions" if damage == "extended" else "use another checkpoint, or a copy"
+    with pytest.raises(ConfigError, match=rf"dcp: tensor optimizer\.state\.a\.step: [^;]*; {fix}$"):
+        tensors.extras("optimizer.")
 
 
 @pytest.mark.parametrize("changed", [False, True])

@@ -68,6 +68,7 @@ from jaxdist.convert.torch_parts import (
     put,
     reading,
     tensors_of,
+    unread,
 )
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
@@ -102,7 +103,8 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
         raise
     except Exception as error:  # of a damaged file, many kinds
         reason = str(error) if isinstance(error, ValueError) else repr(error)
-        raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; give a file that torch.save wrote") from None
+        fix = "use another checkpoint, or a copy" if part else "give a file that torch.save wrote"
+        raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None
 
 
 def walked(tree: Any) -> Any:
@@ -215,10 +217,7 @@ def _optimizer(path: Path, tree: Any) -> dict[Any, Any]:
     known = {key_of(tree, OPTIMIZER)} if GROUPS in taken else set()
     for key, value in tree.items():
         if key not in known and has_groups(value):
-            raise ConfigError(
-                f"{path}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
-                "it out; --to hf takes the weights alone"
-            )
+            raise unread(str(path), key)
     return taken
 
 

@@ -77,6 +77,14 @@ def has_groups(value: Any) -> bool:
     return (isinstance(value, dict) and GROUPS in value) or any(map(has_groups, inside(value)))
 
 
+def unread(source: str, key: str) -> ConfigError:
+    """What to raise for an optimizer at another place than where one is read."""
+    return ConfigError(
+        f"{source}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
+        "it out; --to hf takes the weights alone"
+    )
+
+
 def first_count(*values: Any) -> int:
     """The first of these that steps are counted by; 0 where none is."""
     return next((int(value) for value in values if is_count(value)), 0)
