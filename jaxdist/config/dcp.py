@@ -7,7 +7,7 @@ index is read, and not before.
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +98,17 @@ def _check_entry(name: str, entry: Any) -> None:
 def _check_counts(*numbers: int) -> None:
     if not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError("a size or an offset is no whole number from 0")
+
+
+def nesting(ways: Any) -> dict[str, list[str | int]]:
+    """Of the entries that an index calls by their way in the tree that was saved, that way."""
+    found = ways.items() if isinstance(ways, dict) else ()
+    return {name: [*way] for name, way in found if isinstance(way, tuple | list) and _leads(way, name)}
+
+
+def _leads(way: Sequence[Any], name: Any) -> bool:
+    """Whether its steps are the name. A hostile one could be long to go, or to write out."""
+    if not isinstance(name, str) or not 1 < len(way) <= len(name):
+        return False
+    steps = [str(step) for step in way if type(step) is str or (type(step) is int and 0 <= step < 2**31)]
+    return sum(map(len, steps)) + len(way) == len(name) + 1 and ".".join(steps) == name

@@ -17,12 +17,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 32_000_000
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """What a JSON file says.
 
     Raises OSError, and ValueError for what is no file (a pipe would be waited for), too long, or not to be parsed.
     """
-    return parse(read_bytes(path, MOST_BYTES))
+    return parse(read_bytes(path, most))
 
 
 def read_bytes(path: Path, most: int) -> bytes:

@@ -76,7 +76,7 @@ class Origin:
     naming: str = ""
     names: Mapping[str, str] = field(default_factory=dict)  # in the naming -> in the file, where they differ
     metadata: Mapping[str, str] = field(default_factory=dict)  # of safetensors files; of a DCP folder, its prefixes
-    index: Mapping[str, Any] = field(default_factory=dict)  # what that of a Hugging Face folder says besides its map
+    index: Mapping[str, Any] = field(default_factory=dict)  # what else Hugging Face's says; a DCP's, how entries nest
     files: Mapping[str, bytes] = field(default_factory=dict)  # config.json, tokenizer, model card
     left: Sequence[str] = ()  # what of its folder stays behind, in words
     buffers: Leaves = field(default_factory=dict)  # of the model, under the file's names: masks, frequencies

@@ -9,6 +9,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from io import BufferedReader
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import publish, sealed, unfinished
-from jaxdist.config.dcp import EXPERIMENT, read_index
+from jaxdist.config.dcp import EXPERIMENT, nesting, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, optimizers, torch_files, torch_leaves
@@ -301,7 +302,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
                 path, {}, named, wanted=True
             )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
-    origin = Origin("dcp", naming, carries, tensors.prefixes, held=tensors.extras if others else dict, step=step)
+    held, ways = tensors.extras if others else dict, nesting(tensors.index.planner_data)
+    origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step)
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 
@@ -372,9 +374,9 @@ def _experiment(path: Path) -> Experiment | None:
 class Layout(dcp.FileSystemWriter):
     """Writes files with room for tensors that are to come, by their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ways: Mapping[str, Any]) -> None:
         super().__init__(folder)
-        self.folder, self.files = folder, dict[str, tuple[TorchFile, Tensor]]()
+        self.folder, self.ways, self.files = folder, nesting(ways), dict[str, tuple[TorchFile, Tensor]]()
         self.sums = dict[str, str]()  # checksums by file
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -394,6 +396,11 @@ class Layout(dcp.FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, where entries that lay within others do so again: `dcp.save` was given them side by side."""
+        ways = {name: tuple(self.ways.get(name, way)) for name, way in metadata.planner_data.items()}
+        super().finish(replace(metadata, planner_data=ways), results)
 
     def put(self, name: str, numbers: np.ndarray) -> None:
         """Write one of the tensors, the only one of its file."""
@@ -455,7 +462,7 @@ def write(path: Path, conversion: Conversion) -> None:
     counts |= {key: extras[key] if same else like(extras[key], int(counts[key])) for key in counts.keys() & extras}
     beside = unfinished(folder.checkpoints, content.step)
     beside.mkdir(parents=True)
-    layout = Layout(beside)
+    layout = Layout(beside, content.origin.index if content.origin.kind == "dcp" else {})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         try:

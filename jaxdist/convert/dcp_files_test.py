@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Llama, checkpoint_in
-from jaxdist.config.dcp import INDEX, read_index
+from jaxdist.config.dcp import INDEX, nesting, read_index
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, SMALL
@@ -170,6 +170,35 @@ def test_an_optimizer_elsewhere_is_refused(where: str, key: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=f"dcp: its '{key}' has an optimizer that is not read; .*--to hf takes"):
         dcp_files.opened(source, EXPERIMENT)
     assert dcp_files.opened(source, EXPERIMENT, training=False).groups["parameters"].keys() == weights.keys()
+
+
+@pytest.mark.parametrize("through", ["orbax", "torch", "dcp"])
+def test_what_lay_within_another_does_so_again(through: str, tmp_path: Path) -> None:
+    """So that torch's dcp_to_torch_save makes the tree again."""
+    format_utils = importlib.import_module("torch.distributed.checkpoint.format_utils")
+    weights, kept = trained(tmp_path)
+    tree = {"model": weights, "optimizer": kept, "step": 5, "more": {"rng": [torch.ones(2), torch.ones(3)], "a.b": 1}}
+    source = saved_dcp(tmp_path / "dcp", tree)
+    main([str(source), str(tmp_path / "there"), "--to", through, *config(tmp_path, MODEL)])
+    again = checkpoint_in(tmp_path / "there")
+    if through != "dcp":
+        main([str(tmp_path / "there"), str(tmp_path / "back"), "--to", "dcp"])
+        again = checkpoint_in(tmp_path / "back")
+    assert read_index(again).planner_data == read_index(source).planner_data
+    format_utils.dcp_to_torch_save(again, tmp_path / "back.pt")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert found["model"].keys() == weights.keys() and found["optimizer"]["state"].keys() == weights.keys()
+    assert [rng.numel() for rng in found["more"]["rng"]] == [2, 3] and found["more"]["a.b"] == 1
+
+
+def test_ways_that_are_none_are_left_out() -> None:
+    """An index may say anything of its entries, and name one thing many times."""
+    long: tuple[str, ...] = ("x" * 10**6,) * 10**6
+    ways = {"a.b": ("a", "b"), "a.0": ["a", 0], "a.b.c": ("a", "b.c")}
+    wrong = {"a": ("a",), "a.c": ("a", "d"), "a.d": 5, "a.e": ("a", None), "a.f": ("a", 10**9999), 5: ("a", "b")}
+    wrong |= {"a.1": ("a", True), "a.g": ("a", ["g"]), "y" * 10**6: long}
+    assert nesting(ways | wrong) == {name: [*way] for name, way in ways.items()}
+    assert nesting(None) == nesting([1]) == {}
 
 
 @pytest.mark.parametrize("weights_too", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, RunFolder
 from jaxdist.config.checkpoints import damage, placed, run_of, seal
+from jaxdist.config.dcp import MOST_BYTES
 from jaxdist.config.display import say
 from jaxdist.config.folder import each_metrics
 from jaxdist.config.foreign import read_json
@@ -53,7 +54,8 @@ def origin_of(checkpoint: Path) -> Origin:
     if reason := damage(beside):
         raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
     try:
-        said = Said.model_validate(read_json(beside / "origin.json"))
+        # It may be as long as the index whose nesting it tells.
+        said = Said.model_validate(read_json(beside / "origin.json", MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
