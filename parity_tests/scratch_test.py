@@ -8,11 +8,10 @@ import jax
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
-from jaxdist import memory, metrics, models
+from jaxdist import memory, models
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
-from jaxdist.mesh import make_mesh
-from jaxdist.program import Program
+from jaxdist.planner.memory_test import compiled
 from parity_tests import collectives, levels
 from parity_tests.run import Run
 from parity_tests.scratch import JAX, TORCH, Scratch, beside
@@ -39,13 +38,6 @@ def experiment(**overrides: Any) -> Experiment:
 
 def scratch(e: Experiment) -> Scratch:
     return Scratch(e, models.layouts(models.build(e.model)), e.parallel.axes())
-
-
-def compiled(e: Experiment) -> dict[str, int]:
-    """`memory` of the summary of a JAX run that need not be made."""
-    p = Program(e, make_mesh(e, "cpu")[0])
-    traced = p.step.trace(p.abstract, p.abstract_batch)
-    return metrics.memory(p, traced, traced.lower().compile())
 
 
 def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
