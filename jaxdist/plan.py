@@ -5,6 +5,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
@@ -12,9 +14,10 @@ from rich.table import Column, Table
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, add_fields, load, user_path
 from jaxdist.config.display import aside, console, megabytes, say
+from jaxdist.config.errors import writes_to
 from jaxdist.config.hardware import hardware, shipped
 from jaxdist.planner.compiled import Compiled, compile_plan
-from jaxdist.planner.plans import USABLE, Plan, smallest_change
+from jaxdist.planner.plans import USABLE, Plan, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
 
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TIB": 2**40, "GIB": 2**30, "MIB": 2**20}
@@ -33,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.memory:
         device = device.model_copy(update={"memory": a.memory})
     experiment = load(a.config, a.fields)
+    if a.output and (missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]):
+        raise ConfigError(f"--output {a.output}: draws with {' and '.join(missing)}: pip install 'jaxdist[report]'")
     with aside(a.json):
         if a.recommend:
             plans = recommend(experiment, a.devices, device)
             found: Any = {"hardware": device.name, "devices": a.devices, "plans": [told(p) for p in plans[: a.top]]}
             found["reasons"] = reasons(plans[0])
+            notes = found["reasons"]
             if not a.json:
                 show_ranking(plans[: a.top], len(plans))
         else:
@@ -45,10 +51,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             compiled = compile_plan(experiment) if a.compiled else None
             found = told(plan) | ({"compiled": vars(compiled)} if compiled else {})
             found["smallest_change"] = "" if plan.fits else smallest_change(plan)
+            plans, notes = neighbours(plan), [verdict(plan, found["smallest_change"])]
             if not a.json:
-                show(plan, compiled, found["smallest_change"])
+                show(plan, compiled, notes[0])
+        if a.output:
+            with writes_to(f"--output {a.output}"):
+                say(f"drawn in {drawn(a.output, plans, notes, found)}")
     if a.json:
         print(json.dumps(found))
+
+
+def drawn(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any) -> Path:
+    """Write plan.html, and plan.json with what --json prints."""
+    from jaxdist.planner import report
+
+    e = plans[0].experiment
+    title = f"{e.model.family} with {e.model.layers} layers on {plans[0].devices:,} × {plans[0].hardware.name}"
+    page = report.write(folder, plans, title, notes)
+    (folder / "plan.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return page
 
 
 def told(plan: Plan) -> dict[str, Any]:
@@ -74,8 +95,18 @@ def told(plan: Plan) -> dict[str, Any]:
     }
 
 
-def show(plan: Plan, compiled: Compiled | None, change: str) -> None:
-    """Three tables and what follows from them."""
+def verdict(plan: Plan, change: str) -> str:
+    """Whether it fits, and where it does not the smallest `change` by which it would."""
+    held, limit = megabytes(plan.memory["peak"]), f"{USABLE:.0%} of {megabytes(plan.hardware.memory)}"
+    if plan.fits:
+        return f"fits: {held} of {limit}"
+    return f"does not fit: {held}, of {limit}; the smallest change that makes it fit: " + (
+        change or "no single one does; --recommend ranks what does"
+    )
+
+
+def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
+    """Three tables, and whether it fits."""
     e = plan.experiment
     say(
         f"{e.model.family}, {' × '.join(f'{a} {n}' for a, n in plan.mesh.items() if n > 1) or 'one device'}, "
@@ -102,12 +133,7 @@ def show(plan: Plan, compiled: Compiled | None, change: str) -> None:
         f"{plan.tokens_per_second:,.0f} {e.model.takes}/s, {plan.tokens_per_second / plan.devices:,.0f} a device, "
         f"{plan.mfu:.1%} of the data sheet's rate (MFU)"
     )
-    limit = f"{USABLE:.0%} of {megabytes(plan.hardware.memory)}"
-    if plan.fits:
-        say(f"fits: {megabytes(plan.memory['peak'])} of {limit}")
-    else:
-        say(f"does not fit: {megabytes(plan.memory['peak'])}, of {limit}; the smallest change that makes it fit: "
-            + (change or "no single one does; --recommend ranks what does"))  # fmt: skip
+    say(said)
 
 
 def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
@@ -181,11 +207,12 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--recommend", action="store_true", help="rank meshes and strategies of --devices N")
     parser.add_argument("--devices", type=count, metavar="N", help="with --recommend: how many there are")
     parser.add_argument("--top", type=count, default=10, metavar="N", help="with --recommend: how many are shown (10)")
+    parser.add_argument("--output", type=user_path, metavar="DIR", help="also write plan.html, drawn, and plan.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     own = {name: given.pop(name) for name in (
-        "config", "hardware", "memory", "compiled", "recommend", "devices", "top", "json"
+        "config", "hardware", "memory", "compiled", "recommend", "devices", "top", "output", "json"
     )}  # fmt: skip
     a = argparse.Namespace(**own, fields=given)
     if a.recommend != bool(a.devices):

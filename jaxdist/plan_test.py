@@ -105,6 +105,18 @@ def test_the_largest_on_16384_devices() -> None:
     assert all(p.fits and p.devices == 16384 for p in plans) and plans[0].mesh["tensor"] == 8
 
 
+@pytest.mark.parametrize("way", [["--mesh", "4x2"], ["--recommend", "--devices", "8"]], ids=" ".join)
+def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
+    """One page without scripts or references, and the object beside it."""
+    pytest.importorskip("matplotlib")
+    found = printed(capsys, "--config", "llama-1b", *way, "--output", str(tmp_path / "plan"))
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == found
+    page = (tmp_path / "plan" / "plan.html").read_text()
+    assert page.count("<svg") == 2 and "<script" not in page and "http" not in page.replace("http://www.w3.org/", "")
+    for text in ("Memory of a device", "Scaling", "optimizer state", "zero1", "fsdp, tensor = 8", "MFU"):
+        assert text in page
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -1,38 +1,19 @@
 """The report's figures as inline SVG: each with ids of its own, a name for screen readers, and the page's own font."""
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-# Wide enough for two columns on a desk, narrow enough for its text to be read on a phone.
-WIDTH = 4.8  # inches
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "text.parse_math": False,
-    "font.size": 9.5,
-    "axes.edgecolor": "#8c959f",
-    "axes.labelcolor": "#424a53",
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "grid.color": "#e4e8ec",
-    "grid.linewidth": 0.8,
-    "hatch.color": "#ffffff",
-    "hatch.linewidth": 1.2,
-    "legend.frameon": False,
-    "xtick.color": "#424a53",
-    "ytick.color": "#424a53",
-}
+from jaxdist.drawing import STYLE, WIDTH, inline
+
 SIDES = (  # colour, line, hatch: told apart without colour as well
     ("#1f5fa8", "-", ""),
     ("#c2571a", (0, (3, 2)), "////"),
@@ -98,7 +79,7 @@ def curves(
             axes.grid(axis="y")
             axes.tick_params(length=0)
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0, handlelength=2)
-        return _inline(figure, name, label)
+        return inline(figure, name, label)
 
 
 def _line(axes: Axes, steps: Sequence[int], values: np.ndarray, **style: Any) -> None:
@@ -169,7 +150,7 @@ def heat(
         bar.outline.set_visible(False)  # type: ignore[operator]
         limit = "its step's bound" if len(set(bounds)) > 1 else f"the bound of {short(bounds[0])}"
         bar.set_label(f"relative error; red: beyond {limit}")
-        return _inline(figure, name, label)
+        return inline(figure, name, label)
 
 
 def bars(name: str, label: str, sides: Sequence[str], rows: Mapping[str, Sequence[float | None]], unit: str) -> Markup:
@@ -193,19 +174,9 @@ def bars(name: str, label: str, sides: Sequence[str], rows: Mapping[str, Sequenc
         axes.xaxis.set_visible(False)
         axes.spines["bottom"].set_visible(False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0)
-        return _inline(figure, name, label)
+        return inline(figure, name, label)
 
 
 def digits(value: float) -> str:
     """Three digits that matter, or all before the point."""
     return f"{value:,.{max(0, 2 - int(np.floor(np.log10(value)))) if value > 0 else 0}f}"
-
-
-def _inline(figure: Figure, name: str, label: str) -> Markup:
-    file = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": name}):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", metadata=nothing, transparent=True)
-    svg = file.getvalue()
-    svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", svg[svg.index("<svg") :])
-    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1))

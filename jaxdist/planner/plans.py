@@ -162,3 +162,18 @@ def smallest_change(plan: Plan) -> str:
         if other.fits:
             fitting.append((other.devices, other.time.step, told))
     return min(fitting)[2] if fitting else ""
+
+
+def neighbours(plan: Plan) -> list[Plan]:
+    """The plan, and those that share its devices between fsdp and tensor in other ways."""
+    found = [plan]
+    ways = plan.mesh["fsdp"] * plan.mesh["tensor"]
+    for tensor in (2**k for k in range(ways.bit_length()) if ways % 2**k == 0):
+        mesh = plan.mesh | {"tensor": tensor, "fsdp": ways // tensor}
+        try:
+            other = plan.changed(parallel__mesh=written(mesh), parallel__sequence=False)
+        except ConfigError:
+            continue
+        if mesh != plan.mesh:
+            found.append(other)
+    return found
