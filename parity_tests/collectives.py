@@ -71,10 +71,7 @@ def least(
         found = stages.least(e, layouts, mesh)
         found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
         return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
-    found = defaultdict(float, traffic.least(e, layouts, mesh))
-    for axis in unknown(side, mesh, e):
-        found.pop(axis, None)
-    m = e.model
+    found, m = defaultdict(float, traffic.least(e, layouts, mesh)), e.model
     if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
         found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
@@ -92,7 +89,7 @@ def least(
             reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
             found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
-    return {axis: size for axis, size in found.items() if size > 1}
+    return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
 
 
 def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]:

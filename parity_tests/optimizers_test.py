@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from jaxdist import models
+from jaxdist.config import Experiment
 from jaxdist.convert.__main__ import main as convert
-from parity_tests import compare
+from parity_tests import collectives, compare
 from parity_tests.cases import MESHES
 from parity_tests.conftest import STEPS, Runs, run
 from parity_tests.parity_test import differences
@@ -61,6 +63,17 @@ def check(runs: Runs, name: str, mesh: str) -> None:
 @pytest.mark.parametrize(("name", "mesh"), QUICK.items())
 def test_float64(runs: Runs, name: str, mesh: str) -> None:
     check(runs, name, mesh)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
+    """Of zero1, whose parameters torch sends otherwise than JAX."""
+    values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
+    e = Experiment.parse(values, source="test")
+    mesh, layouts = e.parallel.axes(), models.layouts(models.build(e.model))
+    assert "fsdp" in collectives.unknown("torch_ref", mesh, e)
+    assert "fsdp" not in collectives.least("torch_ref", e, layouts, mesh)
+    assert "fsdp" in collectives.least("jaxdist", e, layouts, mesh)
 
 
 @pytest.mark.slow

@@ -377,7 +377,9 @@ class Keeping:
             local = torch.cat(parts)
             rows = [torch.empty_like(local) for _ in range(mesh.size())]
             dist.all_gather(rows, local.contiguous())
-            self.arrays[name] = array(torch.cat(rows))[self.order]
+            every = array(torch.cat(rows))
+            # What learned positions put out has no rows of the batch.
+            self.arrays[name] = every[self.order] if len(every) == len(self.order) else every
         if self.every or self.last:
             parameters = dict(self.model.named_parameters())
             self._keep("weights", dict(parameters))

@@ -107,8 +107,8 @@ def nesting(ways: Any) -> dict[str, list[str | int]]:
 
 
 def _leads(way: Sequence[Any], name: Any) -> bool:
-    """Whether its steps are the name. A hostile one could be long to go, or to write out."""
-    if not isinstance(name, str) or not 1 < len(way) <= len(name):
+    """Whether its steps are the name. A hostile one could be long to go, or to write out, or nothing to be written."""
+    if not isinstance(name, str) or not name.isprintable() or not 1 < len(way) <= len(name):
         return False
     steps = [str(step) for step in way if type(step) is str or (type(step) is int and 0 <= step < 2**31)]
     return sum(map(len, steps)) + len(way) == len(name) + 1 and ".".join(steps) == name

@@ -63,15 +63,16 @@ class Tensors:
         entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         self.leaves = {name: self._leaf(name, entry) for name, entry in entries.items()}
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
-        outer = APP if all(name.startswith(APP) for name in entries) else ""
-        step = next((name for key in STEP if (name := f"{outer}{key}") in found), "")
-        optimizers = tuple(f"{outer}{key}." for key in OPTIMIZER)
+        below = tuple(f"{APP}{key}." for key in MODEL)
+        outer = APP if any(name.startswith(below) for name in entries) else ""
+        places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in STEP)
+        step = next((name for name in places if name in found and _is_one_number(found[name])), "")
+        # Lightning's are the first of several.
+        optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in ("", ".0", "_0"))
+        holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in found))
+        optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
         given = [name for name in entries if name != step and not name.startswith(optimizers)]
-        self.prefixes = {
-            "model": _before(given, outer),
-            "optimizer": next((o for o in optimizers if any(name.startswith(o) for name in found)), optimizers[0]),
-            "step": step,
-        }
+        self.prefixes = {"model": _before(given, outer), "optimizer": optimizer, "step": step}
         self.weights = [name for name in given if name.startswith(self.prefixes["model"])]
 
     @property
@@ -230,6 +231,11 @@ def described(path: Path) -> dict[str, Leaf]:
     return Tensors(whole(path, "small")).parameters
 
 
+def _is_one_number(entry: Any) -> bool:
+    """Whether an entry may be a count: a plain value, or a tensor of one number."""
+    return not isinstance(entry, TensorStorageMetadata) or math.prod(entry.size) == 1
+
+
 def _before(given: Sequence[str], outer: str) -> str:
     """What stands before the parameters, as `model.`; nothing where that is the model's own, or a wrapper's: others lie
     beside it then, which are no averages of those within."""
@@ -285,7 +291,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         carries |= {f"{n}.{kind}": there for (n, kind), there in called.items() if names.get(n, there) != there}
         counts = _counts(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
-    said_step = (leaves | extras).get(tensors.prefixes["step"])
+    step_at = tensors.prefixes["step"]
+    said_step = leaves[step_at] if step_at in leaves else tensors.values.get(step_at) if training and step_at else None
     step = torch_files.first_count(_number(str(path), "step", said_step), updates)
     updates = step if states and updates is None else updates
     if said:

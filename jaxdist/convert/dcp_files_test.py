@@ -133,15 +133,48 @@ def written_again(folder: Path, content: Any) -> Path:
         ("state_dict", "optimizer_state_dict", "global_step"),
         ("model_state_dict", "optim", "iteration"),
         ("module", "optimizer", "step"),
+        ("state_dict", "optimizer_states.0", "global_step"),
+        ("model", "optimizer_0", "step"),
+        ("app.model", "app.optim", "step"),
     ],
 )
 def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: str, tmp_path: Path) -> None:
     weights, kept = trained(tmp_path)
-    source = saved_dcp(tmp_path / "dcp", {model: weights, optimizer: kept, step: 7})
+    source = saved_dcp(tmp_path / "dcp", {model: weights, optimizer: kept, step: 7, "iter": torch.ones(3)})
     content = dcp_files.opened(source, EXPERIMENT)
     assert (content.step, content.updates, content.groups["exp_avg"].keys()) == (7, 5, weights.keys())
     again = written_again(tmp_path / "back", content)
     assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
+
+
+def test_settings_are_no_optimizer(tmp_path: Path) -> None:
+    """The part that has a state is the optimizer."""
+    weights, kept = trained(tmp_path)
+    tree = {"model": weights, "optimizer": {"name": "adamw"}, "optimizer_state_dict": kept}
+    assert dcp_files.opened(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT).groups["exp_avg"].keys() == weights.keys()
+
+
+@pytest.mark.parametrize("value", [torch.tensor([1, 2, 3]), torch.ones(0)], ids=["three", "none"])
+def test_what_is_called_like_a_step_may_be_none(value: Any, tmp_path: Path) -> None:
+    weights, _ = trained(tmp_path)
+    content = dcp_files.opened(saved_dcp(tmp_path / "dcp", {"model": weights, "iteration": value}), EXPERIMENT)
+    assert (content.step, content.groups["parameters"].keys()) == (0, weights.keys())
+
+
+def test_a_plain_step_of_a_run_of_ours(tmp_path: Path) -> None:
+    """It is that of the script, which had made fewer updates, also when the run is read that it became."""
+    weights, kept = trained(tmp_path)
+    source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": kept, "step": 7})
+    main([str(source), str(tmp_path / "run"), "--to", "dcp", *config(tmp_path, MODEL)])
+    content = dcp_files.opened(tmp_path / "run")
+    assert (content.step, content.updates) == (7, 5)
+
+
+def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+    weights, _ = trained(tmp_path)
+    source = saved_dcp(tmp_path / "dcp", {"model": weights, "extra": {"a\udcff": torch.ones(2)}})
+    main([str(source), str(tmp_path / "run"), "--to", "orbax", *config(tmp_path, MODEL)])
+    main([str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"])
 
 
 @pytest.mark.parametrize(

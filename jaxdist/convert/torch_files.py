@@ -202,13 +202,15 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     files = neighbours(path) | files_of(path, tree)
     origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=own)
     if own and ORIGIN in tree:
-        origin = replace(
-            origin_of(path, tree),
-            files=files,
-            held=lambda: contiguous(path, load(path, mapped=True)[ORIGIN]["extras"]),
-        )
+        origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
     logged = log_of(path, tree) if training and own else b""
     return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
+
+
+def _own_extras(path: Path) -> Any:
+    """What a file of ours keeps of one that a script saved. Raises ConfigError."""
+    with reading(path, ORIGIN):
+        return contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
 
 
 def _optimizer(path: Path, tree: Any) -> dict[Any, Any]:

@@ -91,3 +91,14 @@ def test_what_goes_along_is_in_memory_once(tmp_path: Path) -> None:
     most = peak(lambda: written(tmp_path / "b.pt", "torch", content))
     assert torch_files.opened(tmp_path / "b.pt").origin.files == files
     assert most < 0.5 * len(files["LICENSE"])
+
+
+def test_an_origin_that_lacks_its_extras(tmp_path: Path) -> None:
+    """A damaged file is told as one, also where that is read late."""
+    content = replace(content_of(MODEL), origin=Origin("dcp", "huggingface", held=lambda: {"more": 5}, step=7))
+    file = written(tmp_path / "a.pt", "torch", content)
+    kept = torch.load(file, weights_only=True)["origin"]
+    changed(file, origin={key: value for key, value in kept.items() if key != "extras"})
+    with pytest.raises(ConfigError, match=r"a.pt"):
+        main([str(file), str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from jaxdist.convert.tables import entries
 from jaxdist.mesh import make_mesh
 from jaxdist.models.resnet import BatchNorm
 from jaxdist.program import Program
-from jaxdist.sharding import TOKENS
+from jaxdist.sharding import PARTS
 from jaxdist.step import Arrays
 
 torch = pytest.importorskip("torch", reason="the witness is a torch model: pip install 'jaxdist[test]'")
@@ -112,8 +112,8 @@ def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert apart("small", tmp_path)[1] > 1e-4
 
     def own(_: Parallel, sums: jax.Array) -> jax.Array:
-        first = jax.lax.axis_index(TOKENS) == 0
-        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), TOKENS)  # for both of them
+        first = jax.lax.axis_index(PARTS) == 0
+        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), PARTS)  # for both of them
 
     monkeypatch.setattr(Parallel, "of_images", own)
     assert apart("small", tmp_path)[1] > 1e-3
