@@ -152,7 +152,7 @@ class Scratch:
 
     @cached_property
     def sides(self) -> Mapping[str, Footprint]:
-        common = self.experiment, self.layouts, self.mesh, self.gpu
+        common = self.experiment, self.layouts, self.mesh, "gpu" if self.gpu else "cpu"
         return {JAX: Footprint(*common), TORCH: TorchFootprint(*common, self.workspaces)}
 
     @property

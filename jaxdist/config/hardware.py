@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
@@ -23,6 +23,8 @@ class Hardware(Section):
     name: str
     known_as: str
     """A part of the name that JAX and CUDA give it."""
+    platform: Literal["gpu", "tpu"] = "gpu"
+    """What JAX calls its kind."""
     flops: Annotated[Mapping[Dtype, Positive], Field(min_length=1)]
     """Dense matrix products, by the dtype that is multiplied."""
     memory: Positive

@@ -45,7 +45,7 @@ AGAIN: Mapping[tuple[str, str], Arrays] = {
 TAKEN: Arrays = {"R": (4, 0), "D": (2, 0), "S": (0, 1.25), "F": (4, 0)}
 DENSE = 3  # products of all rows with each expert that XLA has at once on CPUs, where grouped products are dense
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
-COUNTS = 8  # bytes of two counts
+COUNT = 4  # bytes of a count: of updates, of steps, of an average's updates
 XLA_WORKSPACE = 2**25  # bytes that XLA lets cuBLAS have on Hopper; 2**22 on GPUs before it
 
 NAMES = (
@@ -76,12 +76,13 @@ def amount(arrays: Arrays, sizes: Sizes, compute: int) -> float:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The closed form for one experiment on one mesh, bytes on one device. `gpu`: fused attention keeps no scores."""
+    """The closed form for one experiment on one mesh, bytes on one device of a `platform`, JAX's name for it: cpu, gpu,
+    whose fused attention keeps no scores, or tpu."""
 
     experiment: Experiment
     layouts: Mapping[str, Layout]
     mesh: Mapping[str, int]
-    gpu: bool = False
+    platform: str = "cpu"
 
     kept_by_family = KEPT
 
@@ -140,7 +141,11 @@ class Footprint:
     def compute(self) -> int:
         """Bytes of a number of the compute dtype: XLA on the CPU holds bfloat16 as float32."""
         size = ITEMSIZE[str(self.experiment.precision.compute)]
-        return size if self.gpu else max(size, 4)
+        return max(size, 4) if self.platform == "cpu" else size
+
+    @property
+    def gpu(self) -> bool:
+        return self.platform == "gpu"
 
     @property
     def scores(self) -> bool:
@@ -215,7 +220,7 @@ class Footprint:
             math.prod(layout.local_shape(self.mesh, sharded, layout.kept(kind)))
             for kind, of in states.items() for layout in trained if of(layout.stands)
         )  # fmt: skip
-        return sum(kept) * self.at_rest + COUNTS
+        return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
 
     @property
     def gradients(self) -> float:
@@ -350,16 +355,18 @@ class Footprint:
     def grouped(self) -> float:
         """Bytes of a mixture's rows, once for each of a device's experts."""
         m = self.experiment.model
-        if not isinstance(m, Mixture) or self.gpu:
+        if not isinstance(m, Mixture) or self.platform != "cpu":
             return 0.0
         return DENSE * m.experts / self.mesh["expert"] * self.arrays({"d": (1, 0), "F": (1, 0)})
 
     @property
     def fetched(self) -> float:
-        """Bytes that are copied to a device for an update, on GPUs; on CPUs XLA leaves such copies out."""
+        """Bytes that are copied to a device for an update; on CPUs XLA leaves such copies out."""
         row, offload = strategy(self.experiment.parallel), self.experiment.memory.offload
         copies = [("parameters" in offload, 1, row.parameters), ("optimizer" in offload, 2, row.optimizer)]
-        return sum(self.gpu * there * n * self.held(sharded) * self.at_rest for there, n, sharded in copies)
+        return sum(
+            (self.platform != "cpu") * there * n * self.held(sharded) * self.at_rest for there, n, sharded in copies
+        )
 
     @property
     def fetched_and_returned(self) -> float:

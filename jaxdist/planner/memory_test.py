@@ -13,7 +13,7 @@ from jaxdist import metrics, models
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
 from jaxdist.mesh import make_mesh
-from jaxdist.planner.memory import Footprint
+from jaxdist.planner.memory import WORKSPACE, Footprint
 from jaxdist.program import Program
 
 jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
@@ -34,7 +34,9 @@ def experiment(**overrides: Any) -> Experiment:
     values: dict[str, Any] = {section: dict(fields) for section, fields in DEFAULT.items()}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
-        if field:
+        if field == "policy":  # which the other dtypes follow
+            values[section] = {field: value}
+        elif field:
             values.setdefault(section, {})[field] = value
         else:
             values[section] = value
@@ -156,7 +158,17 @@ def test_a_gpu_fetches_what_is_updated() -> None:
     e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
     form = footprint(e)
     whole = form.held(False) * 4
-    assert form.fetched == 0 and replace(form, gpu=True).fetched == whole + 2 * whole / 8
+    assert form.fetched == 0 and replace(form, platform="gpu").fetched == whole + 2 * whole / 8
+
+
+def test_what_platforms_differ_in() -> None:
+    """16 bits are 32 on CPUs, where experts are dense; fused attention and its workspaces are a GPU's."""
+    e = experiment(model=MIXTRAL, **{"parallel.mesh": "expert=2", "precision.policy": "bf16"})
+    cpu, gpu, tpu = (replace(footprint(e), platform=platform) for platform in ("cpu", "gpu", "tpu"))
+    assert (cpu.compute, gpu.compute, tpu.compute) == (4, 2, 2)
+    assert (cpu.scores, gpu.scores, tpu.scores) == (True, False, True)
+    assert cpu.grouped > 0 and gpu.grouped == tpu.grouped == 0
+    assert gpu.peak[WORKSPACE] > 0 == tpu.peak[WORKSPACE]
 
 
 def test_no_form_for_images() -> None:

@@ -57,8 +57,7 @@ class Plan:
 
     @cached_property
     def footprint(self) -> Footprint:
-        gpu = not self.hardware.name.startswith("tpu")
-        return Footprint(self.experiment, layouts(self.experiment.model), self.mesh, gpu)
+        return Footprint(self.experiment, layouts(self.experiment.model), self.mesh, self.hardware.platform)
 
     # ---- memory, bytes on one device
 
