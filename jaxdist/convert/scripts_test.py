@@ -130,14 +130,16 @@ class TestSteps:
         (back,) = (tmp_path / "back" / "checkpoints").iterdir()
         assert dcp_files.Tensors(back).extras()["step"] == 7.5
 
-    @pytest.mark.parametrize("where", ["step", "optimizer"])
-    def test_of_two_numbers(self, where: str, tmp_path: Path) -> None:
+    def test_of_two_numbers(self, tmp_path: Path) -> None:
+        """Of a script it is no count, as in a torch file, and comes back; of a parameter there is no other."""
+        content = dcp_files.opened(saved_dcp(tmp_path / "two", self.tree(tmp_path, step=torch.ones(2))), EXPERIMENT)
+        assert content.step == 5
+        dcp_files.write(tmp_path / "back", Conversion(content, KINDS["dcp"].naming_of(content)))
+        (back,) = (tmp_path / "back" / "checkpoints").iterdir()
+        assert dcp_files.Tensors(back).extras()["step"].tolist() == [1, 1]
         tree = self.tree(tmp_path)
         name = next(iter(tree["optimizer"]["state"]))
-        if where == "step":
-            tree["step"] = torch.ones(2)
-        else:
-            tree["optimizer"]["state"][name]["step"] = torch.ones(2)
+        tree["optimizer"]["state"][name]["step"] = torch.ones(2)
         with pytest.raises(ConfigError, match=r"dcp: step.* is a tensor \[2\]; give one whole number"):
             dcp_files.opened(saved_dcp(tmp_path / "dcp", tree), EXPERIMENT)
 
