@@ -64,7 +64,8 @@ class Tensors:
         self.leaves = {name: self._leaf(name, entry) for name, entry in entries.items()}
         # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
         below = tuple(f"{APP}{key}." for key in MODEL)
-        outer = APP if any(name.startswith(below) for name in entries) else ""
+        within = any(name.startswith(below) for name in entries) or all(name.startswith(APP) for name in entries)
+        outer = APP if within else ""
         places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in STEP)
         step = next((name for name in places if name in found and _is_one_number(found[name])), "")
         # Lightning's are the first of several.

@@ -147,6 +147,14 @@ def test_parts_are_called_as_in_torch_files(model: str, optimizer: str, step: st
     assert read_index(again).state_dict_metadata.keys() == read_index(source).state_dict_metadata.keys()
 
 
+def test_weights_alone_below_app(tmp_path: Path) -> None:
+    """None of them is called like a part."""
+    weights, _ = trained(tmp_path)
+    plain = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    content = dcp_files.opened(saved_dcp(tmp_path / "dcp", {"app": plain}), EXPERIMENT)
+    assert content.groups["parameters"].keys() == weights.keys()
+
+
 def test_settings_are_no_optimizer(tmp_path: Path) -> None:
     """The part that has a state is the optimizer."""
     weights, kept = trained(tmp_path)
