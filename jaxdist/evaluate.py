@@ -1,6 +1,5 @@
 """Loss and perplexity, or accuracy, of a checkpoint, or its logits: `python -m jaxdist.evaluate --checkpoint DIR`."""
 
-import argparse
 import json
 import math
 import sys
@@ -13,7 +12,7 @@ import numpy as np
 from rich.progress import track
 
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
-from jaxdist.config.arguments import Parser, user_path
+from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import IGNORED, Split, dataset_of
 from jaxdist.memory import ALL_OF_IT, in_memory
@@ -79,13 +78,6 @@ def write(file: Path, logits: np.ndarray) -> None:
             np.save(opened, logits)
     except OSError as error:
         raise ConfigError(f"--logits {file}: {error}; give a file that can be written") from None
-
-
-def count(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
-    return int(text)
 
 
 def arguments(argv: Sequence[str]) -> Any:

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from jaxdist.config import ConfigError, exit_codes
-from jaxdist.config.arguments import Parser, add_fields, load, user_path
+from jaxdist.config.arguments import Parser, add_fields, count, load, user_path
 from jaxdist.config.display import aside, console, megabytes, say
 from jaxdist.config.errors import writes_to
 from jaxdist.config.hardware import hardware, shipped
@@ -20,6 +21,7 @@ from jaxdist.planner.compiled import Compiled, compile_plan
 from jaxdist.planner.plans import USABLE, Plan, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
 
+many = partial(count, most=1_000_000)
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TIB": 2**40, "GIB": 2**30, "MIB": 2**20}
 TIMES = {
     "products": "matrix products", "attention": "attention", "moved": "all else that computes",
@@ -177,13 +179,6 @@ def size_of(text: str) -> float:
     return float(parts[1]) * UNITS[parts[2]]
 
 
-def count(text: str) -> int:
-    """A whole number from 1."""
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 1,000,000")
-    return int(text)
-
-
 def arguments(argv: Sequence[str]) -> Any:
     """The command line; `fields` are those of the config by dotted name. Raises ConfigError."""
     parser = Parser(
@@ -205,8 +200,8 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--memory", type=size_of, metavar="80GB", help="of a device, in place of the hardware's own")
     parser.add_argument("--compiled", action="store_true", help="also compile the step, on as many virtual CPU devices")
     parser.add_argument("--recommend", action="store_true", help="rank meshes and strategies of --devices N")
-    parser.add_argument("--devices", type=count, metavar="N", help="with --recommend: how many there are")
-    parser.add_argument("--top", type=count, default=10, metavar="N", help="with --recommend: how many are shown (10)")
+    parser.add_argument("--devices", type=many, metavar="N", help="with --recommend: how many there are")
+    parser.add_argument("--top", type=many, default=10, metavar="N", help="with --recommend: how many are shown (10)")
     parser.add_argument("--output", type=user_path, metavar="DIR", help="also write plan.html, drawn, and plan.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
     add_fields(parser)

@@ -11,7 +11,7 @@ import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist import memory, models
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
-from jaxdist.planner.memory_test import compiled
+from jaxdist.planner.compiled import compile_plan
 from parity_tests import collectives, levels
 from parity_tests.run import Run
 from parity_tests.scratch import JAX, TORCH, Scratch, beside
@@ -61,7 +61,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
     e = experiment(**case)
-    held = compiled(e)
+    held = compile_plan(e).memory
     assert sum(scratch(e).peak(JAX).values()) == pytest.approx(beside(held), rel=0.15)
     assert holds(e, held)
 
@@ -112,9 +112,9 @@ def test_what_a_gpu_took(policy: str) -> None:
 def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From forward to backward: of all blocks, gathered or sliced."""
     e = experiment(**{"parallel.mesh": mesh}, **WEIGHTS)
-    assert holds(e, compiled(e))
+    assert holds(e, compile_plan(e).memory)
     monkeypatch.setitem(memory.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
-    assert not holds(e, compiled(e))
+    assert not holds(e, compile_plan(e).memory)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -122,7 +122,7 @@ def test_kept_activations_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch)
     """Those that the mode of rematerialization is there to drop."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
     monkeypatch.setitem(memory.POLICIES, mode, memory.POLICIES["none"])
-    assert not holds(e, compiled(e))
+    assert not holds(e, compile_plan(e).memory)
 
 
 @pytest.mark.parametrize("side", [JAX, TORCH])

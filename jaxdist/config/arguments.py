@@ -1,6 +1,7 @@
 """The command line of both backends: run arguments, shortcuts, and every config field as --section.field."""
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -114,6 +115,14 @@ def user_path(text: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return path
+
+
+def count(text: str, most: float = math.inf) -> int:
+    """A whole number from 1, to `most`."""
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        upto = "" if most == math.inf else f" to {most:,}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1{upto}")
+    return int(text)
 
 
 def find_config(name: str | Path, option: str = "--config") -> Path:

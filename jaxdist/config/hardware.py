@@ -76,10 +76,9 @@ def hardware(name: str) -> Hardware:
     return shipped()[name]
 
 
-def rate(device: Hardware, dtype: str) -> float:
+def rate(device: Hardware, dtype: Dtype) -> float:
     """FLOP/s of products of this dtype. Raises ConfigError where the device multiplies none."""
-    found = next((flops for name, flops in device.flops.items() if name == dtype), None)
-    if found is None:
+    if (found := device.flops.get(dtype)) is None:
         raise ConfigError(
             f"precision.compute = {dtype}: {device.name} has no rate for it; use {' or '.join(device.flops)}"
         )

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from jaxdist.config import Experiment, Mixture, ResNet
 from jaxdist.models.layers import has_kernel
-from jaxdist.sharding import SHARDS, TOKENS, Layout, strategy
-from jaxdist.traffic import ITEMSIZE, passes
+from jaxdist.sharding import SHARDS, Layout, strategy
+from jaxdist.traffic import ITEMSIZE, Attends, passes, tokens_of
 
 # Width -> arrays of so many numbers a token, in the compute dtype and in float32 or wider. D model, Q heads · C,
 # K kv heads · C, S scores: heads · T, P those of a pair of the ring's chunks, F hidden; of a mixture F and d, hidden
@@ -95,10 +95,16 @@ class Footprint:
     # ---- sizes
 
     @property
-    def tokens(self) -> int:
+    def decoder(self) -> Attends:
+        """The model. Raises ValueError for a ResNet, whose activations and arithmetic no closed form knows."""
+        if isinstance(self.experiment.model, ResNet):
+            raise ValueError("no closed form knows a ResNet")
+        return self.experiment.model
+
+    @property
+    def tokens(self) -> float:
         """Of a microbatch on one device."""
-        e = self.experiment
-        return e.train.batch * e.data.sequence // (math.prod(self.mesh[a] for a in TOKENS) * e.train.accumulation)
+        return tokens_of(self.experiment, self.mesh)
 
     @property
     def shards(self) -> int:
@@ -112,9 +118,7 @@ class Footprint:
 
     @cached_property
     def sizes(self) -> Sizes:
-        m, t, n = self.experiment.model, self.mesh["tensor"], self.mesh["context"]
-        if isinstance(m, ResNet):
-            raise ValueError("no closed form knows the activations of a ResNet")
+        m, t, n = self.decoder, self.mesh["tensor"], self.mesh["context"]
         heads, kv_heads = m.heads // t, m.kv_heads // t
         times = t if self.experiment.parallel.sequence else 1
         return {
@@ -171,10 +175,6 @@ class Footprint:
         """Numbers of all parameters that a device has, sharded or whole."""
         return self.numbers[True, sharded] + self.numbers[False, sharded]
 
-    @property
-    def all_weights(self) -> int:
-        return self.held(False)
-
     @cached_property
     def multiplying(self) -> tuple[float, float]:
         """Numbers of a block, and of the head, that each token is multiplied by on a device."""
@@ -192,9 +192,7 @@ class Footprint:
     @property
     def attention_flops(self) -> float:
         """FLOPs of attention forward, of one token in one block: two products with half of all keys, or a window."""
-        m = self.experiment.model
-        if isinstance(m, ResNet):
-            return 0.0
+        m = self.decoder
         keys = self.experiment.data.sequence / 2
         if window := getattr(m, "window", 0):
             keys = min(keys, window)
@@ -299,7 +297,7 @@ class Footprint:
             FRESH: self.fresh,
             WAITING: self.waiting,
             ENDS: self.weights(False) * self.compute * (row.reshards and n > 1),
-            WHOLE: self.all_weights * self.compute * (row.parameters and not row.reshards and n > 1),
+            WHOLE: self.held(False) * self.compute * (row.parameters and not row.reshards and n > 1),
             BLOCKS: self.at_once * self.kept,
         }
         yield during | {LOGITS: self.arrays({"V": (0, 2)}), LAST: self.arrays(NORM)}

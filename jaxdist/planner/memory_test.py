@@ -13,6 +13,7 @@ from jaxdist import metrics, models
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
 from jaxdist.mesh import make_mesh
+from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.memory import WORKSPACE, Footprint
 from jaxdist.program import Program
 
@@ -45,13 +46,6 @@ def experiment(**overrides: Any) -> Experiment:
 
 def footprint(e: Experiment) -> Footprint:
     return Footprint(e, models.layouts(models.build(e.model)), e.parallel.axes())
-
-
-def compiled(e: Experiment) -> dict[str, int]:
-    """`memory` of the summary of a run that need not be made."""
-    p = Program(e, make_mesh(e, "cpu")[0])
-    traced = p.step.trace(p.abstract, p.abstract_batch)
-    return metrics.memory(p, traced, traced.lower().compile())
 
 
 STATE: list[dict[str, Any]] = [
@@ -120,7 +114,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_peak_of_a_compiled_step(case: dict[str, Any]) -> None:
     e = experiment(**case)
-    held, form = compiled(e), footprint(e)
+    held, form = compile_plan(e).memory, footprint(e)
     predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
     assert predicted == pytest.approx(held["peak"], rel=0.1)
 
@@ -138,7 +132,7 @@ FAR: list[dict[str, Any]] = [
 def test_where_the_form_tells_too_little(case: dict[str, Any]) -> None:
     """XLA holds more of a ring's pairs of chunks, and of two stages' passes, at once than the form has."""
     e = experiment(**case)
-    held, form = compiled(e), footprint(e)
+    held, form = compile_plan(e).memory, footprint(e)
     predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
     assert 0.65 * held["peak"] < predicted < 0.9 * held["peak"]
 
@@ -150,7 +144,7 @@ def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -
     form = footprint(e)
     predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
     monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])
-    assert compiled(e)["peak"] > 1.3 * predicted
+    assert compile_plan(e).memory["peak"] > 1.3 * predicted
 
 
 def test_a_gpu_fetches_what_is_updated() -> None:

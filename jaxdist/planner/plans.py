@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def time(self) -> time.Time:
-        return time.predict(self.footprint, self.hardware)
+        return time.predict(self.footprint, self.traffic, self.hardware)
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,16 +103,21 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Share of the data sheet's rate at which the model's arithmetic is done, nothing of it twice."""
-        flops = rate(self.hardware, str(self.experiment.precision.compute))
+        flops = rate(self.hardware, self.experiment.precision.compute)
         return self.tokens_per_second * self.flops_per_token / self.devices / flops
 
     def changed(self, **fields: Any) -> "Plan":
         """The plan with fields by `section__field`. Raises ConfigError."""
-        values = self.experiment.model_dump(exclude_none=True)
-        for name, value in fields.items():
-            section, _, field = name.partition("__")
-            values[section] = values[section] | {field: value}
-        return replace(self, experiment=Experiment.parse(values, source="plan"))
+        return replace(self, experiment=changed(self.experiment, **fields))
+
+
+def changed(experiment: Experiment, **fields: Any) -> Experiment:
+    """The experiment with fields by `section__field`. Raises ConfigError."""
+    values = experiment.model_dump(exclude_none=True)
+    for name, value in fields.items():
+        section, _, field = name.partition("__")
+        values[section] = values[section] | {field: value}
+    return Experiment.parse(values, source="plan")
 
 
 def changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:

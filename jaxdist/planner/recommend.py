@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.progress import track
 from jaxdist.config import ConfigError, Experiment, Mixture, ResNet
 from jaxdist.config.display import console
 from jaxdist.config.hardware import Hardware
-from jaxdist.planner.plans import Plan, written
+from jaxdist.planner.plans import Plan, changed, written
 
 REMATS = ("none", "selective", "full")  # the fastest first
 LONG = 16384  # tokens: below that nobody splits sequences
@@ -55,37 +54,23 @@ def candidates(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Plan
         fields: dict[str, Any] = {"mesh": written(axes), "strategy": strategy, "sequence": axes["tensor"] > 1}
         if strategy != "fsdp":
             fields |= {"reshard_after_forward": True, "reduce": "auto"}
+        fields = {f"parallel__{name}": value for name, value in fields.items()} | {"memory__remat_every": 1}
         best: Plan | None = None
         for remat in REMATS if e.model.takes == "tokens" else ("none",):
             for accumulation in divisors(rows):
                 if axes["pipeline"] > 1 and accumulation < axes["pipeline"]:
                     continue
-                plan = changed(e, hardware, fields, remat, accumulation)
-                if plan and plan.fits:
+                try:
+                    plan = Plan(changed(e, **fields, memory__remat=remat, train__accumulation=accumulation), hardware)
+                except ConfigError:  # something does not divide, or go together
+                    continue
+                if plan.fits:
                     if best is None or plan.time.step < best.time.step:
                         best = plan
                     if axes["pipeline"] == 1:
                         break  # more microbatches are slower
         if best:
             yield best
-
-
-def changed(e: Experiment, hardware: Hardware, fields: dict[str, Any], remat: str, accumulation: int) -> Plan | None:
-    """The plan; None where something does not divide or go together."""
-    memory = e.memory.model_copy(update={"remat": remat, "remat_every": 1})
-    if "activations" in e.memory.offload and remat == "none":
-        return None
-    other = e.model_copy(
-        update={
-            "parallel": e.parallel.model_copy(update=fields),
-            "train": e.train.model_copy(update={"accumulation": accumulation}),
-            "memory": memory,
-        }
-    )
-    try:
-        return Plan(other, hardware)
-    except ConfigError:
-        return None
 
 
 def recommend(e: Experiment, devices: int, hardware: Hardware) -> list[Plan]:
@@ -119,8 +104,7 @@ def reasons(plan: Plan) -> list[str]:
             f"other, {plan.traffic.get('tensor', 0) / 1e9:.1f} GB a step"
         )
     sharded = mesh["fsdp"] * mesh["expert"] * mesh["context"]
-    whole = replace(plan.footprint, mesh=plan.mesh | {"fsdp": 1, "expert": mesh["expert"], "context": 1})
-    state = whole.held(False) * whole.at_rest * (2 + len(e.optimizer.states))
+    state = plan.footprint.held(False) * plan.footprint.at_rest * (2 + len(e.optimizer.states))
     if e.parallel.strategy == "fsdp" and sharded > 1:
         share = (time.parameters - time.hidden) / time.step
         fits = "would not fit" if state > plan.room else "would fit"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxdist import traffic
-from jaxdist.config import AXES, ResNet
+from jaxdist.config import AXES
 from jaxdist.config.hardware import Hardware, rate
 from jaxdist.planner.memory import Footprint
 from jaxdist.sharding import strategy
@@ -35,9 +35,7 @@ class Work:
 def work(f: Footprint) -> Work:
     """The closed form of it, what is computed again and the idle ticks of a pipeline included."""
     e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
-    if isinstance(e.model, ResNet):
-        raise ValueError("no closed form knows the arithmetic of a ResNet by device")
-    tokens, recomputed = traffic.tokens_of(e, f.mesh), traffic.recomputed(e)
+    recomputed = traffic.recomputed(e)
     full = recomputed * (e.memory.remat == "full")
     blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
     heads = 3 * p.both + p.forward * p.told
@@ -47,10 +45,10 @@ def work(f: Footprint) -> Work:
     moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
     moved += (p.both + p.forward * p.told) * LOGITS * f.arrays({"V": (0, 1)})
     # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
-    weights = p.layers / e.model.layers * f.weights(True) + f.weights(False)
+    weights = p.layers / f.decoder.layers * f.weights(True) + f.weights(False)
     moved += p.both * weights * (2 * f.compute + 3 * f.at_rest) + p.forward * weights * f.compute
     moved += f.update
-    return Work(2 * tokens * (blocks * block + heads * head), tokens * attended * f.attention_flops, moved)
+    return Work(2 * f.tokens * (blocks * block + heads * head), f.tokens * attended * f.attention_flops, moved)
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,9 @@ def reach(mesh: Mapping[str, int], axis: str, hardware: Hardware) -> tuple[float
     return min(hardware.inside, near * hardware.between), hardware.latency[1]
 
 
-def links(f: Footprint, hardware: Hardware) -> list[Link]:
-    """Each axis of several devices."""
-    e, mesh = f.experiment, f.mesh
-    total = traffic.least(e, f.layouts, mesh)
-    own = traffic.least_of_parameters(e, f.layouts, mesh)
+def links(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> list[Link]:
+    """Each axis of several devices, which send `total` bytes in all."""
+    mesh, own = f.mesh, traffic.least_of_parameters(f.experiment, f.layouts, f.mesh)
     return [
         Link(axis, own.get(axis, 0.0), total.get(axis, 0.0) - own.get(axis, 0.0), *reach(mesh, axis, hardware))
         for axis in AXES if mesh[axis] > 1
@@ -110,9 +106,9 @@ class Time:
         return self.computing + self.parameters + self.activations + self.latency + self.host - self.hidden
 
 
-def predict(f: Footprint, hardware: Hardware) -> Time:
-    """Raises ConfigError where the hardware has no rate for the dtype."""
-    done, flops, sent = work(f), rate(hardware, str(f.experiment.precision.compute)), links(f, hardware)
+def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Time:
+    """Of a device that sends `total` bytes, by mesh axis. Raises ConfigError where it has no rate for the dtype."""
+    done, flops, sent = work(f), rate(hardware, f.experiment.precision.compute), links(f, total, hardware)
     products, attention = done.products / flops / PRODUCTS, done.attention / flops / ATTENTION
     moved = done.moved / hardware.bandwidth / MOVED
     parameters = sum(link.parameters / link.bandwidth for link in sent)
