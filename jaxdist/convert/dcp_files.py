@@ -5,7 +5,6 @@
 """
 
 import math
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +33,7 @@ from jaxdist.config.dcp import EXPERIMENT, nesting, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, optimizers, torch_files, torch_leaves
-from jaxdist.convert.atoms import Shape
+from jaxdist.convert.boxes import blocks, tiled
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.runs import begin, metrics_of, origin_of
@@ -47,7 +46,6 @@ from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.loss_scale import LossScale, state_of
 
 APP, STATE, SCALING = "app.", "state.", "scaling."
-PRIME = 2**61 - 1
 # What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
 PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
 
@@ -83,7 +81,7 @@ class Tensors:
 
     def _leaf(self, name: str, entry: TensorStorageMetadata) -> Leaf:
         dtype = torch_leaves.dtype_of(entry.properties.dtype)
-        besides = PIECE if len(entry.chunks) > 1 else 0
+        besides = min(PIECE, math.prod(entry.size) * dtype.itemsize)  # a turned part, or one of several
         return Leaf(tuple(entry.size), dtype, partial(self.read, name, entry), besides=besides)
 
     def read(self, name: str, entry: TensorStorageMetadata) -> np.ndarray:
@@ -175,39 +173,6 @@ class Tensors:
             say(f"{self.folder}: {len(names)} entries stay behind, {names[0]} first: they cannot be read safely")
 
 
-def blocks(shape: Shape, size: int) -> Iterator[tuple[slice, ...]]:
-    """Where the blocks of an array of `size` bytes lie, each of at most about PIECE."""
-    if size <= PIECE or not shape:
-        yield ()
-    elif rows := PIECE * shape[0] // size:
-        yield from ((slice(start, start + rows),) for start in range(0, shape[0], rows))
-    else:
-        for i in range(shape[0]):
-            yield from ((slice(i, i + 1), *rest) for rest in blocks(shape[1:], size // shape[0]))
-
-
-def tiled(shape: Shape, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether each number of a tensor is in one of the chunks, and in one alone.
-
-    Each place (i, j, ...) stands for the monomial x^i y^j ... The sum of those of a box is a product of geometric sums,
-    so at a random point, modulo a prime, chunks that tile the shape add up to its own sum; others do so with a chance
-    of the largest i + j + ... to the prime.
-    """
-    point = [2 + secrets.randbelow(PRIME - 2) for _ in shape]
-
-    def total(starts: Sequence[int], sizes: Sequence[int]) -> int:
-        sums = (_geometric(x, start, n) for x, start, n in zip(point, starts, sizes, strict=True))
-        return math.prod(sums) % PRIME
-
-    within = all(start + n <= size for c in chunks for start, n, size in zip(c.offsets, c.sizes, shape, strict=True))
-    return within and sum(total(c.offsets, c.sizes) for c in chunks) % PRIME == total([0] * len(shape), shape)
-
-
-def _geometric(x: int, start: int, n: int) -> int:
-    """x^start + ... + x^(start + n - 1) modulo PRIME."""
-    return (pow(x, start + n, PRIME) - pow(x, start, PRIME)) * pow(x - 1, -1, PRIME) % PRIME
-
-
 def extended(found: Any) -> bool:
     """Whether a part is more than what `torch.save` wrote: compressed, say."""
     return bool(getattr(found, "transform_descriptors", None))
@@ -288,7 +253,10 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             kind: {full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
             for kind in kept
         }
-        called = {(full_name(name), kind): name for name, kind in states}
+        called: dict[tuple[str, str], str] = {}
+        for name, kind in states:
+            if (twin := called.setdefault((full_name(name), kind), name)) != name:
+                raise ConfigError(f"{path}: its optimizer has {kind} of {twin} and of {name}; leave one of them out")
         carries |= {f"{n}.{kind}": there for (n, kind), there in called.items() if names.get(n, there) != there}
         counts = _counts(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
@@ -379,6 +347,15 @@ def _experiment(path: Path) -> Experiment | None:
         raise ConfigError(f"{file} is damaged: {error}; use another checkpoint, or a copy of it") from None
 
 
+def own_way(key: str) -> list[str]:
+    """The way to an entry in the tree that `torch_ref` saves."""
+    part, _, rest = key.partition(".")
+    if rest.startswith(STATE):
+        name, _, kind = rest.removeprefix(STATE).rpartition(".")
+        return [part, STATE[:-1], name, kind]
+    return [part, rest]
+
+
 class Layout(dcp.FileSystemWriter):
     """Writes files with room for tensors that are to come, by their names."""
 
@@ -428,7 +405,8 @@ def write(path: Path, conversion: Conversion) -> None:
     content = conversion.content
     folder = begin(path, content)
     names = content.origin.names_in("dcp")
-    prefixes = {**PREFIXES, **(content.origin.metadata if content.origin.kind == "dcp" else {})}
+    of_dcp = content.origin.kind == "dcp"
+    prefixes = {**PREFIXES, **(content.origin.metadata if of_dcp else {})}
     own = conversion.naming == "torch_ref" and prefixes["model"] == PREFIXES["model"]
     if not own:
         say("its tensors are called as in the program that they came from, which torch_ref does not read")
@@ -453,9 +431,7 @@ def write(path: Path, conversion: Conversion) -> None:
         state |= {key: torch_leaves.empty(leaf) for key, leaf in buffers_there.items()}
     step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
     counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
-    if content.updates is not None and (
-        content.origin.kind != "dcp" or optimizers.BY_NAME[content.experiment.optimizer.name].counts
-    ):
+    if content.updates is not None and (not of_dcp or optimizers.BY_NAME[content.experiment.optimizer.name].counts):
         done = float(content.updates)
         counts |= {
             key: torch.tensor(done)
@@ -470,7 +446,7 @@ def write(path: Path, conversion: Conversion) -> None:
     counts |= {key: extras[key] if same else like(extras[key], int(counts[key])) for key in counts.keys() & extras}
     beside = unfinished(folder.checkpoints, content.step)
     beside.mkdir(parents=True)
-    layout = Layout(beside, content.origin.index if content.origin.kind == "dcp" else {})
+    layout = Layout(beside, content.origin.index if of_dcp else {key: own_way(key) for key in state | counts})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
         try:

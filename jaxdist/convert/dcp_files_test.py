@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Llama, checkpoint_in
+from jaxdist.config import ConfigError, Experiment, Llama, checkpoint_in
 from jaxdist.config.dcp import INDEX, nesting, read_index
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
@@ -20,33 +20,11 @@ from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.scripts_test import EXPERIMENT, MODEL, saved_dcp, script
 from jaxdist.convert.stream import Conversion
+from jaxdist.loss_scale import state_of
 
 torch = pytest.importorskip("torch")
+boxes = importlib.import_module("jaxdist.convert.boxes")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
-
-
-def test_parts_are_a_tensor_where_each_number_is_in_one_of_them() -> None:
-    """Two halves of a tensor, one of them left out, or given another place or size: told apart as by counting."""
-    random, found = np.random.default_rng(0), []
-    for _ in range(500):
-        shape = random.integers(1, 4, random.integers(1, 4))
-        cut = random.integers(0, shape[0] + 1)
-        starts = np.zeros((2, len(shape)), int)
-        sizes = np.array([shape, shape])
-        starts[1, 0], sizes[0, 0], sizes[1, 0] = cut, cut, shape[0] - cut
-        kept = random.permutation(2)[: random.integers(1, 3)]
-        changed = random.choice([starts, sizes])
-        changed += (random.random(changed.shape) < 0.1) * random.integers(0, 2, changed.shape)
-        count = np.zeros([8] * len(shape), int)
-        for part in kept:
-            count[tuple(map(slice, starts[part], starts[part] + sizes[part]))] += 1
-        inside = (starts[kept] + sizes[kept] <= shape).all()
-        found.append(bool(inside and (count[tuple(map(slice, shape))] == 1).all()))
-        chunks = [
-            dcp_files.ChunkStorageMetadata(*(torch.Size(a[part].tolist()) for a in (starts, sizes))) for part in kept
-        ]
-        assert dcp_files.tiled(tuple(shape.tolist()), chunks) == found[-1], chunks
-    assert 100 < sum(found) < 400
 
 
 def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
@@ -70,23 +48,13 @@ def test_a_part_that_no_rank_wrote_is_missed(tmp_path: Path) -> None:
         tensors.read(name, replace(entry, chunks=[half, rest]))
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (7, 6), (3, 2, 9), (2, 1, 3, 5)])
-@pytest.mark.parametrize("size", [1, 4, 30, 1000])
-def test_blocks_are_all_of_an_array(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], size: int) -> None:
-    monkeypatch.setattr(dcp_files, "PIECE", size)
-    seen = np.zeros(shape, np.uint8)
-    for block in dcp_files.blocks(shape, seen.nbytes):
-        assert seen[block].nbytes <= size
-        seen[block] += 1
-    assert (seen == 1).all()
-
-
 @pytest.mark.parametrize("cut", [0, 1])
 def test_parts_of_ranks_take_no_room_beside_the_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """A tensor of two ranks, of rows or of columns: all its numbers, a few rows of a part at a time."""
-    monkeypatch.setattr(dcp_files, "PIECE", 2**16)
+    for module in (dcp_files, boxes):
+        monkeypatch.setattr(module, "PIECE", 2**16)
     numbers = torch.arange(2**20, dtype=torch.float32).reshape(4, 2**8, 2**10)
     halves = [half.contiguous() for half in numbers.chunk(2, cut)]
     tree = {"first": halves[0], "second": halves[1]}
@@ -352,3 +320,38 @@ def test_verify_looks_at_the_checksums_of_parts(
     with pytest.raises(ConfigError, match=r"\.distcp, from byte \d+: its record \S+data/0 has changed since"):
         main(line)
     assert not (tmp_path / "run").exists()
+
+
+def test_our_own_lie_within_others_as_in_torch_ref(tmp_path: Path) -> None:
+    """A run's, and one that came from elsewhere: model, optimizer and loss scale are dicts of the tree."""
+    drawn = content_of(Llama(**SMALL))
+    values = drawn.experiment.model_dump(exclude_none=True) | {"precision": {"policy": "fp16"}}
+    content = replace(drawn, experiment=Experiment.parse(values, source="test"), scaling=state_of(4096.0, 3))
+    for there in ("dcp", "orbax", "torch"):
+        first = written(tmp_path / there, there, content)
+        if there != "dcp":
+            main([str(first), str(tmp_path / f"{there}-dcp"), "--to", "dcp"])
+            first = tmp_path / f"{there}-dcp"
+        ways = read_index(checkpoint_in(first)).planner_data
+        assert ways["model.embed.weight"] == ("model", "embed.weight")
+        assert ways["optimizer.state.embed.weight.exp_avg"] == ("optimizer", "state", "embed.weight", "exp_avg")
+        assert ways["optimizer.state.embed.weight.step"] == ("optimizer", "state", "embed.weight", "step")
+        assert ways["scaling.scale"] == ("scaling", "scale")
+        assert {len(way) for name, way in ways.items() if "." in name} == {2, 4}
+
+
+def test_moments_of_two_names_of_one_parameter_are_refused(tmp_path: Path) -> None:
+    """One set of them would be lost."""
+    weights, kept = trained(tmp_path)
+    twice = {"state": kept["state"] | wrapped(kept["state"])}
+    source = saved_dcp(tmp_path / "dcp", {"model": weights, "optimizer": twice})
+    with pytest.raises(ConfigError, match=r"its optimizer has \w+ of (\S+) and of module\.\1; leave one of them out"):
+        dcp_files.opened(source, EXPERIMENT)
+
+
+def test_a_step_beside_weights_alone_comes_back_by_way_of_a_torch_file(tmp_path: Path) -> None:
+    weights, _ = trained(tmp_path)
+    source = saved_dcp(tmp_path / "dcp", {"model": weights, "step": 7})
+    main([str(source), str(tmp_path / "there.pt"), *config(tmp_path, MODEL)])
+    main([str(tmp_path / "there.pt"), str(tmp_path / "back"), "--to", "dcp"])
+    assert dcp_files.opened(tmp_path / "back").step == 7

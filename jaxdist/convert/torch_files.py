@@ -323,7 +323,7 @@ def check(conversion: Conversion) -> None:
 
 def write(path: Path, conversion: Conversion) -> None:
     """Write {model, optimizer, scheduler, scaler, step, experiment} and what a torch file had besides, as it had it;
-    weights alone where there is no optimizer."""
+    no optimizer where the source has none."""
     content = conversion.content
     origin = content.origin
     names = origin.names_in("torch")
@@ -358,6 +358,8 @@ def write(path: Path, conversion: Conversion) -> None:
         tree |= put(tree, MODEL, filled(part(tree, MODEL), model))
     if content.updates is not None:
         tree |= _training(content, conversion.naming, content.updates, tree, fakes)
+    elif content.step and not origin.of_a_script:
+        tree[STEP[0]] = content.step
     if EMA in fakes:
         average = {f"{INNER}{name}": fake for name, fake in listed(EMA).items()}
         tree[EMA] = {AVERAGED: torch.tensor(content.updates)} | average
