@@ -41,8 +41,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
             )
         return axes
 
-    jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
-    jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32: GPUs would take TF32, TPUs bf16
+    settle(experiment)
     fixed = None if "-1" in parallel.mesh else fitting()  # before any device is made
     share = math.prod(fixed.values()) // processes if fixed else 0
     preset = whole_number("JAX_NUM_CPU_DEVICES")
@@ -80,6 +79,12 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         )
     mesh = lay_out(axes, devices)
     return mesh, describe(mesh)
+
+
+def settle(experiment: Experiment) -> None:
+    """Have float64 where parameters are, and float32 as such: in products GPUs would take TF32, TPUs bfloat16."""
+    jax.config.update("jax_enable_x64", experiment.precision.parameters == "float64")
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def shares(devices: Sequence[jax.Device], size: int) -> list[jax.Device]:

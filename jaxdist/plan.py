@@ -4,7 +4,9 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from jaxdist.config.display import aside, console, megabytes, say
 from jaxdist.config.errors import writes_to
 from jaxdist.config.hardware import hardware, shipped
 from jaxdist.planner.compiled import Compiled, compile_plan
+from jaxdist.planner.overlap import Overlap
 from jaxdist.planner.plans import USABLE, Plan, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
 
@@ -50,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 show_ranking(plans[: a.top], len(plans))
         else:
             plan = Plan(experiment, device)
-            compiled = compile_plan(experiment) if a.compiled else None
-            found = told(plan) | ({"compiled": vars(compiled)} if compiled else {})
+            compiled = compile_plan(experiment, device) if a.compiled else None
+            found = told(plan) | ({"compiled": asdict(compiled)} if compiled else {})
             found["smallest_change"] = "" if plan.fits else smallest_change(plan)
             plans, notes = neighbours(plan), [verdict(plan, found["smallest_change"])]
             if not a.json:
@@ -115,7 +118,8 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
         f"{e.parallel.strategy}, {e.precision.policy}, remat {e.memory.remat}, {e.train.batch} rows of the batch in "
         f"{e.train.accumulation} microbatch(es), on {plan.devices:,} × {plan.hardware.name}"
     )
-    held = Table("memory of a device", "closed form", *["compiled for CPUs"] * bool(compiled))
+    target = plan.hardware.known_as if compiled and compiled.platform == "gpu" else "CPUs"
+    held = Table("memory of a device", "closed form", *[f"compiled for {target}"] * bool(compiled))
     for name, size in plan.memory.items():
         if size or name == "peak":
             held.add_row(name.replace("_", " "), megabytes(size), *beside(compiled.memory if compiled else None, name))
@@ -125,6 +129,8 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
         sent.add_row(axis, str(plan.mesh[axis]), megabytes(size), *beside(compiled.traffic if compiled else None, axis))
     if plan.traffic:
         console.print(sent)
+    if compiled and compiled.overlaps:
+        show_overlaps(compiled.overlaps)
     taken = Table("time of a step", "seconds")
     for name, title in TIMES.items():
         if seconds := getattr(plan.time, name):
@@ -136,6 +142,18 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
         f"{plan.mfu:.1%} of the data sheet's rate (MFU)"
     )
     say(said)
+
+
+def show_overlaps(overlaps: Sequence[Overlap]) -> None:
+    """The collectives of a GPU's program by what runs while they are under way."""
+    table = Table("collective", "dtype", "in a loop", "how many", "beside products", "beside other kernels", "alone")
+    alike = Counter((o.op, o.dtype, o.looped) for o in overlaps)
+    hidden = Counter((o.op, o.dtype, o.looped) for o in overlaps if o.products)
+    alone = Counter((o.op, o.dtype, o.looped) for o in overlaps if not o.beside)
+    for kind, total in alike.items():
+        counts = total, hidden[kind], total - hidden[kind] - alone[kind], alone[kind]
+        table.add_row(kind[0], kind[1], "yes" if kind[2] else "", *map(str, counts))
+    console.print(table)
 
 
 def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
@@ -198,7 +216,9 @@ def arguments(argv: Sequence[str]) -> Any:
         help=f"{', '.join(shipped())}, or a TOML file with one device of your own (default h100)",
     )
     parser.add_argument("--memory", type=size_of, metavar="80GB", help="of a device, in place of the hardware's own")
-    parser.add_argument("--compiled", action="store_true", help="also compile the step, on as many virtual CPU devices")
+    parser.add_argument(
+        "--compiled", action="store_true", help="also compile the step, for such GPUs with jaxdist[cuda12], or CPUs"
+    )
     parser.add_argument("--recommend", action="store_true", help="rank meshes and strategies of --devices N")
     parser.add_argument("--devices", type=many, metavar="N", help="with --recommend: how many there are")
     parser.add_argument("--top", type=many, default=10, metavar="N", help="with --recommend: how many are shown (10)")

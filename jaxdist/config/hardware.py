@@ -17,6 +17,23 @@ from jaxdist.config.precision import Dtype
 FILE = Path(__file__).with_suffix(".toml")
 
 
+class Chip(Section):
+    """A GPU as a compiler sees it."""
+
+    capability: Annotated[str, Field(pattern=r"^\d+\.\d$")]
+    """NVIDIA's compute capability."""
+    cores: Count
+    """Streaming multiprocessors."""
+    lanes: Count
+    """float32 operations of a core at once."""
+    shared: Count
+    """Bytes of a core's shared memory."""
+    l2: Count
+    """Bytes of the cache that all cores share."""
+    clock: Positive
+    """Of a core, Hz."""
+
+
 class Hardware(Section):
     """One kind of device; all per device, in bytes, seconds and FLOP/s."""
 
@@ -41,6 +58,8 @@ class Hardware(Section):
     """Bytes a second between it and its host's memory, each way."""
     latency: tuple[NotNegative, NotNegative] = (10e-6, 30e-6)
     """Seconds that a collective takes whatever it sends, within a group and between groups."""
+    chip: Chip | None = None
+    """Of a GPU that steps can be compiled for."""
 
 
 @cache

@@ -1,0 +1,65 @@
+"""NVIDIA GPUs that are not at hand: JAX's CUDA plugin compiles for a chip that is described to it, and needs none.
+
+What it compiles is the program that would run there (https://docs.jax.dev/en/latest/aot.html), but that nothing can be
+timed: of a product's kernels XLA takes the one that it would try first.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxdist.config import ConfigError
+from jaxdist.config.hardware import Hardware
+
+PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+OPTIONS = {"xla_gpu_autotune_level": 0}
+# The numbers of XLA's GpuTargetConfigProto that all of NVIDIA's chips since 2020 share.
+TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_core: {shared}  shared_memory_per_block_optin: {optin}
+  core_count: {cores}  fpus_per_core: {lanes}  clock_rate_ghz: {clock}  l2_cache_size: {l2}
+  memory_bandwidth: {bandwidth}  device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "{name}"
+"""
+
+
+def installed() -> bool:
+    """Whether there is a plugin that compiles for them."""
+    return bool(find_spec("jax_plugins")) and any(map(find_spec, PLUGINS))
+
+
+def target(device: Hardware) -> str:
+    """A chip as the plugin is told of it, in protobuf's text format."""
+    chip = device.chip
+    if chip is None:
+        raise ConfigError(f"--hardware {device.name}: has no table `chip`, which tells XLA what to compile for; add it")
+    major, minor = chip.capability.split(".")
+    return TARGET.format(
+        shared=chip.shared, optin=chip.shared - 1024, cores=chip.cores, lanes=chip.lanes, clock=chip.clock / 1e9,
+        l2=chip.l2, bandwidth=int(device.bandwidth), memory=int(device.memory), major=major, minor=minor,
+        name=f"NVIDIA {device.known_as}",
+    )  # fmt: skip
+
+
+def devices(device: Hardware, count: int) -> list[Any]:
+    """So many of them, in machines of `device.group`. Call it before anything else touches JAX's devices. Raises
+    ConfigError."""
+    jax.config.update("jax_platforms", "cpu")  # the plugin looks for a GPU else
+    machines, left = divmod(count, device.group)
+    shape = f"1x{machines}x{device.group}" if machines and not left else f"1x1x{count}"
+    found: Any = topologies.get_topology_desc(
+        platform="cuda", topology_name=device.name, target_config=target(device), topology=shape
+    )
+    return list(found.devices)
