@@ -8,6 +8,7 @@ from jax import lax
 from jaxdist.collectives import Parallel, wide
 from jaxdist.config import Mixture as Config
 from jaxdist.memory import Rematerialize
+from jaxdist.models.grouped import grouped
 from jaxdist.models.layers import (
     ColumnLinear,
     Embedding,
@@ -55,7 +56,7 @@ class GroupedLinear(nnx.Module):
 
     def rows(self, x_NI: jax.Array, counts_E: jax.Array) -> jax.Array:
         """Of rows sorted by expert, `counts_E` for each of this device's."""
-        return lax.ragged_dot(x_NI, self.kernel[...], counts_E)
+        return grouped(x_NI, self.kernel[...], counts_E)
 
 
 class Experts(nnx.Module):

@@ -43,7 +43,8 @@ AGAIN: Mapping[tuple[str, str], Arrays] = {
 }
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (4, 0), "D": (2, 0), "S": (0, 1.25), "F": (4, 0)}
-DENSE = 3  # products of all rows with each expert that XLA has at once on CPUs, where grouped products are dense
+# What products by blocks of rows have beside these: rows and results with room for one block more.
+PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
 COUNT = 4  # bytes of a count: of updates, of steps, of an average's updates
 XLA_WORKSPACE = 2**25  # bytes that XLA lets cuBLAS have on Hopper; 2**22 on GPUs before it
@@ -60,7 +61,7 @@ NAMES = (
     AGAIN_ONE := "activations of the block computed again",
     TAKEN_ONE := "activations of one block, taken out of the stack of all",
     INSIDE := "gradients within one block",
-    GROUPED := "grouped products, which are dense on CPUs",
+    GROUPED := "grouped products, by blocks of rows",
     LAST := "activations of the last norm",
     LOGITS := "logits, their softmax and gradient",
     WORKSPACE := "workspaces of cuBLAS",
@@ -351,11 +352,13 @@ class Footprint:
 
     @property
     def grouped(self) -> float:
-        """Bytes of a mixture's rows, once for each of a device's experts."""
-        m = self.experiment.model
-        if not isinstance(m, Mixture) or self.platform != "cpu":
+        """Bytes at work in products by blocks of rows: PADDED, and gradients of two kernels of all of a device's
+        experts."""
+        m, mesh = self.experiment.model, self.mesh
+        if not isinstance(m, Mixture) or self.platform == "tpu":
             return 0.0
-        return DENSE * m.experts / self.mesh["expert"] * self.arrays({"d": (1, 0), "F": (1, 0)})
+        kernel = m.dim * m.hidden * m.experts / mesh["expert"] / mesh["tensor"]
+        return self.arrays(PADDED) + 2 * kernel * max(self.compute, 4)
 
     @property
     def fetched(self) -> float:

@@ -22,6 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # also where another file has impor
 DEFAULT = read_toml(Path(__file__).resolve().parents[2] / "configs/default.toml")
 GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
 MIXTRAL = {"family": "mixtral", "layers": 2, "dim": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 128}
+WIDER = MIXTRAL | {"dim": 128, "head_dim": 16, "hidden": 256}
 RESNET = {"family": "resnet", "depths": [1, 1], "widths": [64, 128], "stem": 16, "image": 32, "classes": 8}
 # Whose weights dwarf the activations of so few tokens, whose scores dwarf all else, and whose vocabulary does.
 WEIGHTS = {"model.layers": 16, "model.dim": 256, "model.head_dim": 32, "model.hidden": 1024, "data.sequence": 8}
@@ -108,6 +109,9 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "pipeline=2,fsdp=2"} | DEEP,
     {"parallel.mesh": "pipeline=2,fsdp=2", "memory.remat": "selective"} | DEEP,
     {"parallel.mesh": "expert=2,fsdp=2", "model": MIXTRAL},
+    {"parallel.mesh": "1x1", "model": WIDER},
+    {"parallel.mesh": "8x1", "model": WIDER, "memory.remat": "full"},
+    {"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "memory.remat": "selective"},
 ]
 
 
@@ -156,12 +160,12 @@ def test_a_gpu_fetches_what_is_updated() -> None:
 
 
 def test_what_platforms_differ_in() -> None:
-    """16 bits are 32 on CPUs, where experts are dense; fused attention and its workspaces are a GPU's."""
+    """16 bits are 32 on CPUs; fused attention and its workspaces are a GPU's; TPUs have grouped products."""
     e = experiment(model=MIXTRAL, **{"parallel.mesh": "expert=2", "precision.policy": "bf16"})
     cpu, gpu, tpu = (replace(footprint(e), platform=platform) for platform in ("cpu", "gpu", "tpu"))
     assert (cpu.compute, gpu.compute, tpu.compute) == (4, 2, 2)
     assert (cpu.scores, gpu.scores, tpu.scores) == (True, False, True)
-    assert cpu.grouped > 0 and gpu.grouped == tpu.grouped == 0
+    assert cpu.grouped > gpu.grouped > 0 == tpu.grouped
     assert gpu.peak[WORKSPACE] > 0 == tpu.peak[WORKSPACE]
 
 
