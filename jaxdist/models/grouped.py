@@ -2,7 +2,7 @@
 
 `lax.ragged_dot` says so in one word, and on TPUs is a kernel of its own. On CPUs and GPUs XLA makes it products of all
 rows with the kernel of every group, E times the arithmetic and the memory. There a block of rows is multiplied at a
-time, all of one group; a row in three is for nothing at most.
+time, all of one group.
 
 Shape letters: N rows, E groups, I inputs, O outputs, M rows of a block.
 """
@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import vary, wide
 
+WORTH = 512  # rows: products of fewer take a GPU less time than their start
 Kernel = Callable[[jax.Array, jax.Array], jax.Array]  # a block's rows and its group's kernel -> its results
 
 
@@ -51,7 +52,7 @@ def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: i
 
     What a block makes of rows that are not its own lies where the next one writes, or behind all groups.
     """
-    M, most = shape_of(x_NI, counts_E)
+    M, most = shape_of(len(x_NI), len(counts_E))
     padded = jnp.pad(x_NI, ((0, M), (0, 0)))
 
     def one(y: jax.Array, block: Block) -> tuple[jax.Array, None]:
@@ -62,10 +63,11 @@ def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: i
     return lax.scan(one, like(zeros, x_NI, kernel_EIO), blocks(counts_E, M, most))[0][: len(x_NI)]
 
 
-def shape_of(x_NI: jax.Array, counts_E: jax.Array) -> tuple[int, int]:
-    """Rows of a block, half of a group's if all are alike; and how many blocks there are at most."""
-    M = max(1, len(x_NI) // (2 * len(counts_E)))
-    return M, len(x_NI) // M + len(counts_E)
+def shape_of(rows: float, groups: int) -> tuple[int, int]:
+    """Rows of a block, and how many blocks there are at most: so few that each is worth its start, and so many that
+    their last ones, which are not full, are an eighth more work; at worst, where groups are small, a half."""
+    M = max(1, int(rows / (8 * groups)), int(min(WORTH, rows / (2 * groups))))
+    return M, int(rows) // M + groups
 
 
 def like(array: jax.Array, *others: jax.Array) -> jax.Array:
@@ -85,7 +87,7 @@ def _forward(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array) -> Any
 
 def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_NI, kernel_EIO, counts_E = kept
-    M, most = shape_of(x_NI, counts_E)
+    M, most = shape_of(len(x_NI), len(counts_E))
     x_bar = each(outer_NO, kernel_EIO, counts_E, kernel_EIO.shape[1], partial(jnp.einsum, "MO,IO->MI"))
     rows = [jnp.pad(a, ((0, M), (0, 0))) for a in (x_NI, outer_NO)]
 

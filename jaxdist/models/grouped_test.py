@@ -73,8 +73,8 @@ def test_blocks_hold_each_row_once() -> None:
         assert [group for group, _ in rows_of] == [group for group, count in enumerate(counts) for _ in range(count)]
 
 
-def test_a_row_in_three_is_for_nothing_at_most() -> None:
-    """Of rows that are many more than groups: all blocks together are half as many again."""
-    x, counts = jnp.zeros((4096, 2)), jnp.zeros(8, jnp.int32)
-    rows, most = grouped.shape_of(x, counts)
-    assert rows * most == 1.5 * len(x)
+def test_how_much_is_for_nothing() -> None:
+    """A half where groups have few rows, an eighth where they have many."""
+    for rows, more in ((2048, 0.5), (8 * 4096, 0.125)):
+        block, most = grouped.shape_of(rows, 8)
+        assert block * most == (1 + more) * rows

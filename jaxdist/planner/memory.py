@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxdist.config import Experiment, Mixture, ResNet
+from jaxdist.models.grouped import shape_of
 from jaxdist.models.layers import has_kernel
 from jaxdist.sharding import SHARDS, Layout, strategy
 from jaxdist.traffic import ITEMSIZE, Attends, passes, tokens_of
@@ -178,11 +179,17 @@ class Footprint:
 
     @cached_property
     def multiplying(self) -> tuple[float, float]:
-        """Numbers of a block, and of the head, that each token is multiplied by on a device."""
+        """Numbers of a block, and of the head, that each token is multiplied by on a device; where experts go by blocks
+        of rows, with those that are no token's."""
         m, t = self.experiment.model, self.mesh["tensor"]
         block = head = 0.0
+        spare = 1.0
+        if isinstance(m, Mixture) and self.platform != "tpu":
+            rows = self.tokens * self.rows
+            size, most = shape_of(rows, m.experts // self.mesh["expert"])
+            spare = size * most / rows
         for name, layout in self.layouts.items():
-            chosen = m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
+            chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
             share = chosen / (t if "tensor" in layout.given else 1)
             if "layers" in layout.axes:
                 block += math.prod(layout.shape) * share / m.layers
