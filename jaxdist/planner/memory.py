@@ -210,7 +210,7 @@ class Footprint:
     def update(self) -> float:
         """Bytes that the update moves: gradients read, weights and what the optimizer keeps read and written."""
         local = self.held(strategy(self.experiment.parallel).optimizer) * self.at_rest
-        return local * (3 + 2 * len(self.experiment.optimizer.states))
+        return 3 * local + 2 * self.optimizer_state
 
     @property
     def parameters(self) -> int:
@@ -220,11 +220,14 @@ class Footprint:
     @cached_property
     def optimizer_state(self) -> int:
         """Bytes of what the optimizer keeps, its counts of updates and of steps included."""
-        sharded, states = strategy(self.experiment.parallel).optimizer, self.experiment.optimizer.states
+        return self.optimizer_states(strategy(self.experiment.parallel).optimizer)
+
+    def optimizer_states(self, sharded: bool) -> int:
+        """The same, sharded or whole."""
         trained = [layout for layout in self.layouts.values() if not layout.statistic]
         kept = (
             math.prod(layout.local_shape(self.mesh, sharded, layout.kept(kind)))
-            for kind, of in states.items() for layout in trained if of(layout.stands)
+            for kind, of in self.experiment.optimizer.states.items() for layout in trained if of(layout.stands)
         )  # fmt: skip
         return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
 

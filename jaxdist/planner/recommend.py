@@ -104,7 +104,8 @@ def reasons(plan: Plan) -> list[str]:
             f"other, {plan.traffic.get('tensor', 0) / 1e9:.1f} GB a step"
         )
     sharded = mesh["fsdp"] * mesh["expert"] * mesh["context"]
-    state = plan.footprint.held(False) * plan.footprint.at_rest * (2 + len(e.optimizer.states))
+    f = plan.footprint
+    state = 2 * f.held(False) * f.at_rest + f.optimizer_states(False)
     if e.parallel.strategy == "fsdp" and sharded > 1:
         share = (time.parameters - time.hidden) / time.step
         fits = "would not fit" if state > plan.room else "would fit"

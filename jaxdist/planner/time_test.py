@@ -93,3 +93,12 @@ def test_the_host_is_paid_for() -> None:
 def test_a_dtype_that_a_device_has_not() -> None:
     with pytest.raises(ConfigError, match=r"precision.compute = float64: tpu-v5p has no rate for it; use bfloat16 or"):
         assert plan("llama-1b", "tpu-v5p", precision__policy="fp64").time
+
+
+def test_factored_moments_are_read_and_written_as_they_are() -> None:
+    """Adafactor's are rows and columns: an update moves little more than gradients and weights."""
+    adam, factored = (
+        plan("llama-1b", optimizer__name=name, parallel__mesh="1x1").footprint for name in ("adamw", "adafactor")
+    )
+    weights = factored.held(True) * factored.at_rest
+    assert 3 * weights < factored.update < 3.01 * weights and adam.update > 6.99 * weights
