@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
+from jaxdist.cache import keep_compiled
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
@@ -38,6 +39,7 @@ def evaluate(a: Any) -> str:
     Raises ConfigError, TrainingError."""
     a.checkpoint = from_first(partial(located, a.checkpoint))
     experiment = configure(a)
+    keep_compiled()
     mesh, where = make_mesh(experiment, a.device)
     program = Program(experiment, mesh)
     if a.tokens:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
+from jaxdist.cache import keep_compiled
 from jaxdist.config import RunFolder, check_validation, diverged, newest, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS
@@ -24,6 +25,7 @@ from jaxdist.optim import learning_rate
 from jaxdist.processes import check_same, first, from_first, greatest, run
 from jaxdist.program import Program
 from jaxdist.record import Recorder
+from jaxdist.startup import Startup
 from jaxdist.step import TrainState
 from jaxdist.weights import load_weights, located
 
@@ -31,16 +33,21 @@ from jaxdist.weights import load_weights, located
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
+    startup = Startup()
     arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
 
+    startup.ended("config")
+    keep_compiled()
     mesh, where = make_mesh(experiment, arguments.device)
+    startup.ended("devices")
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
     check_same("data.fingerprint", dataset.fingerprint)
     program = Program(experiment, mesh)
+    startup.ended("data")
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
     with folder or nullcontext(), saving as checkpoints, Saving(experiment.checkpoint, agree=greatest) as schedule:
@@ -48,16 +55,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if folder:
             from_first(partial(folder.create, experiment, from_step=start))
         say(where)
+        startup.ended("initialize")
 
         began = time.perf_counter()
         say("compiling the step ...")
         traced = program.step.trace(program.abstract, program.abstract_batch)
-        compiled = traced.lower().compile()
+        lowered = traced.lower()
+        startup.ended("trace")
+        compiled = lowered.compile()
+        startup.ended("compile")
         compile_seconds = time.perf_counter() - began
         rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule)
+        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule, startup)
         steps = experiment.train.steps
         validation = validation_loss(program, state, dataset, schedule)
         if checkpoints:
@@ -72,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
+    summary["start_seconds"] = startup.seconds
     if folder and first() and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
@@ -106,6 +118,7 @@ def loop(
     folder: RunFolder | None,
     checkpoints: checkpoint.Checkpoints | None,
     schedule: Saving,
+    startup: Startup,
 ) -> tuple[TrainState, list[dict[str, Any]]]:
     """Steps `start + 1` to `train.steps`: the state after the last, and a record per step.
 
@@ -133,6 +146,7 @@ def loop(
             batch = fetch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
             seconds = time.perf_counter() - began
+            startup.ended("first step")
             finite = math.isfinite(loss) and math.isfinite(norm)
             scale = float(values["loss_scale"]) if "loss_scale" in values else None
             if not finite and train.nonfinite == "stop" and not experiment.precision.recovers(scale):

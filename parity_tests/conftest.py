@@ -15,6 +15,7 @@ from rich.table import Table
 pytest.importorskip("torch", reason="the parity suite needs torch: pip install 'jaxdist[test]'")
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # the user's own is neither written nor read
 
 from jaxdist import models
 from jaxdist.config.checkpoints import seal

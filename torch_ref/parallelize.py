@@ -7,8 +7,10 @@ divided by the global token count.
 """
 
 import fnmatch
+import os
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -70,6 +72,9 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
     if axis_size(mesh, "context") > 1:
         context_parallel(model, context(experiment, mesh))
     rematerialize(model, experiment.memory, pinned=mesh.device_type == "cuda")
+    if experiment.train.compile:
+        for module in [model] if mesh.size() == 1 else blocks(model):  # a block at a time, FSDP2 gathers between them
+            module.compile()
     return data_parallel(model, experiment, mesh)
 
 
@@ -243,6 +248,25 @@ def check_offload(experiment: Experiment) -> None:
         raise ConfigError(
             f"{given} with memory.remat = {memory.remat}: torch's selective checkpoint keeps results where they arise; "
             "use memory.remat = full"
+        )
+
+
+def check_compile(experiment: Experiment, axes: Mapping[str, int], device: str) -> None:
+    """Raises ConfigError where torch.compile has no compiler, or is not known to keep the numbers."""
+    if not experiment.train.compile:
+        return
+    for axis in ("pipeline", "expert", "context", "tensor"):
+        if axes[axis] > 1:
+            raise ConfigError(
+                f"train.compile = true with the mesh axis {axis} = {axes[axis]}: over tensor compiled blocks had other "
+                "losses than eager ones (torch 2.13), and expert, context and pipeline were not tried; use the axes "
+                "data and fsdp, or leave it out"
+            )
+    compiler = os.environ.get("CXX", "g++")
+    if device == "cpu" and not shutil.which(compiler):
+        raise ConfigError(
+            f"train.compile = true: torch.compile needs the C++ compiler {compiler}, which is not here; install g++, "
+            "set CXX, or leave it out"
         )
 
 

@@ -25,7 +25,7 @@ from torch_ref.context import context
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
-from torch_ref.parallelize import check_offload, parallelize
+from torch_ref.parallelize import check_compile, check_offload, parallelize
 from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.step import Rows, evaluate, train_step
 from torch_ref.traffic import Traffic
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment.check_mesh(plan.axes)
     experts.check(experiment, plan.axes)
     pipeline.check(experiment, plan.axes)
+    check_compile(experiment, plan.axes, plan.device)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)

@@ -436,6 +436,37 @@ def test_a_rank_that_fails_ends_the_run_with_1() -> None:
     assert "planted" in result.stderr
 
 
+UNCOMPILED = """
+from torch import nn
+def refused(self):
+    raise SystemExit("compiles")
+nn.Module.compile = refused
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh", [ONE, *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp"))]
+)
+def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, mesh: str) -> None:
+    curves, states = distance(train(f"{mesh} --train.compile true"), train(ONE))
+    assert curves < 1e-12 and states < 1e-10
+    with pytest.raises(AssertionError, match="compiles"):  # it is asked for
+        train(f"{mesh} --train.compile true", before=UNCOMPILED)
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "says"),
+    [
+        (["--mesh", "1x2"], {}, "train.compile = true with the mesh axis tensor = 2"),
+        (["--mesh", "pipeline=2", "--train.accumulation", "2"], {}, "with the mesh axis pipeline = 2"),
+        (["--mesh", "1x1"], {"CXX": "no-such-compiler"}, "needs the C++ compiler no-such-compiler"),
+    ],
+)
+def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], says: str) -> None:
+    result = command(*line, "--train.compile", "true", "--device", "cpu", **environment)
+    assert result.returncode == 2 and result.stderr.count("error: ") == 1 and says in result.stderr
+
+
 def test_weights_without_a_loss_are_not_kept(tmp_path: Path) -> None:
     planted = "from torch_ref import train\ntrain.validation_loss = lambda *_: float('inf')"
     result = command("--mesh", "1x1", "--steps", "1", "--model.vocab", "256", "--output", str(tmp_path), before=planted)

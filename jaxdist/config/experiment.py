@@ -100,6 +100,9 @@ class Train(Section):
     skip: Steps = ()
     """Steps to pass over, as 120,121: weights and moments stay, the schedule goes on. For batches after which the loss
     jumps (arXiv:2204.02311, section 5.1)."""
+    compile: bool = False
+    """torch's model goes through torch.compile: all of it on one rank, block by block where ranks share the batch. JAX
+    compiles its whole step always, whatever this says."""
     validation_batches: CountOrZero = 8
     """Batches of the validation split evaluated after the last step; 0 for none."""
 

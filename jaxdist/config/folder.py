@@ -27,7 +27,7 @@ from jaxdist.config.record import write_record
 # Where the data lie is free as well: `data.fingerprint` knows them by names and sizes.
 FREE = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
-    "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
+    "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
 )  # fmt: skip
 
 LOCK = ".lock"  # held by the run that writes the folder

@@ -1,0 +1,190 @@
+"""Measure what this project promises of its speed, as ratios of runs made one after the other on this machine.
+
+Nothing that is measured is compared with another machine's: JAX with torch, one start with another, a program with the
+closed form of what it must send and hold. A machine that does other work meanwhile measures that work.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.status import Status
+from rich.table import Column, Table
+
+from jaxdist.bench import facts, figures, inputs, pace, readme, saving, start
+from jaxdist.bench.effort import DEFAULT, FULL, QUICK, Bench
+from jaxdist.bench.figures import Figure, Section, Sections
+from jaxdist.bench.stamp import stamp
+from jaxdist.config import ConfigError, check_writable, exit_codes
+from jaxdist.config.arguments import Parser, user_path
+from jaxdist.config.display import aside, console, say
+from jaxdist.config.errors import writes_to
+from jaxdist.config.folder import replace
+
+RESULTS, PAGE = "bench.json", "bench.html"
+# Each with its title; in the order in which they are measured and shown.
+SECTIONS: dict[str, tuple[str, Callable[[Bench], Iterator[Figure]]]] = {
+    "facts": ("Bytes sent and memory held, over their closed forms", facts.measure),
+    "pace": ("Pace of JAX over that of torch", pace.measure),
+    "compile": ("Seconds to compile, over those of a smaller program", start.compiles),
+    "start": ("From the command to the first step", start.starts),
+    "inputs": ("Batches, over the steps that consume them", inputs.measure),
+    "saving": ("Saving every 50 steps, at ten times as many parameters", saving.measure),
+}
+BUSY = 0.5  # mean number of processes at work a core, before the first of ours
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Arguments -> sections, measured or read -> tables, or with --json one object; files that were asked for."""
+    a = arguments(sys.argv[1:] if argv is None else argv)
+    kept = known(a.output) if a.output else {}
+    earlier = figures.read(a.compare, "--compare") if a.compare else {}
+    with aside(a.json):
+        found = figures.read(a.results, "--results") if a.results else measured(a, kept)
+        found = {name: found[name] for name in SECTIONS if name in found}
+        for name, section in found.items():
+            show(SECTIONS[name][0], section)
+        differences = figures.compare(earlier, found)
+        if a.compare:
+            show_differences(differences, earlier, found)
+        if a.readme:
+            with writes_to(f"--readme {a.readme}"):
+                readme.write(a.readme, found)
+            say(f"written into {a.readme}")
+        if a.output:
+            write(a.output, found, differences)
+    if a.json:
+        compared = [vars(d) | {"then": str(d.then), "now": str(d.now), "name": d.now.name, "ratio": d.ratio,
+                               "differs": d.differs} for d in differences]  # fmt: skip
+        print(json.dumps({"sections": figures.to_json(found), "compared": compared}))
+
+
+def known(folder: Path) -> Sections:
+    """What an earlier run left in `folder`. Raises ConfigError where it is no place for results."""
+    check_writable(folder, f"--output {folder}")
+    return figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
+
+
+def measured(a: Any, kept: Sections) -> Sections:
+    """The sections that were asked for, beside those that are `kept`; written one by one, for a run takes a while.
+
+    Raises ConfigError for kept ones of another machine: a page has one.
+    """
+    here = stamp(a.device)
+    for name, section in kept.items():
+        if section.stamp.get("machine") != here["machine"]:
+            raise ConfigError(
+                f"--output {a.output} has the section {name} of another machine or other versions; give another folder"
+            )
+    if here["load"] > BUSY * (here["machine"]["cores"] or 1):
+        say(f"this machine is busy, with a load of {here['load']:g}: what is timed will be the worse for it")
+    found = dict(kept)
+    effort = QUICK if a.quick else FULL if a.full else DEFAULT
+    for name in a.only or SECTIONS:
+        title, measure = SECTIONS[name]
+        with tempfile.TemporaryDirectory(prefix="jaxdist-bench-") as folder, telling(title) as tell:
+            bench = Bench(a.device, effort, Path(folder), tell)
+            taken, own = [], here | stamp(a.device)
+            for figure in measure(bench):
+                taken.append(figure)
+                say(f"  {figure.name}: {figure}")
+        if taken or bench.notes:
+            found[name] = Section(tuple(taken), own, tuple(bench.notes))
+        if a.output:
+            write(a.output, found, [])
+    return found
+
+
+class telling:
+    """Shows what is being done: a line that is written over on a terminal, else one line after the other."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.status = Status(title, console=console)
+
+    def __enter__(self) -> Callable[[str], None]:
+        say(self.title)
+        if console.is_terminal:
+            self.status.start()
+            return self.status.update
+        return lambda text: say(f"  {text} ...")
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+
+
+def show(title: str, section: Section) -> None:
+    """A section as a table."""
+    table = Table(Column("", overflow="fold"), "median (spread)", "goal", "", title=title, title_justify="left")
+    for figure in section.figures:
+        beside = ", ".join(f"{name} {figures.number(value)}" for name, value in figure.beside.items())
+        goal = "" if figure.goal is None else f"{figure.goal}{'' if figure.met else ', missed'}"
+        table.add_row(figure.name, str(figure), goal, beside)
+    console.print(table)
+    for note in section.notes:
+        say(note)
+
+
+def show_differences(differences: Sequence[figures.Difference], then: Sections, now: Sections) -> None:
+    """What became of the figures of an earlier result, and which by more than their spread."""
+    if any(not figures.same_machine(then[name], now[name]) for name in then.keys() & now.keys()):
+        say("measured on another machine or with other versions: seconds are not compared")
+    table = Table(Column("", overflow="fold"), "then", "now", "now / then", "", title="compared", title_justify="left")
+    for d in differences:
+        verdict = "differs by more than the spread" if d.differs else ""
+        table.add_row(d.now.name, str(d.then), str(d.now), figures.number(d.ratio), verdict)
+    console.print(table)
+    few = sum(d.differs for d in differences)
+    say(f"{few} of {len(differences)} figures differ by more than their spread")
+
+
+def write(folder: Path, found: Sections, differences: Sequence[figures.Difference]) -> None:
+    """bench.json, and the page where there is something to draw with."""
+    with writes_to(f"--output {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        replace(folder / RESULTS, json.dumps(figures.to_json(found), indent=2) + "\n")
+        if all(map(find_spec, ("matplotlib", "jinja2"))):
+            from jaxdist.bench import page
+
+            titles = {name: title for name, (title, _) in SECTIONS.items()}
+            replace(folder / PAGE, page.render(found, titles, differences))
+
+
+def arguments(argv: Sequence[str]) -> Any:
+    """The command line. Raises ConfigError."""
+    parser = Parser(
+        prog="python -m jaxdist.bench",
+        usage="%(prog)s [--quick|--full] [--only NAME ...] [--device auto|cpu|gpu] [--output DIR] [--compare FILE]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}; all by default"
+    )
+    much = parser.add_mutually_exclusive_group()
+    much.add_argument("--quick", action="store_true", help="few pairs, the small shape, no saving: a few minutes")
+    much.add_argument(
+        "--full", action="store_true", help="the large shape on 8 devices too, more pairs: most of an hour"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="passed on to both sides")
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", help=f"also write {RESULTS} and {PAGE}; sections there are kept"
+    )
+    parser.add_argument("--results", type=user_path, metavar="FILE", help="measure nothing, and take this bench.json")
+    parser.add_argument("--compare", type=user_path, metavar="FILE", help="an earlier bench.json")
+    parser.add_argument("--readme", type=user_path, metavar="FILE", help="write the tables between its two comments")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    a = parser.parse_args(argv)
+    if a.results and (a.only or a.quick or a.full):
+        raise ConfigError("--results measures nothing: --only, --quick and --full are of what is measured; give either")
+    if a.readme:
+        readme.check(a.readme)
+    return a
+
+
+if __name__ == "__main__":
+    exit_codes(main)

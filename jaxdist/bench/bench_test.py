@@ -1,0 +1,177 @@
+"""The benchmark's command: what it measures, writes, prints and refuses. No test here is timed."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from jaxdist.bench import __main__ as command
+from jaxdist.bench import effort, facts, pace, readme, runs, start
+from jaxdist.bench.effort import QUICK, Bench
+from jaxdist.bench.figures import Figure, Goal, Section, read
+from jaxdist.bench.stamp import stamp
+from jaxdist.config import ConfigError, TrainingError
+
+Capsys = pytest.CaptureFixture[str]
+TINY = [
+    "--data.sequence", "8", "--train.batch", "2", "--model.layers", "1", "--model.dim", "16", "--model.heads", "2",
+    "--model.kv_heads", "1", "--model.head_dim", "4", "--model.hidden", "16", "--device", "cpu",
+]  # fmt: skip
+EARLIER = {"machine": stamp("cpu")["machine"], "date": "2026-01-02T03:04:05+00:00", "load": 0.1, "commit": "abc"}
+
+
+def planted(bench: Bench) -> Iterator[Figure]:
+    bench.say("one")
+    yield Figure("x over y", (0.8, 0.9), goal=Goal("at least", 1.0), beside={"x, ms": 4.0})
+    bench.notes.append("a row is left out")
+
+
+def every(section: str) -> tuple[Figure, ...]:
+    """Figures as a section has them."""
+    if section == "start":
+        ratio = Figure("cold start over warm start", (3.0, 4.0), goal=Goal("at least", 3.0))
+        stages = [Figure(f"{kind}: {stage}", (1.0,), "s") for stage in start.STAGES for kind in ("cold", "warm")]
+        return ratio, *stages
+    if section == "facts":
+        return tuple(facts.figures("ddp", facts.Ratios(1.0, 1.2, 5e6)))
+    return tuple(planted(Bench("cpu", QUICK, Path(), lambda _: None)))
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """A bench.json of all sections."""
+    (file := tmp_path / "bench.json").write_text(
+        json.dumps(
+            command.figures.to_json({name: Section(every(name), EARLIER, ("a note",)) for name in command.SECTIONS})
+        )
+    )
+    return file
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(command.SECTIONS, "pace", ("Pace", planted))
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_object_and_a_folder(tmp_path: Path, capsys: Capsys, result: Path) -> None:
+    output = tmp_path / "out"
+    command.main(["--only", "pace", "--json", "--output", str(output), "--compare", str(result)])
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["sections"] == json.loads((output / "bench.json").read_text())
+    pace = found["sections"]["pace"]
+    assert pace["notes"] == ["a row is left out"] and pace["figures"][0]["met"] is False
+    assert pace["stamp"]["machine"]["cores"] and "load" in pace["stamp"] and "commit" in pace["stamp"]
+    assert found["compared"][0]["differs"] is False and found["compared"][0]["ratio"] == 1
+    assert "one ..." in printed.err and "x over y" in printed.err and "0 of 1 figures differ" in printed.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_sections_that_are_there_are_kept(result: Path) -> None:
+    """But for those of another machine."""
+    command.main(["--only", "pace", "--device", "cpu", "--output", str(result.parent)])
+    found = read(result, "--results")
+    assert found.keys() == command.SECTIONS.keys() and found["start"].stamp == EARLIER != found["pace"].stamp
+    with pytest.raises(ConfigError, match=r"has the section facts of another machine or other versions"):
+        command.main(["--only", "pace", "--device", "auto", "--output", str(result.parent)])
+
+
+def test_a_page_is_drawn(result: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command.main(["--results", str(result), "--output", str(tmp_path / "out"), "--compare", str(result)])
+    page = (tmp_path / "out" / "bench.html").read_text()
+    assert page.count("<svg") == len(command.SECTIONS) + 1  # stages besides
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org/", "")
+    for text in (*(title for title, _ in command.SECTIONS.values()), "missed", "a note", "commit abc", "now / then"):
+        assert text in page, text
+
+
+def test_the_readme_is_written_between_its_comments(result: Path, tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text(f"# Before\n\n{readme.BEGIN}\nearlier\n{readme.END}\n\nafter\n")
+    for _ in range(2):
+        command.main(["--results", str(result), "--readme", str(file)])
+    text = file.read_text()
+    assert text.startswith("# Before\n") and text.endswith("\nafter\n") and "earlier" not in text
+    assert "| ddp | 1.000 | 1.200 **missed** |" in text and "| trace | 1 | 1 |" in text
+    assert text.count("| x over y | 0.85 (0.8 to 0.9) | ≥ 1 **missed** | x, ms 4 |") == 4
+    assert "2026-01-02, commit abc." in text
+
+
+@pytest.mark.parametrize(
+    "text", ["no comments", f"{readme.END}\n{readme.BEGIN}", 2 * f"{readme.BEGIN}\n{readme.END}\n"]
+)
+def test_a_readme_without_a_place_is_refused(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "README.md").write_text(text)
+    with pytest.raises(ConfigError, match="the tables go between the lines"):
+        command.main(["--readme", str(file)])
+
+
+def test_the_projects_own_readme_has_a_place() -> None:
+    readme.check(Path(__file__).resolve().parents[2] / "README.md")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["--only", "paces"], r"--only.*paces"),
+        (["--onyl", "pace"], r"unknown argument '--onyl'; did you mean '--only'"),
+        (["--device", "tpu"], r"--device.*tpu"),
+        (["--quick", "--full"], r"not allowed with"),
+        (["--results", "bench.json", "--quick"], r"--results measures nothing"),
+        (["--results", "nowhere.json"], r"--results nowhere.json: No such file"),
+        (["--compare", "nowhere.json"], r"--compare nowhere.json: No such file"),
+        (["--readme", "nowhere.md"], r"--readme nowhere.md: .*give a file"),
+        (["--output", __file__], r"is a file; give a folder"),
+    ],
+)
+def test_bad_input(line: Sequence[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        command.main(line)
+
+
+def test_sides_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In each pair the other one begins; a ratio is of the runs of one pair."""
+    lines: list[str] = []
+
+    class Ran:
+        def __init__(self, step: float) -> None:
+            self.step = step
+
+    def train(side: str, line: Sequence[str], output: Path, *_: Any) -> Ran:
+        lines.append(side)
+        return Ran({"jaxdist": 1.0, "torch_ref": 2.0}[side] * len(lines))
+
+    monkeypatch.setattr(pace, "train", train)
+    (figure,) = pace.compare(Bench("cpu", QUICK, tmp_path, lambda _: None), pace.SMALL, pace.EIGHT[0], 2)
+    assert lines == ["jaxdist", "torch_ref", "torch_ref", "jaxdist"]
+    assert figure.values == (4.0, 1.5) and figure.name == "256 × 4, 8 devices, ddp, against torch"
+
+
+def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(effort, "find_spec", lambda name: None)
+    bench = Bench("cpu", QUICK, tmp_path, lambda _: None)
+    assert not list(pace.measure(bench)) and "torch is not installed" in bench.notes[0]
+
+
+def test_a_run_tells_its_steps_and_stages(tmp_path: Path) -> None:
+    """And keeps its programs beside its folder."""
+    found = runs.train("jaxdist", ["--steps", str(runs.WARM_UP + 2), *TINY], tmp_path / "run")
+    assert len(found.seconds) == 2 and found.step > 0
+    assert tuple(found.summary["start_seconds"]) == start.STAGES
+    assert found.summary["start_seconds"]["imports"] > 0
+    assert (tmp_path / "cache" / "jaxdist" / "compiled").is_dir()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, TrainingError), (2, ConfigError), (-9, TrainingError)])
+def test_a_run_that_fails_says_why(
+    code: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = CompletedProcess([], code, "", "error: step 3: planted")
+    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(kind, match=rf"jaxdist.train .* ended with {code}: step 3: planted"):
+        runs.train("jaxdist", [], tmp_path / "run")

@@ -1,0 +1,86 @@
+"""What a compiled step sends and holds, over the least that a closed form knows: exact, the same on every machine.
+
+Traffic is that of the program that is compiled, by mesh axis (`jaxdist/traffic.py`). Memory is the peak that the
+compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from jaxdist.bench.effort import Bench
+from jaxdist.bench.figures import Figure, Goal
+
+TRAFFIC, MEMORY = Goal("at most", 1.02), Goal("at most", 1.10)
+MIXTURE = {"model": {"family": "mixtral", "layers": 4, "dim": 128, "heads": 8, "kv_heads": 4, "head_dim": 16,
+                     "hidden": 384, "vocab": 256, "experts": 8, "top_k": 2}}  # fmt: skip
+# The default config on 8 devices: what is told of it otherwise, section by section.
+ROWS: dict[str, dict[str, dict[str, Any]]] = {
+    "ddp": {"parallel": {"mesh": "8x1", "strategy": "ddp"}},
+    "zero1": {"parallel": {"mesh": "8x1", "strategy": "zero1"}},
+    "zero2": {"parallel": {"mesh": "8x1", "strategy": "zero2"}},
+    "fsdp": {"parallel": {"mesh": "8x1"}},
+    "fsdp, two microbatches": {"parallel": {"mesh": "8x1"}, "train": {"accumulation": 2}},
+    "fsdp, kept after forward": {"parallel": {"mesh": "8x1", "reshard_after_forward": False}},
+    "fsdp in replicas": {"parallel": {"mesh": "data=2,fsdp=4"}},
+    "fsdp, remat full": {"parallel": {"mesh": "8x1"}, "memory": {"remat": "full"}},
+    "2x4": {"parallel": {"mesh": "2x4"}},
+    "2x4, sequence": {"parallel": {"mesh": "2x4", "sequence": True}},
+    "context, ring": {"parallel": {"mesh": "fsdp=2,context=4"}},
+    "context, ulysses": {"parallel": {"mesh": "fsdp=2,context=4", "context": "ulysses"}},
+    "pipeline": {"parallel": {"mesh": "pipeline=4,fsdp=2"}, "train": {"accumulation": 8}},
+    "experts": MIXTURE | {"parallel": {"mesh": "expert=4,fsdp=2"}},
+}
+FIRST = ("ddp", "fsdp", "2x4")  # which tell the most in the least time
+
+
+class Ratios(NamedTuple):
+    """Over the closed form: bytes sent, over all axes or over the one that is furthest from it, and the peak."""
+
+    traffic: float
+    memory: float
+    peak: float
+    """Bytes."""
+
+
+def measure(bench: Bench) -> Iterator[Figure]:
+    """Both ratios of every row."""
+    environment = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    with ProcessPoolExecutor(1, get_context("spawn"), os.environ.update, (environment,)) as one:
+        for name in ROWS if bench.effort.every_row else FIRST:
+            bench.say(f"compiling {name}")
+            yield from figures(name, one.submit(of_row, name).result())
+
+
+def figures(name: str, found: Ratios) -> Iterator[Figure]:
+    """Of one row."""
+    yield Figure(f"traffic, {name}", (found.traffic,), goal=TRAFFIC)
+    yield Figure(f"memory, {name}", (found.memory,), goal=MEMORY, beside={"peak, MB": found.peak / 1e6})
+
+
+def of_row(name: str) -> Ratios:
+    """Compile a row on 8 virtual devices, and compare. Raises KeyError for no row."""
+    from jaxdist import traffic
+    from jaxdist.config.arguments import load
+    from jaxdist.config.experiment import Experiment
+    from jaxdist.planner.compiled import compile_plan
+    from jaxdist.planner.memory import Footprint
+    from jaxdist.planner.plans import layouts
+
+    values = load("default", {}).model_dump(exclude_none=True)
+    for section, fields in ROWS[name].items():
+        values[section] = fields if section == "model" else values[section] | fields
+    e = Experiment.parse(values, source=f"row {name}")
+    mesh, declared = e.parallel.axes(), layouts(e.model)
+    compiled = compile_plan(e)
+    least = {axis: size for axis, size in traffic.least(e, declared, mesh).items() if size}
+    sent = [compiled.traffic.get(axis, 0.0) / size for axis, size in least.items()]
+    form = Footprint(e, declared, mesh)
+    held = form.parameters + form.optimizer_state + sum(form.peak.values())
+    return Ratios(
+        max(sum(compiled.traffic.values()) / sum(least.values()), *sent),
+        compiled.memory["peak"] / held,
+        compiled.memory["peak"],
+    )

@@ -1,0 +1,70 @@
+"""Medians, spreads, goals, and what may be said of two results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxdist.bench.figures import Difference, Figure, Goal, Section, compare, ratios, read, to_json
+from jaxdist.config import ConfigError
+
+HERE, ELSEWHERE = {"machine": {"cpu": "a"}}, {"machine": {"cpu": "b"}}
+
+
+def test_a_figure_has_a_median_and_a_spread() -> None:
+    figure = Figure("pace", (1.3, 1.1, 2.0))
+    assert (figure.median, figure.low, figure.high) == (1.3, 1.1, 2.0) and str(figure) == "1.3 (1.1 to 2)"
+    assert str(Figure("start", (2.0,), "s")) == "2 s"
+
+
+@pytest.mark.parametrize(
+    ("goal", "values", "met"),
+    [
+        (Goal("at least", 1.5), (1.4, 1.5, 9.0), True),
+        (Goal("at least", 1.5), (1.4, 1.49, 9.0), False),
+        (Goal("at most", 1.02), (1.02,), True),
+        (Goal("at most", 1.02), (1.0202,), False),
+        (None, (1.0,), None),
+    ],
+)
+def test_the_median_is_held_to_a_goal(goal: Goal | None, values: tuple[float, ...], met: bool | None) -> None:
+    assert Figure("x", values, goal=goal).met is met
+
+
+def test_pairs_are_divided_one_by_one() -> None:
+    assert ratios([2, 9], [1, 3]) == (2, 3)
+    with pytest.raises(ValueError):
+        ratios([1], [1, 2])
+
+
+def test_only_what_lies_apart_differs() -> None:
+    apart = Difference("pace", Figure("x", (1.0, 1.2)), Figure("x", (1.3, 1.5)))
+    among = Difference("pace", Figure("x", (1.0, 1.4)), Figure("x", (1.3, 1.5)))
+    assert apart.differs and not among.differs and apart.ratio == pytest.approx(1.4 / 1.1)
+
+
+def test_seconds_of_another_machine_are_not_compared() -> None:
+    figures = Figure("cold", (3.0,), "s"), Figure("cold over warm", (3.0,)), Figure("now alone", (3.0,))
+
+    def compared(stamp: dict[str, dict[str, str]]) -> list[str]:
+        now = {"start": Section(figures, HERE), "pace": Section((), HERE)}
+        return [d.now.name for d in compare({"start": Section(figures[:2], stamp)}, now)]
+
+    assert compared(HERE) == ["cold", "cold over warm"] and compared(ELSEWHERE) == ["cold over warm"]
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
+    figure = Figure("x", (1.0, 2.0), "s", Goal("at most", 3.0), {"a, ms": 4.0})
+    sections = {"pace": Section((figure, Figure("y", (5.0,))), HERE, ("a note",))}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(to_json(sections)))
+    assert read(file, "--compare") == sections
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pace": 3}', '{"pace": {"figures": [{}]}}', "{" * 9999])
+def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--compare .*bench.json: is no result"):
+        read(file, "--compare")
+    with pytest.raises(ConfigError, match=r"No such file.*give the bench.json"):
+        read(tmp_path / "other.json", "--compare")

@@ -1,0 +1,94 @@
+"""Steps of both sides on the same config, in pairs: how many times as fast as torch's JAX's are.
+
+The shapes are those of issue 6: float32, 2,048 tokens a step. Sides of a row run one after the other, in turned order
+each time, so that a machine which slows down meanwhile slows both.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jaxdist.bench.effort import Bench
+from jaxdist.bench.figures import Figure, Goal, ratios
+from jaxdist.bench.runs import WARM_UP, train
+
+JAX, EAGER, COMPILED = "JAX", "torch", "torch.compile"
+SIDES = {
+    JAX: ("jaxdist", []),
+    EAGER: ("torch_ref", []),
+    COMPILED: ("torch_ref", ["--train.compile", "true"]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how many of its steps are measured in a run."""
+
+    name: str
+    fields: dict[str, int]
+    steps: int
+
+    @property
+    def arguments(self) -> list[str]:
+        fixed = {"data.sequence": 256, "train.batch": 8, "model.vocab": 8192, "train.steps": WARM_UP + self.steps}
+        return [text for name, value in (fixed | self.fields).items() for text in (f"--{name}", str(value))]
+
+
+def decoder(dim: int, layers: int) -> dict[str, int]:
+    """Heads of 64 numbers, and an MLP of 8/3 of the width."""
+    return {
+        "model.dim": dim, "model.layers": layers, "model.heads": dim // 64, "model.kv_heads": dim // 64,
+        "model.head_dim": 64, "model.hidden": dim * 8 // 3 // 16 * 16,
+    }  # fmt: skip
+
+
+SMALL, LARGE = Shape("256 × 4", decoder(256, 4), steps=8), Shape("512 × 8", decoder(512, 8), steps=4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A mesh on which sides are compared; `others` with the goal of JAX's pace over theirs."""
+
+    name: str
+    arguments: tuple[str, ...]
+    others: dict[str, float] = field(default_factory=dict)
+
+
+ONE = Row("one device", ("--mesh", "1x1", "--strategy", "ddp"), {EAGER: 1.0, COMPILED: 1.0})
+EIGHT = (
+    Row("8 devices, ddp", ("--mesh", "8x1", "--strategy", "ddp"), {EAGER: 1.5}),
+    Row("8 devices, fsdp", ("--mesh", "8x1"), {EAGER: 1.5}),
+    Row("8 devices, 2x4", ("--mesh", "2x4"), {EAGER: 1.5}),
+)
+
+
+def measure(bench: Bench) -> Iterator[Figure]:
+    """JAX's pace over torch's, for each shape and mesh. Without torch there is nothing to compare with."""
+    if not bench.torch:
+        bench.notes.append("torch is not installed (pip install 'jaxdist[torch]'): its side is left out")
+        return
+    meshes: tuple[Row, ...] = (ONE, *EIGHT)
+    if bench.device == "gpu":
+        bench.notes.append("rows of 8 devices are left out: on GPUs one is compared with one")
+        meshes = (ONE,)
+    effort = bench.effort
+    for shape, one, eight in ((SMALL, effort.pairs, effort.pairs), (LARGE, effort.large, effort.large_mesh)):
+        for row in meshes:
+            yield from compare(bench, shape, row, one if row is ONE else eight)
+
+
+def compare(bench: Bench, shape: Shape, row: Row, pairs: int) -> Iterator[Figure]:
+    """A figure for each other side of a row; none of no pairs."""
+    steps: dict[str, list[float]] = defaultdict(list)
+    sides = [JAX, *row.others]
+    for pair in range(pairs):
+        for side in sides if pair % 2 == 0 else reversed(sides):
+            bench.say(f"{shape.name}, {row.name}: {side}, pair {pair + 1} of {pairs}")
+            package, own = SIDES[side]
+            line = [*shape.arguments, *row.arguments, *bench.on, *own]
+            output = bench.folder / f"{shape.name}-{row.name}-{side}-{pair}".replace(" ", "")
+            steps[side].append(train(package, line, output).step)
+    for other, goal in row.others.items() if pairs else ():
+        beside = {f"{side}, ms a step": 1000 * sorted(steps[side])[pairs // 2] for side in (JAX, other)}
+        name = f"{shape.name}, {row.name}, against {other}"
+        yield Figure(name, ratios(steps[other], steps[JAX]), goal=Goal("at least", goal), beside=beside)

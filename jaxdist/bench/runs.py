@@ -1,0 +1,58 @@
+"""Runs of either side as processes of their own, and what they left behind."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from jaxdist.config import ConfigError, TrainingError, read_metrics
+
+WARM_UP = 3  # steps: torch compiles in its first, and measures its second
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run folder."""
+
+    path: Path
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step after the warm-up."""
+        return [record["step_seconds"] for record in read_metrics(self.path)[WARM_UP:]]
+
+    @property
+    def step(self) -> float:
+        """The median of these."""
+        return statistics.median(self.seconds)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+
+
+def train(
+    side: str, arguments: Sequence[str], output: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> Run:
+    """`python -m SIDE.train ...` to its end. Compiled programs lie beside its folder, and not with the user's.
+
+    Raises ConfigError where the run refuses its arguments, TrainingError where it fails.
+    """
+    line = ["-m", f"{side}.train", "--train.validation_batches", "0", *arguments, "--output", str(output)]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    environment = inherited | {"XDG_CACHE_HOME": str(output.parent / "cache")} | dict(environment)
+    done = subprocess.run(
+        [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
+    )
+    if done.returncode:
+        said = done.stderr.strip()[-2000:].removeprefix("error: ")
+        error = ConfigError if done.returncode == 2 else TrainingError
+        raise error(f"python {' '.join(line)} ended with {done.returncode}: {said}")
+    return Run(output)

@@ -1,0 +1,37 @@
+"""The benchmark of saving measures what it says, at a small size."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxdist import train
+from jaxdist.bench import saving
+from jaxdist.bench.effort import QUICK, Bench
+
+TINY = [
+    "--data.sequence", "8", "--train.batch", "2", "--model.layers", "1",
+    "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "1", "--model.head_dim", "4", "--model.hidden", "16",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that saves and one that never does, each in a process of its own."""
+    monkeypatch.setattr(saving, "TENFOLD", TINY)
+    monkeypatch.setattr(saving, "STEPS", 60)
+    said: list[str] = []
+    blocked, slower = saving.measure(Bench("cpu", replace(QUICK, savings=1), tmp_path, said.append))
+    assert 0 < blocked.median < 100 and blocked.goal == saving.BLOCKED and slower.unit == "%" and len(said) == 2
+
+
+def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saves of the steps from `start` on, but for that of the last, which all runs make."""
+    monkeypatch.setattr(saving, "STEPS", 3)
+    monkeypatch.setattr(train, "keep", slow := lambda *_: time.sleep(0.1))
+    saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)
+    assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # of steps 1 and 2
+    monkeypatch.setattr(train, "keep", slow)
+    never = saving.train(saving.command([*TINY, "--device", "cpu"], 0, tmp_path / "b"), start=1)
+    assert never.blocked == 0 < never.seconds

@@ -1,0 +1,66 @@
+"""On what, when and of which code something was measured."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jaxdist import __version__
+
+VERSIONS = ("jax", "jaxlib", "torch")
+
+
+def stamp(device: str) -> dict[str, Any]:
+    """To be called before anything runs: `load` is the mean number of processes at work in the last minute."""
+    root = Path(__file__).resolve().parents[2]
+    return {
+        "machine": machine(device),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": round(os.getloadavg()[0], 2),
+        "commit": said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else "",
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Cores, memory in bytes, the CPU's and the GPUs' names, versions, and the device that was asked for."""
+    return {
+        "cores": os.cpu_count(),
+        "cpu": cpu(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n"),
+        "device": device,
+        "versions": {"python": platform.python_version(), "jaxdist": __version__} | versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu() -> str:
+    """Its name, as Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def said(*command: str) -> str:
+    """What a command prints; nothing where there is none, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,29 @@
+"""Where the time from the command to the first step goes."""
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+class Startup:
+    """`seconds` by what they went into, in order; the first are `imports`, all that came before this was made."""
+
+    def __init__(self) -> None:
+        self.seconds = {"imports": since_the_process_began()}
+        self._before = time.perf_counter()
+
+    def ended(self, name: str) -> None:
+        """Since the last of these calls; the first of a name counts."""
+        if name not in self.seconds:
+            now = time.perf_counter()
+            self.seconds[name] = now - self._before
+            self._before = now
+
+
+def since_the_process_began() -> float:
+    """Seconds, to a hundredth; 0 where the system does not tell (it is Linux that does)."""
+    with suppress(OSError, AttributeError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
