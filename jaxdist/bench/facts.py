@@ -4,14 +4,12 @@ Traffic is that of the program that is compiled, by mesh axis (`jaxdist/traffic.
 compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.
 """
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal
+from jaxdist.bench.runs import apart
 
 TRAFFIC, MEMORY = Goal("at most", 1.02), Goal("at most", 1.10)
 MIXTURE = {"model": {"family": "mixtral", "layers": 4, "dim": 128, "heads": 8, "kv_heads": 4, "head_dim": 16,
@@ -47,11 +45,10 @@ class Ratios(NamedTuple):
 
 def measure(bench: Bench) -> Iterator[Figure]:
     """Both ratios of every row."""
-    environment = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    with ProcessPoolExecutor(1, get_context("spawn"), os.environ.update, (environment,)) as one:
+    with apart(JAX_NUM_CPU_DEVICES="8", JAX_PLATFORMS="cpu") as call:
         for name in ROWS if bench.effort.every_row else FIRST:
             bench.say(f"compiling {name}")
-            yield from figures(name, one.submit(of_row, name).result())
+            yield from figures(name, call(of_row, name))
 
 
 def figures(name: str, found: Ratios) -> Iterator[Figure]:

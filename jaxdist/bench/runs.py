@@ -1,18 +1,22 @@
-"""Runs of either side as processes of their own, and what they left behind."""
+"""Runs of either side, and functions that need JAX, in processes of their own, and what they left behind."""
 
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jaxdist.config import ConfigError, TrainingError, read_metrics
+from jaxdist.config.display import console
 
 WARM_UP = 3  # steps: torch compiles in its first, and measures its second
 
@@ -56,3 +60,15 @@ def train(
         error = ConfigError if done.returncode == 2 else TrainingError
         raise error(f"python {' '.join(line)} ended with {done.returncode}: {said}")
     return Run(output)
+
+
+@contextmanager
+def apart(**environment: str) -> Iterator[Callable[..., Any]]:
+    """Calls of functions within one other process, which prints nothing: `call(function, *arguments)`."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _begin, (environment,)) as one:
+        yield lambda function, *arguments: one.submit(function, *arguments).result()
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    os.environ |= environment  # before JAX is imported, which reads some of it then
+    console.quiet = True

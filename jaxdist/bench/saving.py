@@ -5,18 +5,15 @@ of all steps from the 51st; *slower* is what a pair shows besides: writing and c
 where these are virtual ones.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal
+from jaxdist.bench.runs import apart
 from jaxdist.config import parse, read_metrics
-from jaxdist.config.display import console
 
 EVERY, STEPS = 50, 150
 TENFOLD = ["--model.dim", "416", "--model.head_dim", "52", "--model.hidden", "1248"]  # 8.5 million in place of 0.85
@@ -68,21 +65,10 @@ def measure(bench: Bench) -> Iterator[Figure]:
                 f"{STEPS} steps, {f'saving every {every}' if every else 'never saving'}, pair {pair + 1} of {pairs}"
             )
             line = command(["--mesh", mesh, *bench.on], every, bench.folder / f"saving-{pair}-{every}")
-            costs[every] = alone(line, bench.folder)
+            with apart(XDG_CACHE_HOME=str(bench.folder / "cache")) as call:
+                costs[every] = call(train, line, EVERY)
         blocked.append(100 * costs[EVERY].blocked / costs[EVERY].seconds)
         slower.append(100 * (costs[EVERY].seconds / costs[0].seconds - 1))
     if pairs:
         yield Figure("blocked by saving", tuple(blocked), "%", BLOCKED)
         yield Figure("slower than never saving", tuple(slower), "%")
-
-
-def alone(line: Sequence[str], folder: Path) -> Cost:
-    """`train` in a process of its own, which prints nothing, and keeps what it compiles in `folder`."""
-    with ProcessPoolExecutor(1, get_context("spawn"), apart, (folder,), max_tasks_per_child=1) as one:
-        return one.submit(train, line, EVERY).result()
-
-
-def apart(folder: Path) -> None:
-    """What this process says and keeps is not the user's."""
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    console.quiet = True
