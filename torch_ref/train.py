@@ -141,6 +141,9 @@ def loop(
         began = time.perf_counter()
         batch = fetch(dataset, experiment, mesh, step)
         with ExitStack() as measuring:
+            if step == measured or step in recorder.steps:
+                # Eagerly: a frame that torch.compile meets within a dispatch mode it never compiles again.
+                measuring.enter_context(torch.compiler.set_stance("force_eager"))
             watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)

@@ -436,6 +436,24 @@ def test_a_rank_that_fails_ends_the_run_with_1() -> None:
     assert "planted" in result.stderr
 
 
+# Ends the last step with an error unless a compiled graph ran in it.
+STAYS = """
+import torch
+from torch_ref import train
+step = train.train_step
+def looked_at(model, optimizer, batch, experiment, mesh, number, watch):
+    with torch.profiler.profile() as seen:
+        values = step(model, optimizer, batch, experiment, mesh, number, watch)
+    if number == experiment.train.steps and not any("CompiledFunction" in event.key for event in seen.key_averages()):
+        raise SystemExit("not compiled")
+    return values
+train.train_step = looked_at
+"""
+WITHOUT_STANCE = """
+import torch
+from contextlib import nullcontext
+torch.compiler.set_stance = lambda stance: nullcontext()
+"""
 UNCOMPILED = """
 from torch import nn
 def refused(self):
@@ -452,6 +470,12 @@ def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, mesh: st
     assert curves < 1e-12 and states < 1e-10
     with pytest.raises(AssertionError, match="compiles"):  # it is asked for
         train(f"{mesh} --train.compile true", before=UNCOMPILED)
+
+
+def test_it_stays_compiled_after_the_measured_step(train: Train) -> None:
+    train(f"{ONE} --train.compile true", before=STAYS)
+    with pytest.raises(AssertionError, match="not compiled"):
+        train(f"{ONE} --train.compile true", before=WITHOUT_STANCE + STAYS)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The benchmark's command: what it measures, writes, prints and refuses. No test here is timed."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -12,7 +13,7 @@ from jaxdist.bench import __main__ as command
 from jaxdist.bench import effort, facts, pace, readme, runs, start
 from jaxdist.bench.effort import QUICK, Bench
 from jaxdist.bench.figures import Figure, Goal, Section, read
-from jaxdist.bench.stamp import stamp
+from jaxdist.bench.stamp import Others, stamp
 from jaxdist.config import ConfigError, TrainingError
 
 Capsys = pytest.CaptureFixture[str]
@@ -156,6 +157,16 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(effort, "find_spec", lambda name: None)
     bench = Bench("cpu", QUICK, tmp_path, lambda _: None)
     assert not list(pace.measure(bench)) and "torch is not installed" in bench.notes[0]
+
+
+def test_the_work_of_others_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a share of all cores; nothing of it where the system does not tell."""
+    share = Others().share
+    assert share is None or 0 <= share <= 1
+    for seconds, share in ([(5.0, 7.0), (15.0, 12.0)], 0.25), ([None, None], None):
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(Others, "_seconds", staticmethod(iter(seconds).__next__))
+        assert Others().share == share
 
 
 def test_a_run_tells_its_steps_and_stages(tmp_path: Path) -> None:

@@ -24,6 +24,33 @@ def stamp(device: str) -> dict[str, Any]:
     }
 
 
+class Others:
+    """What other processes took of the machine since this was made: under them a run is slower, and torch's, whose
+    threads wait for each other after each operation, more than JAX's."""
+
+    def __init__(self) -> None:
+        self._before = self._seconds()
+
+    @property
+    def share(self) -> float | None:
+        """Of the time of all cores, from 0 to 1; None where the system does not tell."""
+        if self._before is None or (now := self._seconds()) is None:
+            return None
+        wall, used = (b - a for a, b in zip(self._before, now, strict=True))
+        return round(max(0.0, used / wall / (os.cpu_count() or 1)), 3) if wall else None
+
+    @staticmethod
+    def _seconds() -> tuple[float, float] | None:
+        """On the clock, and of all cores that were at work for others than this process and its ended children."""
+        try:
+            user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+        except (OSError, ValueError):
+            return None
+        own = os.times()
+        used = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+        return own.elapsed, used - own.user - own.system - own.children_user - own.children_system
+
+
 def machine(device: str) -> dict[str, Any]:
     """Cores, memory in bytes, the CPU's and the GPUs' names, versions, and the device that was asked for."""
     return {
