@@ -86,7 +86,8 @@ def test_order_within_jaxdist() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [("jaxdist", JAX | {"torch"}), ("jaxdist.config", JAX | {"torch"}), ("jaxdist.data", JAX | {"torch"}),
-     ("jaxdist.train", {"torch"}), ("jaxdist.convert.__main__", {"torch"}), ("torch_ref.train", JAX),
+     ("jaxdist.train", {"torch"}), ("jaxdist.convert.__main__", {"torch"}), ("jaxdist.bench.__main__", JAX | {"torch"}),
+     ("torch_ref.train", JAX),
      ("parity_tests.transformers_train", JAX)],
 )  # fmt: skip
 def test_at_run_time(module: str, forbidden: set[str]) -> None:

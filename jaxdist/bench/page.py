@@ -10,7 +10,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure as Drawing
 
 from jaxdist.bench.figures import RATIO, Difference, Figure, Section, Sections, number
-from jaxdist.bench.start import STAGES
+from jaxdist.bench.start import KINDS, STAGES
 from jaxdist.drawing import STYLE, WIDTH, inline
 
 MET, MISSED, PLAIN = "#1f5fa8", "#c2571a", "#5f8fc9"
@@ -65,14 +65,13 @@ def spread(name: str, figures: Sequence[Figure], title: str) -> Markup:
 def stages(figures: Sequence[Figure]) -> Markup:
     """Bars of the two kinds of start, by what their seconds went into."""
     found = {figure.name: figure.median for figure in figures}
-    kinds = ("cold", "warm")
     with mpl.rc_context(STYLE):
         drawing = Drawing((WIDTH * 1.6, 1.9), layout="constrained")
         axes = drawing.subplots()
-        left = np.zeros(len(kinds))
+        left = np.zeros(len(KINDS))
         for stage, colour in zip(STAGES, STACK, strict=True):
-            seconds = np.array([found[f"{kind}: {stage}"] for kind in kinds])
-            axes.barh(kinds, seconds, left=left, color=colour, height=0.6, label=stage)
+            seconds = np.array([found[f"{kind}: {stage}"] for kind in KINDS])
+            axes.barh(KINDS, seconds, left=left, color=colour, height=0.6, label=stage)
             left += seconds
         axes.invert_yaxis()
         axes.set_xlabel("seconds from the command to the end of the first step, medians")

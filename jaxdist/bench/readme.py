@@ -1,12 +1,13 @@
 """The tables of the README, written between two comments of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jaxdist.bench.figures import Figure, Section, Sections, number
-from jaxdist.bench.start import STAGES
+from jaxdist.bench.start import KINDS, STAGES
 from jaxdist.config import ConfigError
-from jaxdist.config.folder import replace
+from jaxdist.config import folder as files
 
 BEGIN, END = "<!-- written by python -m jaxdist.bench -->", "<!-- to here -->"
 
@@ -27,14 +28,17 @@ def write(file: Path, sections: Sections) -> None:
     """Put the tables of `sections` in place of what is there. Raises OSError."""
     before, _, rest = file.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    replace(file, f"{before}{BEGIN}\n\n{block(sections)}\n{END}{after}")
+    files.replace(file, f"{before}{BEGIN}\n\n{block(sections)}\n{END}{after}")
 
 
 def block(sections: Sections) -> str:
-    """All tables, each below what it was measured on."""
-    parts = [part for name, make in TABLES.items() if name in sections for part in make(sections[name])]
-    measured = "\n".join(origins(sections))
-    return "\n".join([measured, "", *parts])
+    """What it was measured on, and a table or two of each section, with what is to be known of it."""
+    parts = ["\n".join(origins(sections)) + "\n"]
+    for name, (heading, make) in TABLES.items():
+        if name in sections:
+            parts += make(heading, sections[name])
+            parts += [f"{heading}: {note}.\n" for note in sections[name].notes]
+    return "\n".join(parts)
 
 
 def origins(sections: Sections) -> Iterator[str]:
@@ -62,45 +66,44 @@ def table(header: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_ratios(section: Section) -> Iterator[str]:
+def of_ratios(heading: str, section: Section) -> Iterator[str]:
     """A row for each figure; median, and lowest and highest of its pairs."""
     rows = (
         (f.name, str(f), goal(f), ", ".join(f"{n} {number(v)}" for n, v in f.beside.items())) for f in section.figures
     )
-    yield table(("", "median (lowest to highest)", "goal", "of"), rows)
+    yield table((heading, "median (lowest to highest)", "goal", "of"), rows)
 
 
-def of_facts(section: Section) -> Iterator[str]:
+def of_facts(heading: str, section: Section) -> Iterator[str]:
     """Both ratios of a row side by side."""
     found = {figure.name: figure for figure in section.figures}
     rows = (
-        (name.removeprefix("traffic, "), *cells(f), *cells(found[name.replace("traffic", "memory", 1)]))
+        (name.removeprefix("traffic, "), exact(f), exact(found[name.replace("traffic", "memory", 1)]))
         for name, f in found.items()
         if name.startswith("traffic, ")
     )
-    goals = [next(f.goal for f in section.figures if f.name.startswith(kind)) for kind in ("traffic", "memory")]
-    yield table(("8 devices", *(f"{k} / least ({g})" for k, g in zip(("sent", "held"), goals, strict=True))), rows)
+    sent, held = (next(f.goal for n, f in found.items() if n.startswith(kind)) for kind in ("traffic", "memory"))
+    yield table((heading, f"sent / least ({sent})", f"held / closed form ({held})"), rows)
 
 
-def cells(figure: Figure) -> tuple[str]:
-    """An exact ratio."""
-    return (f"{figure.median:.3f}" + (" **missed**" if figure.met is False else ""),)
+def exact(figure: Figure) -> str:
+    """A ratio that has no spread."""
+    return f"{figure.median:.3f}" + (" **missed**" if figure.met is False else "")
 
 
-def of_starts(section: Section) -> Iterator[str]:
+def of_starts(heading: str, section: Section) -> Iterator[str]:
     """Seconds of each stage, of a start that compiles and one that loads; and their ratio."""
     found = {figure.name: figure for figure in section.figures}
-    kinds = ("cold", "warm")
-    rows = [(stage, *(number(found[f"{kind}: {stage}"].median) for kind in kinds)) for stage in STAGES]
-    yield table(("seconds, medians", "nothing kept", "compiled before"), iter(rows))
-    yield from of_ratios(Section(tuple(f for f in section.figures if f.goal), section.stamp))
+    rows = [(stage, *(number(found[f"{kind}: {stage}"].median) for kind in KINDS)) for stage in STAGES]
+    yield table((heading, "nothing kept", "compiled before"), iter(rows))
+    yield from of_ratios("a second start", replace(section, figures=tuple(f for f in section.figures if f.goal)))
 
 
-TABLES = {
-    "pace": of_ratios,
-    "facts": of_facts,
-    "compile": of_ratios,
-    "start": of_starts,
-    "inputs": of_ratios,
-    "saving": of_ratios,
-}  # fmt: skip
+TABLES: dict[str, tuple[str, Callable[[str, Section], Iterator[str]]]] = {
+    "pace": ("pace of JAX / torch", of_ratios),
+    "facts": ("default config on 8 devices", of_facts),
+    "compile": ("seconds to compile", of_ratios),
+    "start": ("seconds to the first step, medians", of_starts),
+    "inputs": ("input", of_ratios),
+    "saving": ("saving every 50 steps, of 8.5 million parameters", of_ratios),
+}

@@ -15,6 +15,7 @@ from jaxdist.bench.runs import Run, train
 FLAT = Goal("at most", 1.3)
 SHALLOW, DEEP = 4, 64  # layers
 STAGES = ("imports", "config", "devices", "data", "initialize", "trace", "compile", "first step")
+KINDS = ("cold", "warm")
 
 
 def starts(bench: Bench) -> Iterator[Figure]:
@@ -23,11 +24,11 @@ def starts(bench: Bench) -> Iterator[Figure]:
     stages: dict[str, list[dict[str, float]]] = defaultdict(list)
     for pair in range(bench.effort.starts):
         own = bench.folder / f"start-{pair}"  # with a cache of its own, empty at first
-        for kind in ("cold", "warm"):
+        for kind in KINDS:
             bench.say(f"{kind} start on {mesh}, pair {pair + 1} of {bench.effort.starts}")
             found = once(bench, ["--mesh", mesh], own / kind)
             stages[kind].append(found.summary["start_seconds"])
-    cold, warm = ([sum(seconds.values()) for seconds in stages[kind]] for kind in ("cold", "warm"))
+    cold, warm = ([sum(seconds.values()) for seconds in stages[kind]] for kind in KINDS)
     yield Figure("cold start over warm start", ratios(cold, warm), goal=Goal("at least", 3.0))
     for stage in STAGES:
         for kind, found_stages in stages.items():
