@@ -38,7 +38,15 @@ def block(sections: Sections) -> str:
         if name in sections:
             parts += make(heading, sections[name])
             parts += [f"{heading}: {note}.\n" for note in sections[name].notes]
-    return "\n".join(parts)
+    return "\n".join([*parts, f"Goals that are missed: {'; '.join(missed(sections)) or 'none'}.\n"])
+
+
+def missed(sections: Sections) -> Iterator[str]:
+    """Figures that are not as their goal asks."""
+    for name in (name for name in TABLES if name in sections):
+        for figure in sections[name].figures:
+            if figure.met is False:
+                yield f"{figure.name}, {number(figure.median)} ({figure.goal})"
 
 
 def origins(sections: Sections) -> Iterator[str]:
