@@ -4,6 +4,7 @@ The shapes are those of issue 6: float32, 2,048 tokens a step. Sides of a row ru
 each time, so that a machine which slows down meanwhile slows both.
 """
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,6 +90,6 @@ def compare(bench: Bench, shape: Shape, row: Row, pairs: int) -> Iterator[Figure
             output = bench.folder / f"{shape.name}-{row.name}-{side}-{pair}".replace(" ", "")
             steps[side].append(train(package, line, output).step)
     for other, goal in row.others.items() if pairs else ():
-        beside = {f"{side}, ms a step": 1000 * sorted(steps[side])[pairs // 2] for side in (JAX, other)}
+        beside = {f"{side}, ms a step": 1000 * statistics.median(steps[side]) for side in (JAX, other)}
         name = f"{shape.name}, {row.name}, against {other}"
         yield Figure(name, ratios(steps[other], steps[JAX]), goal=Goal("at least", goal), beside=beside)
