@@ -6,11 +6,12 @@ On CPUs each collective of a program gets a number of its own. JAX gives all the
 the devices of a process find each other. XLA begins collectives in one order on all devices, but takes a loop for begun
 as soon as it waits for its first iteration: on a busy machine a collective after a loop, or another loop's, may be in
 flight together with those within, and devices would take one's numbers for the other's, or wait for each other forever.
+Those of a group of one device, which models do not know from others, are left out of programs for CPUs, where XLA
+copies what they are given.
 """
 
 from collections.abc import Callable
 from functools import cache, wraps
-from itertools import count
 from typing import Any
 
 import jax
@@ -47,28 +48,45 @@ def known(name: str, value: Any) -> bool:
     return True
 
 
-CHANNEL = "channel_handle"
+CHANNEL, GROUPS = "channel_handle", "replica_groups"
+
+
+def collectives(module: ir.Module) -> list[ir.Operation]:
+    """Those of a program, in StableHLO, in their order."""
+    found = []
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        if CHANNEL in operation.attributes:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    return found
+
+
+def leave_out_idle(module: ir.Module) -> None:
+    """Leave out collectives within groups of one device, which are what they are given: XLA copies it on CPUs."""
+    for operation in collectives(module):
+        if GROUPS in operation.attributes and operation.attributes[GROUPS].type.shape[1] == 1:
+            for result, operand in zip(operation.results, operation.operands, strict=True):
+                result.replace_all_uses_with(operand)
+            operation.erase()
 
 
 def number_collectives(module: ir.Module) -> None:
-    """Give each collective of a program, in StableHLO, a number of its own, in their order."""
-    numbers = count(1)
-
-    def number(operation: ir.Operation) -> ir.WalkResult:
-        if CHANNEL in operation.attributes:
-            channel = f"#stablehlo.channel_handle<handle = {next(numbers)}, type = 1>"  # 1: between devices
-            operation.attributes[CHANNEL] = ir.Attribute.parse(channel, module.context)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(number)
+    """Give each collective of a program a number of its own."""
+    for number, operation in enumerate(collectives(module), start=1):
+        channel = f"#stablehlo.channel_handle<handle = {number}, type = 1>"  # 1: between devices
+        operation.attributes[CHANNEL] = ir.Attribute.parse(channel, module.context)
 
 
 def numbering(right: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX's own function that compiles a program, with its collectives numbered where that is for CPUs."""
+    """JAX's own function that compiles a program, where that is for CPUs without idle collectives, others numbered."""
 
     @wraps(right)
     def compile_numbered(backend: Any, computation: ir.Module, *rest: Any, **named: Any) -> Any:
         if backend.platform == "cpu":
+            leave_out_idle(computation)
             number_collectives(computation)
         return right(backend, computation, *rest, **named)
 
