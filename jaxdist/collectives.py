@@ -248,12 +248,33 @@ class Parallel:
 
         `logits_BTV` holds this tensor device's part of the vocabulary; no device ever sees all of a token's logits.
         """
-        logits_BTV = wide(logits_BTV)
-        columns = logits_BTV.shape[-1]
-        index = targets_BT - lax.axis_index("tensor") * columns
-        mine = (index >= 0) & (index < columns)
-        highest_BT = lax.pmax(lax.stop_gradient(logits_BTV.max(-1)), "tensor")
-        logits_BTV = logits_BTV - highest_BT[..., None]
-        target_BT = jnp.take_along_axis(logits_BTV, jnp.where(mine, index, 0)[..., None], -1)[..., 0]
-        total_BT, target_BT = lax.psum((jnp.exp(logits_BTV).sum(-1), jnp.where(mine, target_BT, 0)), "tensor")
-        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, jnp.log(total_BT) - target_BT))
+        index_BT = targets_BT - lax.axis_index("tensor") * logits_BTV.shape[-1]
+        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, _nats(logits_BTV, index_BT)))
+
+
+@jax.custom_vjp
+def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """-log softmax(logits)[index] [B, T]; an index outside of this device's part of the vocabulary is another's."""
+    return _nats_forward(logits_BTV, index_BT)[0]
+
+
+def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
+    x_BTV, columns = wide(logits_BTV), logits_BTV.shape[-1]
+    mine = (index_BT >= 0) & (index_BT < columns)
+    highest_BT = lax.pmax(x_BTV.max(-1), "tensor")
+    target_BT = jnp.take_along_axis(x_BTV, jnp.where(mine, index_BT, 0)[..., None], -1)[..., 0] - highest_BT
+    total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
+    total_BT, target_BT = lax.psum((total_BT, jnp.where(mine, target_BT, 0)), "tensor")
+    nats_BT = jnp.log(total_BT) - target_BT
+    return nats_BT, (logits_BTV, index_BT, highest_BT + jnp.log(total_BT))
+
+
+def _nats_backward(kept: Any, outer_BT: jax.Array) -> tuple[jax.Array, None]:
+    # Logits are all that is kept of their size, and softmax - one-hot is made at once.
+    logits_BTV, index_BT, whole_BT = kept
+    softmax_BTV = jnp.exp(wide(logits_BTV) - whole_BT[..., None])
+    hit_BTV = jnp.arange(logits_BTV.shape[-1]) == index_BT[..., None]
+    return ((softmax_BTV - hit_BTV) * outer_BT[..., None]).astype(logits_BTV.dtype), None
+
+
+_nats.defvjp(_nats_forward, _nats_backward)

@@ -41,8 +41,11 @@ def on_device(arrays: Any) -> Any:
 
 # Never kept between forward and backward, in any mode: a block's slice of the stacked weights; whole weights, which
 # come out of the custom_vjp of `Parallel.use` (else fsdp would hold the whole model); casts and reshapes, which are
-# cheaper to repeat than to store: the products that read one norm would each keep a copy of it.
-TRANSIENT = {"slice", "squeeze", "reshape", "custom_vjp_call", "pvary", "convert_element_type"}
+# cheaper to repeat than to store: the products that read one norm would each keep a copy of it. So are formulas of one
+# number at a time, which XLA makes where they are read.
+TRANSIENT = {"slice", "squeeze", "reshape", "custom_vjp_call", "pvary", "convert_element_type"} | {
+    "add", "sub", "mul", "neg", "integer_pow", "logistic", "tanh", "rsqrt", "split", "concatenate"
+}  # fmt: skip
 
 
 def _all_but_transient(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import Parallel, wide
 from jaxdist.config import Rotary
@@ -173,20 +174,54 @@ def rotate(x_BTHC: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int = 0) -> jax.Array:
     """Causal softmax attention; token t sees s with t - window < s <= t (all s <= t without a window).
 
     Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider.
     """
-    B, T, H, C = q_BTHC.shape
-    K = k_BSKC.shape[2]
-    q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
+    return _attend_forward(q_BTHC, k_BSKC, v_BSKC, window)[0]
+
+
+def _by_heads(x_BTHC: jax.Array, K: int) -> jax.Array:
+    """[B, K, N, C]: all queries of a kv head, N = T · G, as rows of one matrix."""
+    B, T, H, C = x_BTHC.shape
+    return x_BTHC.reshape(B, T, K, H // K, C).swapaxes(1, 2).reshape(B, K, -1, C)
+
+
+def _by_times(x_BKNC: jax.Array, T: int) -> jax.Array:
+    """The inverse of `_by_heads`."""
+    B, K, N, C = x_BKNC.shape
+    return x_BKNC.reshape(B, K, T, N // T, C).swapaxes(1, 2).reshape(B, T, -1, C)
+
+
+def _attend_forward(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int) -> Any:
+    (_, T, H, C), K = q_BTHC.shape, k_BSKC.shape[2]
+    q_BKNC, k_BKSC, v_BKSC = (_by_heads(x, K) for x in (q_BTHC, k_BSKC, v_BSKC))
     dtype = jnp.promote_types(q_BTHC.dtype, jnp.float32)
-    scores = jnp.einsum("BTKGC,BSKC->BKGTS", q_BTKGC, k_BSKC, preferred_element_type=dtype) * C**-0.5
-    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    scores = jnp.einsum("BKNC,BKSC->BKNS", q_BKNC, k_BKSC, preferred_element_type=dtype) * C**-0.5
+    behind = jnp.arange(T).repeat(H // K)[:, None] - jnp.arange(T)
     seen = (behind >= 0) & (behind < (window or T))
     probabilities = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
-    return jnp.einsum("BKGTS,BSKC->BTKGC", probabilities.astype(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)
+    probabilities = checkpoint_name(probabilities, "probabilities")
+    y_BKNC = jnp.einsum("BKNS,BKSC->BKNC", probabilities.astype(v_BSKC.dtype), v_BKSC)
+    return _by_times(y_BKNC, T), (q_BKNC, k_BKSC, v_BKSC, probabilities)
+
+
+def _attend_backward(window: int, kept: Any, outer_BTHC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # Probabilities are all that is kept of the scores' size.
+    q_BKNC, k_BKSC, v_BKSC, probabilities = kept
+    T, scale, dtype = outer_BTHC.shape[1], q_BKNC.shape[-1] ** -0.5, probabilities.dtype
+    outer_BKNC = _by_heads(outer_BTHC, k_BKSC.shape[1])
+    v_bar = jnp.einsum("BKNS,BKNC->BKSC", probabilities.astype(v_BKSC.dtype), outer_BKNC)
+    p_bar = jnp.einsum("BKNC,BKSC->BKNS", outer_BKNC, v_BKSC).astype(dtype)
+    s_bar = probabilities * (p_bar - (probabilities * p_bar).sum(-1, keepdims=True)) * scale
+    q_bar = jnp.einsum("BKNS,BKSC->BKNC", s_bar, wide(k_BKSC)).astype(q_BKNC.dtype)
+    k_bar = jnp.einsum("BKNS,BKNC->BKSC", s_bar, wide(q_BKNC)).astype(k_BKSC.dtype)
+    return _by_times(q_bar, T), _by_times(k_bar, T), _by_times(v_bar, T)
+
+
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 def has_kernel(dtype: Any, head_dim: int) -> bool:

@@ -25,13 +25,13 @@ Sizes = Mapping[str, float]
 
 # What a block keeps from forward to backward where nothing is computed again.
 KEPT: Mapping[str, Arrays] = {
-    # R: the input and the sum after attention; each norm before its scale. D: and after it. Q, K: queries and keys as
-    # rotated, values, the result. S: exp and its quotient. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
-    "llama": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
-    # F: what goes into GELU by tanh, and what its formula makes of that on the way.
-    "gpt2": {"R": (0, 4), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (5, 1)},
-    # d: an expert's rows, those of others as zeros, and the result.
-    "mixture": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0), "d": (3, 0)},
+    # R: the input, and what attention adds to it. Q, K: queries and keys as their products leave them, values, the
+    # result. S: probabilities. F: gate and up.
+    "llama": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0)},
+    # F: what goes into GELU.
+    "gpt2": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (1, 0)},
+    # d: an expert's rows, and the result.
+    "mixture": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0), "d": (2, 0)},
 }
 # What a block keeps that is computed again: its input, or also the results of matrix products.
 AGAIN: Mapping[tuple[str, str], Arrays] = {
@@ -42,8 +42,17 @@ AGAIN: Mapping[tuple[str, str], Arrays] = {
     ("full", "mixture"): {"R": (1, 0)},
     ("selective", "mixture"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0)},  # grouped products are none of those
 }
+# What is there of a block that is computed again while its backward pass is.
+WORKING: Mapping[str, Arrays] = {
+    # R: the input and the sum after attention; each norm before its scale. D: and after it. Q, K: queries and keys as
+    # rotated, values, the result. S: probabilities. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
+    "llama": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0)},
+    # F: what goes into GELU by tanh, and what its formula makes of that on the way.
+    "gpt2": {"R": (0, 4), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 1), "F": (5, 1)},
+    "mixture": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0), "d": (3, 0)},
+}
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
-TAKEN: Arrays = {"R": (4, 0), "D": (2, 0), "S": (0, 1.25), "F": (4, 0)}
+TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
 # What products by blocks of rows have beside these: rows and results with room for one block more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
@@ -245,10 +254,22 @@ class Footprint:
     @property
     def whole(self) -> Arrays:
         """What a block keeps where nothing is computed again."""
-        m = self.experiment.model
-        arrays = dict(self.kept_by_family[self.family])
-        if getattr(m, "qk_norm", False):
+        return self.attending(self.kept_by_family[self.family])
+
+    @property
+    def working(self) -> Arrays:
+        """What is there of a block that is computed again."""
+        return self.attending(WORKING[self.family])
+
+    def attending(self, arrays: Arrays) -> Arrays:
+        """`arrays` of a family, by what the model and the mesh make of its attention: norms of queries and keys, no
+        scores, or what all times are gathered to."""
+        arrays = dict(arrays)
+        if getattr(self.experiment.model, "qk_norm", False):
             arrays |= {w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}
+        if self.experiment.parallel.sequence:
+            narrow, wide = arrays.get("D", (0, 0))
+            arrays["D"] = (narrow + 2, wide)
         return arrays if self.scores else arrays | {"S": (0, 0)}
 
     @property
@@ -298,7 +319,8 @@ class Footprint:
 
     def _moments(self) -> Iterator[dict[str, float]]:
         e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
-        again, stages = self.at_once * (self.arrays(self.whole) - self.arrays(self.least)), self.mesh["pipeline"]
+        recomputed = self.arrays(self.working) - self.arrays(self.least)
+        again, stages = self.at_once * recomputed * (e.memory.remat != "none"), self.mesh["pipeline"]
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
             GRADIENTS: self.gradients,
@@ -324,10 +346,11 @@ class Footprint:
         elif self.ring:
             yield block | {INSIDE: self.attention}
         else:  # either the MLP or attention: of a block that is computed again XLA lets go of one before the other
-            hidden = {"F": self.whole["F"]}, {"F": self.least.get("F", (0, 0))}
+            hidden = {"F": self.working["F"]}, {"F": self.least.get("F", (0, 0))}
             yield block | {INSIDE: self.arrays({"R": (1, 0)})}
             without = again - self.arrays(hidden[0]) + self.arrays(hidden[1])
-            yield block | {AGAIN_ONE: without, INSIDE: 2 * self.scores * self.arrays({"S": (0, 1)})}
+            cast = 2 * (ITEMSIZE[str(e.precision.compute)] < 4)  # probabilities, their gradient
+            yield block | {AGAIN_ONE: without, INSIDE: self.scores * self.arrays({"S": (cast, 2)})}
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
         reduced = self.gradients / (n if row.optimizer and not row.gradients else 1)
         gathered = self.largest_stack * (row.optimizer and not row.parameters and n > 1)
