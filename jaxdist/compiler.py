@@ -10,6 +10,7 @@ Those of a group of one device, which models do not know from others, are left o
 copies what they are given.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 from jax._src import compiler as jax_compiler
 from jax._src.lib.mlir import ir
+from jax.sharding import Mesh
 
 from jaxdist.config import Parallel
 
@@ -34,6 +36,12 @@ def options(parallel: Parallel) -> dict[str, Any]:
     if parallel.bucket_mb:
         asked |= dict.fromkeys(BUCKETS, min(round(parallel.bucket_mb * 2**20), MOST))
     return {name: value for name, value in asked.items() if known(name, value)}
+
+
+def alone(mesh: Mesh) -> dict[str, Any]:
+    """Where virtual CPU devices are as many as cores, or more: each computes by itself, and divides no product."""
+    crowded = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) >= (os.cpu_count() or 1)
+    return {"xla_cpu_multi_thread_eigen": False} if crowded else {}
 
 
 @cache
@@ -67,7 +75,7 @@ def collectives(module: ir.Module) -> list[ir.Operation]:
 def leave_out_idle(module: ir.Module) -> None:
     """Leave out collectives within groups of one device, which are what they are given: XLA copies it on CPUs."""
     for operation in collectives(module):
-        if GROUPS in operation.attributes and operation.attributes[GROUPS].type.shape[1] == 1:
+        if GROUPS in operation.attributes and ir.ShapedType(operation.attributes[GROUPS].type).shape[1] == 1:
             for result, operand in zip(operation.results, operation.operands, strict=True):
                 result.replace_all_uses_with(operand)
             operation.erase()

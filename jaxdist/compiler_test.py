@@ -58,3 +58,13 @@ def test_each_collective_has_a_number_of_its_own(which: str) -> None:
     assert {*re.findall(r"channel_handle<handle = (\d+)", lowered.as_text())} == {"1"}
     found = re.findall(r"channel_id=(\d+)", lowered.compile().as_text())
     assert len(found) > 40 and len({*found}) == len(found)
+
+
+def test_none_is_compiled_within_groups_of_one() -> None:
+    """Of what models ask for over axes of one device: the program that is lowered has it, that which runs does not."""
+    experiment = tiny(parallel={"mesh": "fsdp=2"})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    lowered = program.step.trace(program.abstract, program.abstract_batch).lower()
+    assert "dense<[[0], [1]]>" in lowered.as_text()
+    found = re.findall(r"replica_groups=(\S+)", lowered.compile().as_text())
+    assert found and not [groups for groups in found if "{0}" in groups or groups.startswith("[2,1]")]

@@ -5,6 +5,7 @@ Types know where an array lies: what mixes one on the host with one on the devic
 collectives forget it, so that nothing is gathered but what was fetched.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,17 @@ ALL_OF_IT = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 where JAX takes 75 % of a GPU"
 
 # Around what computes: a TrainingError where a device has no memory left, which tells what helps.
 in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE_EXHAUSTED")
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_freed() -> None:
+    """Have glibc keep for this process what it frees. XLA allocates a step's temporary memory on CPUs anew each time,
+    which the kernel would clear again, page by page. Other C libraries have no such call."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)  # none
 
 
 def offloaded(shardings: Any) -> Any:

@@ -23,6 +23,7 @@ from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.display import console
 from jaxdist.config.errors import code_of
 from jaxdist.launcher import launched, patience
+from jaxdist.memory import keep_freed
 from jaxdist.roll_call import DONE, HEARD, TOLD, Contact, roll_call
 
 Result = TypeVar("Result")
@@ -58,6 +59,7 @@ def first() -> bool:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`."""
+    keep_freed()
     exit_codes(lambda: _one_of_many(main))
 
 

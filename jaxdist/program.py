@@ -253,7 +253,7 @@ class Program:
         function = jax.shard_map(
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
-        told = compiler.options(self.experiment.parallel)
+        told = compiler.options(self.experiment.parallel) | compiler.alone(self.mesh)
         batch, alike = self.shardings((self.batch_specs, P()))
         return jax.jit(
             function,
