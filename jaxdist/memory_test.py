@@ -1,5 +1,7 @@
 """What a device holds: its share of the state, and as many activations as the mode of rematerialization keeps."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -192,3 +194,26 @@ def test_a_device_without_memory_is_told() -> None:
         step("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 30.20GiB.\nAnd much more.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         step("INTERNAL: another error")
+
+
+FAULTS = """
+import resource
+from jaxdist.memory import keep_freed
+{before}
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+began = faults()
+for _ in range(10):
+    b"x" * 2**26  # 64 MiB, written and freed at once
+print(faults() - began)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
+def test_what_is_freed_is_kept() -> None:
+    """What is written one after the other lies in the same pages, which else the kernel maps and clears each time."""
+
+    def faults(before: str) -> int:
+        line = [sys.executable, "-c", FAULTS.format(before=before)]
+        return int(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+
+    assert faults("") > 5 * faults("keep_freed()")

@@ -333,7 +333,7 @@ class Footprint:
             WHOLE: self.held(False) * self.compute * (row.parameters and not row.reshards and n > 1),
             BLOCKS: self.at_once * self.kept,
         }
-        yield during | {LOGITS: self.arrays({"V": (0, 2)}), LAST: self.arrays(NORM)}
+        yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
         block = during | {
             WEIGHTS: self.weights(True) * stages / e.model.layers * self.compute,
             AGAIN_ONE: again,
@@ -355,6 +355,16 @@ class Footprint:
         reduced = self.gradients / (n if row.optimizer and not row.gradients else 1)
         gathered = self.largest_stack * (row.optimizer and not row.parameters and n > 1)
         yield always | {FRESH: reduced * crosses, FETCHED: self.fetched, UPDATE: gathered}
+
+    @property
+    def logits(self) -> float:
+        """Logits and their gradient, which XLA makes in their place but on CPUs; and the head's, whole until it is
+        scattered."""
+        if self.platform == "cpu":
+            return self.arrays({"V": (0, 2)})
+        scattered = self.shards > 1 and strategy(self.experiment.parallel).gradients
+        head = self.multiplying[1] * ITEMSIZE[str(self.experiment.precision.reduce)]
+        return self.arrays({"V": (1, 0)}) + head * scattered
 
     @property
     def fresh(self) -> float:
