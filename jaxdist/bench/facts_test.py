@@ -8,8 +8,8 @@ from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
 from jaxdist.collectives import Parallel
 from jaxdist.conftest import often
 
-# One row of a microbatch to a stage: what XLA keeps beside is as much as a sixth of so little.
-FAR = {"pipeline"}
+# Goals that are missed: XLA keeps more beside a single row of a stage, or a block computed again, than the form has.
+FAR = {"pipeline", "fsdp, remat full"}
 
 
 def met(name: str) -> list[bool | None]:
