@@ -16,9 +16,12 @@ def away(run: Run) -> float:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_pace_and_memory(run: Run) -> None:
+    """Memory is less, by what torch holds of logits beside the one array that JAX does."""
     assert away(run) < 0.25
     if run.memory:
-        assert planned(run)[0].memory["peak"] / 2**30 == pytest.approx(run.memory, rel=0.05)
+        plan, *_ = planned(run)
+        logits = plan.footprint.arrays({"V": (1, 2)}) / 2**30
+        assert run.memory - logits < plan.memory["peak"] / 2**30 < run.memory
 
 
 def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ class TorchFootprint(Footprint):
 
     @property
     def whole(self) -> Arrays:
-        arrays = dict(super().whole)
+        arrays = dict(self.attending(self.kept_by_family[self.family]))
         if self.scores and self.gpu and not self.windowed:  # keys and values once for each head of queries
             arrays |= {"S": (0, 1), "Q": (arrays["Q"][0] + 2, arrays["Q"][1])}
         n = self.mesh["context"]  # keys and values of all times

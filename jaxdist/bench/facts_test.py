@@ -8,8 +8,7 @@ from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
 from jaxdist.collectives import Parallel
 from jaxdist.conftest import often
 
-# Goals that are missed: XLA keeps more beside a single row of a stage, or a block computed again, than the form has.
-FAR = {"pipeline", "fsdp, remat full"}
+FAR = {"pipeline"}  # a goal that is missed: beside a single row of a stage XLA keeps more than the form has
 
 
 def met(name: str) -> list[bool | None]:

@@ -254,23 +254,24 @@ class Footprint:
     @property
     def whole(self) -> Arrays:
         """What a block keeps where nothing is computed again."""
-        return self.attending(self.kept_by_family[self.family])
+        return self.gathered(self.attending(self.kept_by_family[self.family]))
 
     @property
     def working(self) -> Arrays:
         """What is there of a block that is computed again."""
-        return self.attending(WORKING[self.family])
+        return self.gathered(self.attending(WORKING[self.family]))
 
     def attending(self, arrays: Arrays) -> Arrays:
-        """`arrays` of a family, by what the model and the mesh make of its attention: norms of queries and keys, no
-        scores, or what all times are gathered to."""
-        arrays = dict(arrays)
+        """`arrays` of a family with norms of queries and keys, where the model has such, and without scores where
+        attention keeps none."""
         if getattr(self.experiment.model, "qk_norm", False):
-            arrays |= {w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}
-        if self.experiment.parallel.sequence:
-            narrow, wide = arrays.get("D", (0, 0))
-            arrays["D"] = (narrow + 2, wide)
-        return arrays if self.scores else arrays | {"S": (0, 0)}
+            arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}}
+        return arrays if self.scores else {**arrays, "S": (0, 0)}
+
+    def gathered(self, arrays: Arrays) -> Arrays:
+        """`arrays` with what sequence parallelism gathers to all times, for attention and for the MLP."""
+        narrow, wide = arrays.get("D", (0, 0))
+        return {**arrays, "D": (narrow + 2, wide)} if self.experiment.parallel.sequence else arrays
 
     @property
     def least(self) -> Arrays:
@@ -345,12 +346,10 @@ class Footprint:
             yield block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
         elif self.ring:
             yield block | {INSIDE: self.attention}
-        else:  # either the MLP or attention: of a block that is computed again XLA lets go of one before the other
-            hidden = {"F": self.working["F"]}, {"F": self.least.get("F", (0, 0))}
-            yield block | {INSIDE: self.arrays({"R": (1, 0)})}
-            without = again - self.arrays(hidden[0]) + self.arrays(hidden[1])
-            cast = 2 * (ITEMSIZE[str(e.precision.compute)] < 4)  # probabilities, their gradient
-            yield block | {AGAIN_ONE: without, INSIDE: self.scores * self.arrays({"S": (cast, 2)})}
+        else:
+            cast = ITEMSIZE[str(e.precision.compute)] < 4  # probabilities, as values are multiplied by them
+            inside = self.scores * self.arrays({"S": (cast, 1.75)})
+            yield block | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
         reduced = self.gradients / (n if row.optimizer and not row.gradients else 1)
         gathered = self.largest_stack * (row.optimizer and not row.parameters and n > 1)
