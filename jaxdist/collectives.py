@@ -68,6 +68,13 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
 
 
+def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x`, typed as differing wherever one of `others` does."""
+    own, *theirs = (jax.typeof(a).manual_axis_type.varying for a in (x, *others))
+    axes = frozenset().union(*theirs) - own
+    return vary(x, tuple(sorted(axes))) if axes else x
+
+
 def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
     """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
     return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
@@ -249,7 +256,8 @@ class Parallel:
         `logits_BTV` holds this tensor device's part of the vocabulary; no device ever sees all of a token's logits.
         """
         index_BT = targets_BT - lax.axis_index("tensor") * logits_BTV.shape[-1]
-        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, _nats(logits_BTV, index_BT)))
+        nats_BT = _nats(vary_like(logits_BTV, index_BT), index_BT)
+        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, nats_BT))
 
 
 @jax.custom_vjp

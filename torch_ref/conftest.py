@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     def run(arguments: str, before: str = "") -> Run:
         key = (" ".join(arguments.split()), before)
         if key not in done:
-            output = folder / str(len(done))
+            output = Path(tempfile.mkdtemp(dir=folder)) / "run"  # what fails leaves a folder too
             result = command("--data.path", str(documents), "--output", str(output), *arguments.split(), before=before)
             assert result.returncode == 0, result.stdout + result.stderr
             done[key] = Run(output)

@@ -1,6 +1,6 @@
 """Steps of both sides on the same config, in pairs: how many times as fast as torch's JAX's are.
 
-The shapes are those of issue 6: float32, 2,048 tokens a step. Sides of a row run one after the other, in turned order
+Decoders of two sizes, float32, 2,048 tokens a step. Sides of a row run one after the other, in turned order
 each time, so that a machine which slows down meanwhile slows both.
 """
 

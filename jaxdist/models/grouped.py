@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.collectives import vary, wide
+from jaxdist.collectives import vary_like, wide
 
 WORTH = 512  # rows: products of fewer take a GPU less time than their start
 Kernel = Callable[[jax.Array, jax.Array], jax.Array]  # a block's rows and its group's kernel -> its results
@@ -60,7 +60,7 @@ def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: i
         return lax.dynamic_update_slice_in_dim(y, made, block.start, 0), None
 
     zeros = jnp.zeros((len(padded), outputs), x_NI.dtype)
-    return lax.scan(one, like(zeros, x_NI, kernel_EIO), blocks(counts_E, M, most))[0][: len(x_NI)]
+    return lax.scan(one, vary_like(zeros, x_NI, kernel_EIO), blocks(counts_E, M, most))[0][: len(x_NI)]
 
 
 def shape_of(rows: float, groups: int) -> tuple[int, int]:
@@ -68,11 +68,6 @@ def shape_of(rows: float, groups: int) -> tuple[int, int]:
     their last ones, which are not full, are an eighth more work; at worst, where groups are small, a half."""
     M = max(1, int(rows / (8 * groups)), int(min(WORTH, rows / (2 * groups))))
     return M, int(rows) // M + groups
-
-
-def like(array: jax.Array, *others: jax.Array) -> jax.Array:
-    """An array that varies over the mesh axes that others do."""
-    return vary(array, tuple(frozenset().union(*(jax.typeof(other).manual_axis_type.varying for other in others))))
 
 
 @jax.custom_vjp
@@ -98,7 +93,7 @@ def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, Non
         return total.at[block.group].add(product), None
 
     zeros = jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype)
-    kernel_bar, _ = lax.scan(one, like(zeros, x_NI, outer_NO), blocks(counts_E, M, most))
+    kernel_bar, _ = lax.scan(one, vary_like(zeros, x_NI, outer_NO), blocks(counts_E, M, most))
     return x_bar, kernel_bar.astype(kernel_EIO.dtype), None
 
 
