@@ -274,13 +274,13 @@ def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
     total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
     total_BT, target_BT = lax.psum((total_BT, jnp.where(mine, target_BT, 0)), "tensor")
     nats_BT = jnp.log(total_BT) - target_BT
-    return nats_BT, (logits_BTV, index_BT, highest_BT + jnp.log(total_BT))
+    return nats_BT, (logits_BTV, index_BT, highest_BT, jnp.log(total_BT))
 
 
 def _nats_backward(kept: Any, outer_BT: jax.Array) -> tuple[jax.Array, None]:
     # Logits are all that is kept of their size, and softmax - one-hot is made at once.
-    logits_BTV, index_BT, whole_BT = kept
-    softmax_BTV = jnp.exp(wide(logits_BTV) - whole_BT[..., None])
+    logits_BTV, index_BT, highest_BT, log_BT = kept
+    softmax_BTV = jnp.exp(wide(logits_BTV) - highest_BT[..., None] - log_BT[..., None])  # large logits first
     hit_BTV = jnp.arange(logits_BTV.shape[-1]) == index_BT[..., None]
     return ((softmax_BTV - hit_BTV) * outer_BT[..., None]).astype(logits_BTV.dtype), None
 

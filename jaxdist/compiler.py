@@ -21,6 +21,7 @@ from jax._src.lib.mlir import ir
 from jax.sharding import Mesh
 
 from jaxdist.config import Parallel
+from jaxdist.processes import world
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 # Collectives of one kind are sent as one until they come to so many bytes; torch: bucket_cap_mb.
@@ -28,6 +29,8 @@ BUCKETS = tuple(f"xla_gpu_{op}_combine_threshold_bytes" for op in OPS)
 MOST = 2**40  # bytes, more than any device has
 # Collectives are begun early and awaited late, across iterations of a loop too; torch: DDP's hooks, FSDP2's prefetch.
 OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", *(f"xla_gpu_enable_pipelined_{op}" for op in OPS))
+
+EIGEN = "xla_cpu_multi_thread_eigen"
 
 
 def options(parallel: Parallel) -> dict[str, Any]:
@@ -39,9 +42,12 @@ def options(parallel: Parallel) -> dict[str, Any]:
 
 
 def alone(mesh: Mesh) -> dict[str, Any]:
-    """Where virtual CPU devices are as many as cores, or more: each computes by itself, and divides no product."""
-    crowded = mesh.devices.flat[0].platform == "cpu" and len(mesh.local_devices) >= (os.cpu_count() or 1)
-    return {"xla_cpu_multi_thread_eigen": False} if crowded else {}
+    """Where a machine's virtual CPU devices are as many as its cores, or more: each computes by itself, and divides no
+    product."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices = len(mesh.local_devices) * len(world().neighbours)
+    crowded = mesh.devices.flat[0].platform == "cpu" and devices >= cores
+    return {EIGEN: False} if crowded and known(EIGEN, value=False) else {}
 
 
 @cache

@@ -68,3 +68,11 @@ def test_none_is_compiled_within_groups_of_one() -> None:
     assert "dense<[[0], [1]]>" in lowered.as_text()
     found = re.findall(r"replica_groups=(\S+)", lowered.compile().as_text())
     assert found and not [groups for groups in found if "{0}" in groups or groups.startswith("[2,1]")]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_crowded_devices_divide_no_product(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = tiny(parallel={"mesh": "fsdp=2"})
+    mesh, _ = make_mesh(experiment, "cpu")
+    monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert compiler.alone(mesh) == ({compiler.EIGEN: False} if cores <= len(mesh.local_devices) else {})

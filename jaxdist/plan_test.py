@@ -69,6 +69,13 @@ def run(capsys: Capsys, *argv: str) -> str:
     return capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize("config", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_all_causes_are_in_a_plan(config: str) -> None:
+    plan = Plan(load(config, {"parallel.mesh": "8x1", "train.batch": 16}), hardware("h100"))
+    f = plan.footprint
+    assert plan.memory["peak"] == pytest.approx(f.parameters + f.optimizer_state + sum(f.peak.values()))
+
+
 def test_other_meshes_need_other_devices() -> None:
     plan = Plan(load("llama-3.1-70b", {"parallel.mesh": "8x1", "train.batch": 8}), hardware("h100"))
     assert not plan.fits and "devices" in smallest_change(plan)

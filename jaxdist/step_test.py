@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
@@ -293,6 +294,28 @@ def counted_per_device(norm: Any) -> Any:
         return norm(self, gradients) * math.prod(lax.axis_size(axis) for axis in AXES) ** 0.5
 
     return wrong
+
+
+@pytest.mark.parametrize("level", [0.0, 1e4])
+def test_the_gradient_of_a_token_sums_to_nothing(level: float) -> None:
+    """softmax - one-hot, as near to 0 in float32 where logits are large: what is subtracted first is the largest."""
+    experiment = tiny(parallel={"mesh": "1x1"}, precision={"policy": "fp32"})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(level + random.normal(size=(2, 8, 64)), jnp.float32)
+    targets = jnp.asarray(random.integers(0, 64, (2, 8)), jnp.int32)
+
+    def gradient(logits: jax.Array, targets: jax.Array) -> jax.Array:
+        return jax.grad(program.step_function.parallel.cross_entropy)(logits, targets)
+
+    specs: dict[str, Any] = {"mesh": program.mesh, "in_specs": (P(), P()), "out_specs": P()}
+    found = jax.jit(jax.shard_map(gradient, **specs))(logits, targets)
+    assert float(jnp.abs(found.sum(-1)).max()) < 5e-7
+    assert float(jnp.abs(found - jax.grad(plain_loss)(logits, targets)).max()) < 5e-7
+
+
+def plain_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1).sum()
 
 
 def own_tokens(cross_entropy: Any) -> Any:

@@ -16,12 +16,10 @@ def away(run: Run) -> float:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_pace_and_memory(run: Run) -> None:
-    """Memory is less, by what torch holds of logits beside the one array that JAX does."""
+    """Memory is a sixth less, as JAX holds one array of logits."""
     assert away(run) < 0.25
     if run.memory:
-        plan, *_ = planned(run)
-        logits = plan.footprint.arrays({"V": (1, 2)}) / 2**30
-        assert run.memory - logits < plan.memory["peak"] / 2**30 < run.memory
+        assert 0.8 < planned(run)[0].memory["peak"] / 2**30 / run.memory < 0.88
 
 
 def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

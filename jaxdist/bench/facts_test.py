@@ -18,8 +18,9 @@ def met(name: str) -> list[bool | None]:
 
 @pytest.mark.parametrize("name", often(ROWS, FIRST))
 def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
-    traffic, memory = met(name)
-    assert traffic and (memory or name in FAR)
+    found = of_row(name)
+    assert found.traffic <= TRAFFIC.value
+    assert (found.memory <= MEMORY.value) != (name in FAR) and found.memory < 1.5
 
 
 def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

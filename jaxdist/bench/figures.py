@@ -144,7 +144,7 @@ class Difference:
 def compare(then: Sections, now: Sections) -> list[Difference]:
     """The figures that both have. Seconds of another machine are left out: ratios are what may be compared there."""
     found = []
-    for name in then.keys() & now.keys():
+    for name in (name for name in now if name in then):
         alike = same_machine(then[name], now[name])
         earlier = {figure.name: figure for figure in then[name].figures}
         for figure in now[name].figures:

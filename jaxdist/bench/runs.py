@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxdist.config import ConfigError, TrainingError, read_metrics
@@ -42,16 +41,14 @@ class Run:
         return json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
 
 
-def train(
-    side: str, arguments: Sequence[str], output: Path, environment: Mapping[str, str] = MappingProxyType({})
-) -> Run:
+def train(side: str, arguments: Sequence[str], output: Path) -> Run:
     """`python -m SIDE.train ...` to its end. Compiled programs lie beside its folder, and not with the user's.
 
     Raises ConfigError where the run refuses its arguments, TrainingError where it fails.
     """
     line = ["-m", f"{side}.train", "--train.validation_batches", "0", *arguments, "--output", str(output)]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    environment = inherited | {"XDG_CACHE_HOME": str(output.parent / "cache")} | dict(environment)
+    environment = inherited | {"XDG_CACHE_HOME": str(output.parent / "cache")}
     done = subprocess.run(
         [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
     )

@@ -349,11 +349,11 @@ def _experiment(path: Path) -> Experiment | None:
 
 def own_way(key: str) -> list[str]:
     """The way to an entry in the tree that `torch_ref` saves."""
-    part, _, rest = key.partition(".")
+    part, dot, rest = key.partition(".")
     if rest.startswith(STATE):
         name, _, kind = rest.removeprefix(STATE).rpartition(".")
         return [part, STATE[:-1], name, kind]
-    return [part, rest]
+    return [part, rest] if dot else [part]
 
 
 class Layout(dcp.FileSystemWriter):

@@ -2,7 +2,7 @@
 
 `lax.ragged_dot` says so in one word, and on TPUs is a kernel of its own. On CPUs and GPUs XLA makes it products of all
 rows with the kernel of every group, E times the arithmetic and the memory. There a block of rows is multiplied at a
-time, all of one group.
+time, all of one group; rows that are in none cost nothing.
 
 Shape letters: N rows, E groups, I inputs, O outputs, M rows of a block.
 """
@@ -37,14 +37,25 @@ class Block(NamedTuple):
     own: jax.Array
 
 
-def blocks(counts_E: jax.Array, rows: int, most: int) -> Block:
-    """The blocks of up to `rows` rows that hold all groups, in order, `most` of them: the last may be empty."""
-    each_E = -(-counts_E // rows)
-    ends_E, index = jnp.cumsum(each_E), jnp.arange(most)
-    group = jnp.minimum(jnp.searchsorted(ends_E, index, side="right"), len(counts_E) - 1)
+def block_of(counts_E: jax.Array, rows: int, index: jax.Array) -> Block:
+    """The `index`-th of the blocks of up to `rows` rows that hold all groups, in order."""
+    each_E = blocks_of(counts_E, rows)
+    ends_E = jnp.cumsum(each_E)
+    group = jnp.searchsorted(ends_E, index, side="right")
     before = (index - (ends_E - each_E)[group]) * rows  # rows of the group in blocks before this
     start = (jnp.cumsum(counts_E) - counts_E)[group] + before
-    return Block(group, start, jnp.clip(counts_E[group] - before, 0, rows))
+    return Block(group, start, jnp.minimum(counts_E[group] - before, rows))
+
+
+def blocks_of(counts_E: jax.Array, rows: int) -> jax.Array:
+    """How many blocks each group has."""
+    return -(-counts_E // rows)
+
+
+def rows_of(rows: int, groups: int) -> int:
+    """Of a block, where there are so many rows in all: so many that it is worth its start, and so few that the last
+    ones of groups, which are not full, are little more work."""
+    return max(1, rows // (16 * groups), min(WORTH, rows // (2 * groups)))
 
 
 def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: int, product: Kernel) -> jax.Array:
@@ -52,22 +63,16 @@ def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: i
 
     What a block makes of rows that are not its own lies where the next one writes, or behind all groups.
     """
-    M, most = shape_of(len(x_NI), len(counts_E))
+    M = rows_of(len(x_NI), len(counts_E))
     padded = jnp.pad(x_NI, ((0, M), (0, 0)))
 
-    def one(y: jax.Array, block: Block) -> tuple[jax.Array, None]:
+    def one(index: jax.Array, y: jax.Array) -> jax.Array:
+        block = block_of(counts_E, M, index)
         made = product(lax.dynamic_slice_in_dim(padded, block.start, M), kernel_EIO[block.group])
-        return lax.dynamic_update_slice_in_dim(y, made, block.start, 0), None
+        return lax.dynamic_update_slice_in_dim(y, made, block.start, 0)
 
-    zeros = jnp.zeros((len(padded), outputs), x_NI.dtype)
-    return lax.scan(one, vary_like(zeros, x_NI, kernel_EIO), blocks(counts_E, M, most))[0][: len(x_NI)]
-
-
-def shape_of(rows: float, groups: int) -> tuple[int, int]:
-    """Rows of a block, and how many blocks there are at most: so few that each is worth its start, and so many that
-    their last ones, which are not full, are an eighth more work; at worst, where groups are small, a half."""
-    M = max(1, int(rows / (8 * groups)), int(min(WORTH, rows / (2 * groups))))
-    return M, int(rows) // M + groups
+    zeros = vary_like(jnp.zeros((len(padded), outputs), x_NI.dtype), x_NI, kernel_EIO, counts_E)
+    return lax.fori_loop(0, blocks_of(counts_E, M).sum(), one, zeros)[: len(x_NI)]
 
 
 @jax.custom_vjp
@@ -82,18 +87,19 @@ def _forward(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array) -> Any
 
 def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_NI, kernel_EIO, counts_E = kept
-    M, most = shape_of(len(x_NI), len(counts_E))
+    M = rows_of(len(x_NI), len(counts_E))
     x_bar = each(outer_NO, kernel_EIO, counts_E, kernel_EIO.shape[1], partial(jnp.einsum, "MO,IO->MI"))
     rows = [jnp.pad(a, ((0, M), (0, 0))) for a in (x_NI, outer_NO)]
 
-    def one(total: jax.Array, block: Block) -> tuple[jax.Array, None]:
+    def one(index: jax.Array, total: jax.Array) -> jax.Array:
+        block = block_of(counts_E, M, index)
         x_MI, outer_MO = (lax.dynamic_slice_in_dim(a, block.start, M) for a in rows)
         mine = (jnp.arange(M) < block.own)[:, None]
         product = jnp.einsum("MI,MO->IO", jnp.where(mine, x_MI, 0), outer_MO, preferred_element_type=total.dtype)
-        return total.at[block.group].add(product), None
+        return total.at[block.group].add(product)
 
-    zeros = jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype)
-    kernel_bar, _ = lax.scan(one, vary_like(zeros, x_NI, outer_NO), blocks(counts_E, M, most))
+    zeros = vary_like(jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype), x_NI, outer_NO, counts_E)
+    kernel_bar = lax.fori_loop(0, blocks_of(counts_E, M).sum(), one, zeros)
     return x_bar, kernel_bar.astype(kernel_EIO.dtype), None
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxdist.conftest  # noqa: F401  # float64 is a process' own
 from jaxdist.models import grouped
-from jaxdist.models.grouped import blocks, by_blocks
+from jaxdist.models.grouped import block_of, blocks_of, by_blocks, rows_of
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -52,29 +52,25 @@ def test_all_rows_in_their_groups(counts: list[int], beyond: int) -> None:
 
 def test_rows_of_other_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that takes all its M rows for its own has the next group's in the gradient of its kernel."""
-    right = blocks
+    right = block_of
 
-    def greedy(counts_E: jax.Array, rows: int, most: int) -> grouped.Block:
-        return right(counts_E, rows, most)._replace(own=jnp.full(most, rows))
+    def greedy(counts_E: jax.Array, rows: int, index: jax.Array) -> grouped.Block:
+        return right(counts_E, rows, index)._replace(own=jnp.array(rows))
 
-    monkeypatch.setattr(grouped, "blocks", greedy)
+    monkeypatch.setattr(grouped, "block_of", greedy)
     assert differs(by_blocks, COUNTS[2], 0) > 0.1
 
 
 def test_blocks_hold_each_row_once() -> None:
     for counts in COUNTS:
-        found = blocks(jnp.array(counts), rows := 3, sum(counts) // rows + len(counts))
-        rows_of = [
-            (int(group), row)
-            for group, start, count in zip(*found, strict=True)
-            for row in range(int(start), int(start) + int(count))
-        ]
-        assert [row for _, row in rows_of] == list(range(sum(counts)))
-        assert [group for group, _ in rows_of] == [group for group, count in enumerate(counts) for _ in range(count)]
+        many = int(blocks_of(jnp.array(counts), rows := 3).sum())
+        found = [block_of(jnp.array(counts), rows, jnp.array(index)) for index in range(many)]
+        rows_in = [(int(b.group), row) for b in found for row in range(int(b.start), int(b.start) + int(b.own))]
+        assert [row for _, row in rows_in] == list(range(sum(counts)))
+        assert [group for group, _ in rows_in] == [group for group, count in enumerate(counts) for _ in range(count)]
 
 
-def test_how_much_is_for_nothing() -> None:
-    """A half where groups have few rows, an eighth where they have many."""
-    for rows, more in ((2048, 0.5), (8 * 4096, 0.125)):
-        block, most = grouped.shape_of(rows, 8)
-        assert block * most == (1 + more) * rows
+def test_how_many_rows_a_block_has() -> None:
+    """Half of a group's if all are alike, as long as these are few; a sixteenth where they are many."""
+    assert [rows_of(rows, 8) for rows in (3, 2048, 16 * 4096)] == [1, 128, 512]
+    assert rows_of(2**20, 8) == 2**20 // 128

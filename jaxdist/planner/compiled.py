@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,8 @@ def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Comp
     program, platform = Program(experiment, mesh), mesh.devices.flat[0].platform
     began = time.perf_counter()
     traced = program.step.trace(program.abstract, program.abstract_batch)
-    compiled = traced.lower().compile(gpus.OPTIONS if platform == "gpu" else None)
+    with gpus.refused(device) if device and platform == "gpu" else nullcontext():
+        compiled = traced.lower().compile(gpus.OPTIONS if platform == "gpu" else None)
     sent: Counter[str] = Counter()
     for collective in traffic.count(traced.jaxpr):
         sent[collective.axis.partition("+")[0]] += collective.bytes  # type: ignore[assignment]

@@ -4,6 +4,9 @@ What it compiles is the program that would run there (https://docs.jax.dev/en/la
 timed: of a product's kernels XLA takes the one that it would try first.
 """
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +18,7 @@ from jaxdist.config.hardware import Hardware
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 OPTIONS = {"xla_gpu_autotune_level": 0}
-# The numbers of XLA's GpuTargetConfigProto that all of NVIDIA's chips since 2020 share.
+# The numbers of XLA's GpuTargetConfigProto that NVIDIA's chips of data centres share since 2020.
 TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
@@ -26,7 +29,6 @@ gpu_device_info {{
   core_count: {cores}  fpus_per_core: {lanes}  clock_rate_ghz: {clock}  l2_cache_size: {l2}
   memory_bandwidth: {bandwidth}  device_memory_size: {memory}
   cuda_compute_capability {{ major: {major} minor: {minor} }}
-  device_interconnect_info {{ active_links: 18 }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -59,7 +61,18 @@ def devices(device: Hardware, count: int) -> list[Any]:
     jax.config.update("jax_platforms", "cpu")  # the plugin looks for a GPU else
     machines, left = divmod(count, device.group)
     shape = f"1x{machines}x{device.group}" if machines and not left else f"1x1x{count}"
-    found: Any = topologies.get_topology_desc(
-        platform="cuda", topology_name=device.name, target_config=target(device), topology=shape
-    )
+    with refused(device):
+        found: Any = topologies.get_topology_desc(
+            platform="cuda", topology_name=device.name, target_config=target(device), topology=shape
+        )
     return list(found.devices)
+
+
+@contextmanager
+def refused(device: Hardware) -> Iterator[None]:
+    """What the plugin says of a chip that it cannot compile for becomes a ConfigError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise ConfigError(f"--hardware {device.name}: XLA cannot compile for its chip: {reason}; see chip") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxdist.config import Experiment, Mixture, ResNet
-from jaxdist.models.grouped import shape_of
+from jaxdist.models.grouped import rows_of
 from jaxdist.models.layers import has_kernel
 from jaxdist.sharding import SHARDS, Layout, strategy
 from jaxdist.traffic import ITEMSIZE, Attends, passes, tokens_of
@@ -73,7 +73,7 @@ NAMES = (
     INSIDE := "gradients within one block",
     GROUPED := "grouped products, by blocks of rows",
     LAST := "activations of the last norm",
-    LOGITS := "logits, their softmax and gradient",
+    LOGITS := "logits and their gradient",
     WORKSPACE := "workspaces of cuBLAS",
     UPDATE := "the update of one parameter",
     FETCHED := "parameters and moments that are fetched from the host for the update",
@@ -194,9 +194,9 @@ class Footprint:
         block = head = 0.0
         spare = 1.0
         if isinstance(m, Mixture) and self.platform != "tpu":
-            rows = self.tokens * self.rows
-            size, most = shape_of(rows, m.experts // self.mesh["expert"])
-            spare = size * most / rows
+            experts = m.experts // self.mesh["expert"]
+            own = self.tokens * (self.rows if m.capacity else m.top_k)
+            spare += experts * rows_of(int(self.tokens * self.rows), experts) / 2 / own  # half of each last block
         for name, layout in self.layouts.items():
             chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
             share = chosen / (t if "tensor" in layout.given else 1)

@@ -21,7 +21,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED),
     "activations": (memory.BLOCKS, memory.WAITING, memory.AGAIN_ONE, memory.TAKEN_ONE, memory.LAST, memory.BATCH),
     "logits": (memory.LOGITS,),
-    "at work": (memory.INSIDE, memory.UPDATE, memory.WORKSPACE),
+    "at work": (memory.INSIDE, memory.GROUPED, memory.UPDATE, memory.WORKSPACE),
 }
 
 

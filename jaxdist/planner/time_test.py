@@ -48,11 +48,11 @@ def test_arithmetic_is_what_a_run_reports() -> None:
 
 
 def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
-    """On a TPU; elsewhere by blocks of rows, of which an eighth are no token's: of one expert on each device."""
+    """On a TPU; elsewhere by blocks of rows, the last of which are half empty."""
     e = plan("mixtral-8x7b", memory__remat="none", parallel__mesh="expert=8", train__batch=8)
     own = work(replace(e.footprint, platform="tpu"))
     assert own.products + own.attention * 6 / 7 == pytest.approx(e.flops_per_token * 8 * 4096 / 8, rel=1e-2)
-    assert own.products < work(e.footprint).products < 1.125 * own.products
+    assert 1.1 * own.products < work(e.footprint).products < 1.25 * own.products
 
 
 def test_a_pipeline_waits() -> None:
