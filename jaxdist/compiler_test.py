@@ -60,6 +60,7 @@ def test_each_collective_has_a_number_of_its_own(which: str) -> None:
     assert len(found) > 40 and len({*found}) == len(found)
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="groups are mesh axes")
 def test_none_is_compiled_within_groups_of_one() -> None:
     """Of what models ask for over axes of one device: the program that is lowered has it, that which runs does not."""
     experiment = tiny(parallel={"mesh": "fsdp=2"})
