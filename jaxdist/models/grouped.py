@@ -7,7 +7,7 @@ time, all of one group; rows that are in none cost nothing.
 Shape letters: N rows, E groups, I inputs, O outputs, M rows of a block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,19 +37,14 @@ class Block(NamedTuple):
     own: jax.Array
 
 
-def block_of(counts_E: jax.Array, rows: int, index: jax.Array) -> Block:
-    """The `index`-th of the blocks of up to `rows` rows that hold all groups, in order."""
-    each_E = blocks_of(counts_E, rows)
-    ends_E = jnp.cumsum(each_E)
-    group = jnp.searchsorted(ends_E, index, side="right")
+def blocks(counts_E: jax.Array, rows: int, most: int) -> tuple[Block, jax.Array]:
+    """The blocks of up to `rows` rows that hold all groups, in order, as arrays of `most`; and how many there are."""
+    each_E = -(-counts_E // rows)
+    ends_E, index = jnp.cumsum(each_E), jnp.arange(most)
+    group = jnp.minimum(jnp.searchsorted(ends_E, index, side="right"), len(counts_E) - 1)
     before = (index - (ends_E - each_E)[group]) * rows  # rows of the group in blocks before this
     start = (jnp.cumsum(counts_E) - counts_E)[group] + before
-    return Block(group, start, jnp.minimum(counts_E[group] - before, rows))
-
-
-def blocks_of(counts_E: jax.Array, rows: int) -> jax.Array:
-    """How many blocks each group has."""
-    return -(-counts_E // rows)
+    return Block(group, start, jnp.minimum(counts_E[group] - before, rows)), ends_E[-1]
 
 
 def rows_of(rows: int, groups: int) -> int:
@@ -58,21 +53,35 @@ def rows_of(rows: int, groups: int) -> int:
     return max(1, rows // (16 * groups), min(WORTH, rows // (2 * groups)))
 
 
+def by_block(
+    rows: Sequence[jax.Array], counts_E: jax.Array, start: jax.Array, step: Callable[..., jax.Array]
+) -> jax.Array:
+    """`step(carry, block, rows ...)` of each block, `start` being the first carry; of all `rows` [N, ...] those M that
+    a block begins with."""
+    N, E = len(rows[0]), len(counts_E)
+    M = rows_of(N, E)
+    found, many = blocks(counts_E, M, N // M + E)
+    padded = [jnp.pad(a, ((0, M), (0, 0))) for a in rows]
+
+    def one(index: jax.Array, carry: jax.Array) -> jax.Array:
+        block = Block(*(a[index] for a in found))
+        return step(carry, block, *(lax.dynamic_slice_in_dim(a, block.start, M) for a in padded))
+
+    return lax.fori_loop(0, many, one, vary_like(start, counts_E, *rows))
+
+
 def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: int, product: Kernel) -> jax.Array:
     """`product` of each block and its kernel, in their places [N, outputs].
 
     What a block makes of rows that are not its own lies where the next one writes, or behind all groups.
     """
-    M = rows_of(len(x_NI), len(counts_E))
-    padded = jnp.pad(x_NI, ((0, M), (0, 0)))
+    N = len(x_NI)
 
-    def one(index: jax.Array, y: jax.Array) -> jax.Array:
-        block = block_of(counts_E, M, index)
-        made = product(lax.dynamic_slice_in_dim(padded, block.start, M), kernel_EIO[block.group])
-        return lax.dynamic_update_slice_in_dim(y, made, block.start, 0)
+    def place(y: jax.Array, block: Block, x_MI: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(y, product(x_MI, kernel_EIO[block.group]), block.start, 0)
 
-    zeros = vary_like(jnp.zeros((len(padded), outputs), x_NI.dtype), x_NI, kernel_EIO, counts_E)
-    return lax.fori_loop(0, blocks_of(counts_E, M).sum(), one, zeros)[: len(x_NI)]
+    room = jnp.zeros((N + rows_of(N, len(counts_E)), outputs), x_NI.dtype)
+    return by_block([x_NI], counts_E, vary_like(room, kernel_EIO), place)[:N]
 
 
 @jax.custom_vjp
@@ -87,19 +96,15 @@ def _forward(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array) -> Any
 
 def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_NI, kernel_EIO, counts_E = kept
-    M = rows_of(len(x_NI), len(counts_E))
     x_bar = each(outer_NO, kernel_EIO, counts_E, kernel_EIO.shape[1], partial(jnp.einsum, "MO,IO->MI"))
-    rows = [jnp.pad(a, ((0, M), (0, 0))) for a in (x_NI, outer_NO)]
 
-    def one(index: jax.Array, total: jax.Array) -> jax.Array:
-        block = block_of(counts_E, M, index)
-        x_MI, outer_MO = (lax.dynamic_slice_in_dim(a, block.start, M) for a in rows)
-        mine = (jnp.arange(M) < block.own)[:, None]
+    def add(total: jax.Array, block: Block, x_MI: jax.Array, outer_MO: jax.Array) -> jax.Array:
+        mine = (jnp.arange(len(x_MI)) < block.own)[:, None]
         product = jnp.einsum("MI,MO->IO", jnp.where(mine, x_MI, 0), outer_MO, preferred_element_type=total.dtype)
         return total.at[block.group].add(product)
 
-    zeros = vary_like(jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype), x_NI, outer_NO, counts_E)
-    kernel_bar = lax.fori_loop(0, blocks_of(counts_E, M).sum(), one, zeros)
+    zeros = jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype)
+    kernel_bar = by_block([x_NI, outer_NO], counts_E, zeros, add)
     return x_bar, kernel_bar.astype(kernel_EIO.dtype), None
 
 

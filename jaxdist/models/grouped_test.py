@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxdist.conftest  # noqa: F401  # float64 is a process' own
 from jaxdist.models import grouped
-from jaxdist.models.grouped import block_of, blocks_of, by_blocks, rows_of
+from jaxdist.models.grouped import Block, blocks, by_blocks, rows_of
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -52,20 +52,21 @@ def test_all_rows_in_their_groups(counts: list[int], beyond: int) -> None:
 
 def test_rows_of_other_groups_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that takes all its M rows for its own has the next group's in the gradient of its kernel."""
-    right = block_of
+    right = blocks
 
-    def greedy(counts_E: jax.Array, rows: int, index: jax.Array) -> grouped.Block:
-        return right(counts_E, rows, index)._replace(own=jnp.array(rows))
+    def greedy(counts_E: jax.Array, rows: int, most: int) -> tuple[Block, jax.Array]:
+        found, many = right(counts_E, rows, most)
+        return found._replace(own=jnp.full(most, rows)), many
 
-    monkeypatch.setattr(grouped, "block_of", greedy)
+    monkeypatch.setattr(grouped, "blocks", greedy)
     assert differs(by_blocks, COUNTS[2], 0) > 0.1
 
 
 def test_blocks_hold_each_row_once() -> None:
     for counts in COUNTS:
-        many = int(blocks_of(jnp.array(counts), rows := 3).sum())
-        found = [block_of(jnp.array(counts), rows, jnp.array(index)) for index in range(many)]
-        rows_in = [(int(b.group), row) for b in found for row in range(int(b.start), int(b.start) + int(b.own))]
+        found, many = blocks(jnp.array(counts), rows := 3, sum(counts) // rows + len(counts))
+        held = [tuple(map(int, block)) for block in zip(*found, strict=True)][: int(many)]
+        rows_in = [(group, row) for group, start, own in held for row in range(start, start + own)]
         assert [row for _, row in rows_in] == list(range(sum(counts)))
         assert [group for group, _ in rows_in] == [group for group, count in enumerate(counts) for _ in range(count)]
 
