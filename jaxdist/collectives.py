@@ -75,6 +75,12 @@ def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     return vary(x, tuple(sorted(axes))) if axes else x
 
 
+def held(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
+    mine = (index >= 0) & (index < size)
+    return mine, jnp.where(mine, index, 0)
+
+
 def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
     """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
     return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
@@ -244,10 +250,8 @@ class Parallel:
         The rows are taken in float32 or wider, which changes none of them, because the gradient of a frequent token is
         a sum over all its places: added in bfloat16 it would be off by a third.
         """
-        rows = embedding_VD.shape[0]
-        index = tokens_BT - lax.axis_index("tensor") * rows
-        mine = (index >= 0) & (index < rows)
-        found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[jnp.where(mine, index, 0)], 0)
+        mine, index = held(tokens_BT - lax.axis_index("tensor") * (rows := len(embedding_VD)), rows)
+        found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[index], 0)
         return found_BTD.astype(embedding_VD.dtype)
 
     def cross_entropy(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
@@ -267,10 +271,9 @@ def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 
 def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
-    x_BTV, columns = wide(logits_BTV), logits_BTV.shape[-1]
-    mine = (index_BT >= 0) & (index_BT < columns)
+    x_BTV, (mine, index) = wide(logits_BTV), held(index_BT, logits_BTV.shape[-1])
     highest_BT = lax.pmax(x_BTV.max(-1), "tensor")
-    target_BT = jnp.take_along_axis(x_BTV, jnp.where(mine, index_BT, 0)[..., None], -1)[..., 0] - highest_BT
+    target_BT = jnp.take_along_axis(x_BTV, index[..., None], -1)[..., 0] - highest_BT
     total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
     total_BT, target_BT = lax.psum((total_BT, jnp.where(mine, target_BT, 0)), "tensor")
     nats_BT = jnp.log(total_BT) - target_BT

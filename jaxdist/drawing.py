@@ -2,9 +2,11 @@
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
@@ -27,6 +29,12 @@ STYLE: dict[Any, Any] = {
     "xtick.color": "#424a53",
     "ytick.color": "#424a53",
 }
+
+
+def pages(folder: Path) -> Environment:
+    """The templates of a folder: what is put in is escaped, and what is missing is an error."""
+    loader = FileSystemLoader(folder)
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
 def inline(figure: Figure, name: str, label: str) -> Markup:

@@ -57,14 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(where)
         startup.ended("initialize")
 
-        began = time.perf_counter()
         say("compiling the step ...")
         traced = program.step.trace(program.abstract, program.abstract_batch)
         lowered = traced.lower()
         startup.ended("trace")
         compiled = lowered.compile()
         startup.ended("compile")
-        compile_seconds = time.perf_counter() - began
+        compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
         rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 

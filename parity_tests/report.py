@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from jaxdist.drawing import pages
 from parity_tests import compare, figures
 from parity_tests.figures import Curve, digits, short
 from parity_tests.verdict import LEVELS, UNEXPLAINED, Cause, Check, Verdict
@@ -63,10 +63,7 @@ def write(
 
     `bounds`: what gradients of the runs in the heat map may differ by, by step; elsewhere the contract's.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+    environment = pages(Path(__file__).parent)
     environment.filters |= {"short": short, "breakable": breakable, "unbroken": unbroken}
     kind = next((kind for kind in KINDS if kind in pairs), None)
     shown = pairs[kind] if kind else ()

@@ -436,63 +436,6 @@ def test_a_rank_that_fails_ends_the_run_with_1() -> None:
     assert "planted" in result.stderr
 
 
-# torch's compiler is built on parts of torch that torch warns of.
-COMPILING = "import warnings\nwarnings.simplefilter('default')\n"
-# Ends the last step with an error unless a compiled graph ran in it.
-STAYS = """
-import torch
-from torch_ref import train
-step = train.train_step
-def looked_at(model, optimizer, batch, experiment, mesh, number, watch):
-    with torch.profiler.profile() as seen:
-        values = step(model, optimizer, batch, experiment, mesh, number, watch)
-    if number == experiment.train.steps and not any("CompiledFunction" in event.key for event in seen.key_averages()):
-        raise SystemExit("not compiled")
-    return values
-train.train_step = looked_at
-"""
-WITHOUT_STANCE = """
-import torch
-from contextlib import nullcontext
-torch.compiler.set_stance = lambda stance: nullcontext()
-"""
-UNCOMPILED = """
-from torch import nn
-def refused(self):
-    raise SystemExit("compiles")
-nn.Module.compile = refused
-"""
-
-
-@pytest.mark.parametrize(
-    "mesh", [ONE, *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp"))]
-)
-def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, mesh: str) -> None:
-    curves, states = distance(train(f"{mesh} --train.compile true", before=COMPILING), train(ONE))
-    assert curves < 1e-12 and states < 1e-10
-    with pytest.raises(AssertionError, match="compiles"):  # it is asked for
-        train(f"{mesh} --train.compile true", before=COMPILING + UNCOMPILED)
-
-
-def test_it_stays_compiled_after_the_measured_step(train: Train) -> None:
-    train(f"{ONE} --train.compile true", before=COMPILING + STAYS)
-    with pytest.raises(AssertionError, match="not compiled"):
-        train(f"{ONE} --train.compile true", before=COMPILING + WITHOUT_STANCE + STAYS)
-
-
-@pytest.mark.parametrize(
-    ("line", "environment", "says"),
-    [
-        (["--mesh", "1x2"], {}, "train.compile = true with the mesh axis tensor = 2"),
-        (["--mesh", "pipeline=2", "--train.accumulation", "2"], {}, "with the mesh axis pipeline = 2"),
-        (["--mesh", "1x1"], {"CXX": "no-such-compiler"}, "needs the C++ compiler no-such-compiler"),
-    ],
-)
-def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], says: str) -> None:
-    result = command(*line, "--train.compile", "true", "--device", "cpu", **environment)
-    assert result.returncode == 2 and result.stderr.count("error: ") == 1 and says in result.stderr
-
-
 def test_weights_without_a_loss_are_not_kept(tmp_path: Path) -> None:
     planted = "from torch_ref import train\ntrain.validation_loss = lambda *_: float('inf')"
     result = command("--mesh", "1x1", "--steps", "1", "--model.vocab", "256", "--output", str(tmp_path), before=planted)

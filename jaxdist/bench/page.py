@@ -5,13 +5,12 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure as Drawing
 
 from jaxdist.bench.figures import RATIO, Difference, Figure, Section, Sections, number
 from jaxdist.bench.start import KINDS, STAGES
-from jaxdist.drawing import STYLE, WIDTH, inline
+from jaxdist.drawing import STYLE, WIDTH, inline, pages
 
 MET, MISSED, PLAIN = "#1f5fa8", "#c2571a", "#5f8fc9"
 STACK = ("#0b3d78", "#d0d7de", "#8c959f", "#b48a2f", "#7a9e3f", "#5f8fc9", "#1f5fa8", "#c2571a")
@@ -19,11 +18,8 @@ STACK = ("#0b3d78", "#d0d7de", "#8c959f", "#b48a2f", "#7a9e3f", "#5f8fc9", "#1f5
 
 def render(sections: Sections, titles: Mapping[str, str], differences: Sequence[Difference]) -> str:
     """The page of `sections`, by whose names the `titles` are."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     drawn = {name: drawings(name, section, titles[name]) for name, section in sections.items()}
-    template = environment.get_template("page.html.j2")
+    template = pages(Path(__file__).parent).get_template("page.html.j2")
     return template.render(sections=sections, titles=titles, drawn=drawn, differences=differences, number=number)
 
 

@@ -47,16 +47,20 @@ def train(side: str, arguments: Sequence[str], output: Path) -> Run:
     Raises ConfigError where the run refuses its arguments, TrainingError where it fails.
     """
     line = ["-m", f"{side}.train", "--train.validation_batches", "0", *arguments, "--output", str(output)]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    environment = inherited | {"XDG_CACHE_HOME": str(output.parent / "cache")}
+    environment = os.environ | {"XDG_CACHE_HOME": str(output.parent / "cache")}
     done = subprocess.run(
-        [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
+        [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own_cache(environment)
     )
     if done.returncode:
         said = done.stderr.strip()[-2000:].removeprefix("error: ")
         error = ConfigError if done.returncode == 2 else TrainingError
         raise error(f"python {' '.join(line)} ended with {done.returncode}: {said}")
     return Run(output)
+
+
+def own_cache(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without JAX's variables of the cache, which go before XDG_CACHE_HOME."""
+    return {name: value for name, value in environment.items() if not name.startswith("JAX_COMPILATION_CACHE")}
 
 
 @contextmanager
@@ -67,5 +71,7 @@ def apart(**environment: str) -> Iterator[Callable[..., Any]]:
 
 
 def _begin(environment: Mapping[str, str]) -> None:
-    os.environ |= environment  # before JAX is imported, which reads some of it then
+    own = own_cache(os.environ | environment)  # before JAX is imported, which reads some of it then
+    os.environ.clear()
+    os.environ.update(own)
     console.quiet = True

@@ -4,7 +4,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,27 +33,28 @@ class Compiled:
     overlaps: Sequence[Overlap]
 
 
-def mesh_of(experiment: Experiment, device: Hardware | None) -> Mesh:
-    """Of such GPUs where there is what compiles for them, else of CPU devices. Raises ConfigError."""
-    if device is None or device.chip is None or not gpus.installed():
-        return make_mesh(experiment, "cpu")[0]
-    settle(experiment)
-    axes = experiment.parallel.axes()
-    experiment.check_mesh(axes)
-    return lay_out(axes, gpus.devices(device, math.prod(axes.values())))
-
-
 def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Compiled:
-    """Call it before anything else touches JAX's devices. Raises ConfigError."""
-    mesh = mesh_of(experiment, device)
-    program, platform = Program(experiment, mesh), mesh.devices.flat[0].platform
+    """For GPUs where `device` is one and there is what compiles for it, else for CPU devices. Call it before anything
+    else touches JAX's devices. Raises ConfigError."""
+    gpu = device if device and device.chip and gpus.installed() else None
+    program = Program(experiment, mesh_of(experiment, gpu))
     began = time.perf_counter()
     traced = program.step.trace(program.abstract, program.abstract_batch)
-    with gpus.refused(device) if device and platform == "gpu" else nullcontext():
-        compiled = traced.lower().compile(gpus.OPTIONS if platform == "gpu" else None)
+    lowered = traced.lower()
+    compiled = gpus.compiled(lowered, gpu) if gpu else lowered.compile()
     sent: Counter[str] = Counter()
     for collective in traffic.count(traced.jaxpr):
         sent[collective.axis.partition("+")[0]] += collective.bytes  # type: ignore[assignment]
     held: dict[str, Any] = metrics.memory(program, traced, compiled)
-    beside = overlaps(compiled.as_text()) if platform == "gpu" else []
-    return Compiled(platform, held, dict(sent), time.perf_counter() - began, beside)
+    beside = overlaps(compiled.as_text()) if gpu else []
+    return Compiled("gpu" if gpu else "cpu", held, dict(sent), time.perf_counter() - began, beside)
+
+
+def mesh_of(experiment: Experiment, gpu: Hardware | None) -> Mesh:
+    """Of such GPUs, or of CPU devices. Raises ConfigError."""
+    if gpu is None:
+        return make_mesh(experiment, "cpu")[0]
+    settle(experiment)
+    axes = experiment.parallel.axes()
+    experiment.check_mesh(axes)
+    return lay_out(axes, gpus.devices(gpu, math.prod(axes.values())))

@@ -68,6 +68,12 @@ def devices(device: Hardware, count: int) -> list[Any]:
     return list(found.devices)
 
 
+def compiled(lowered: Any, device: Hardware) -> Any:
+    """A lowered function, compiled for them. Raises ConfigError."""
+    with refused(device):
+        return lowered.compile(OPTIONS)
+
+
 @contextmanager
 def refused(device: Hardware) -> Iterator[None]:
     """What the plugin says of a chip that it cannot compile for becomes a ConfigError."""

@@ -45,16 +45,15 @@ def computations(hlo: str) -> Iterator[tuple[str, list[str]]]:
 
 def within(lines: list[str], looped: bool) -> Iterator[Overlap]:
     """The collectives of one computation."""
-    under_way: dict[str, list[str]] = {}  # by name the kernels since it began
-    begun: dict[str, tuple[str, list[str]]] = {}
+    under_way: dict[str, tuple[str, list[str], list[str]]] = {}  # by name: kind, dtypes, and the kernels since
     for line in lines:
         if not (found := INSTRUCTION.match(line)):
             continue
         name, shape, kind, operand = found.groups()
         if asked := re.fullmatch(f"({OPS})-start", kind):
-            under_way[name], begun[name] = [], (asked[1], ARRAY.findall(shape))
+            under_way[name] = asked[1], ARRAY.findall(shape), []
         elif re.fullmatch(f"({OPS})-done", kind) and operand in under_way:
-            kernels, (op, dtypes) = under_way.pop(operand), begun[operand]
+            op, dtypes, kernels = under_way.pop(operand)
             # What goes in and what comes out; of a sum that is one.
             arrays = len(dtypes) if op == "all-reduce" else len(dtypes) // 2
             yield Overlap(op, dtypes[0], arrays, looped, len(kernels), sum(map(multiplies, kernels)))
@@ -62,7 +61,7 @@ def within(lines: list[str], looped: bool) -> Iterator[Overlap]:
             dtypes = ARRAY.findall(shape)
             yield Overlap(kind, dtypes[0], len(dtypes), looped, 0, 0)
         elif kind in KERNELS:
-            for kernels in under_way.values():
+            for *_, kernels in under_way.values():
                 kernels.append(line.partition(", metadata=")[0] if kind == "custom-call" else name)
 
 

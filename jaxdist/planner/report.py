@@ -6,12 +6,11 @@ from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from jaxdist.config import ConfigError
-from jaxdist.drawing import STYLE, WIDTH, inline
+from jaxdist.drawing import STYLE, WIDTH, inline, pages
 from jaxdist.planner.plans import KINDS, Plan, written
 
 MOST = 12  # bars of a figure
@@ -21,11 +20,10 @@ LINES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-"))
 
 def write(folder: Path, plans: Sequence[Plan], title: str, notes: Sequence[str]) -> Path:
     """Write plan.html: the memory of `plans`, the first of which is drawn over numbers of devices too."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    page = environment.get_template("report.html.j2").render(
-        title=title, notes=notes, memory=memory(plans[:MOST]), scaling=scaling(plans[0]), plans=plans[:MOST]
+    page = (
+        pages(Path(__file__).parent)
+        .get_template("report.html.j2")
+        .render(title=title, notes=notes, memory=memory(plans[:MOST]), scaling=scaling(plans[0]), plans=plans[:MOST])
     )
     folder.mkdir(parents=True, exist_ok=True)
     (file := folder / "plan.html").write_text(page, encoding="utf-8")

@@ -1,0 +1,62 @@
+"""`train.compile`: a model that torch.compile has made has the numbers of an eager one, and stays compiled."""
+
+import pytest
+
+from torch_ref.conftest import Train, command, distance
+
+ONE = "--mesh 1x1"
+# torch's compiler is built on parts of torch that torch warns of.
+COMPILING = "import warnings\nwarnings.simplefilter('default')\n"
+# Ends the last step with an error unless a compiled graph ran in it.
+STAYS = """
+import torch
+from torch_ref import train
+step = train.train_step
+def looked_at(model, optimizer, batch, experiment, mesh, number, watch):
+    with torch.profiler.profile() as seen:
+        values = step(model, optimizer, batch, experiment, mesh, number, watch)
+    if number == experiment.train.steps and not any("CompiledFunction" in event.key for event in seen.key_averages()):
+        raise SystemExit("not compiled")
+    return values
+train.train_step = looked_at
+"""
+WITHOUT_STANCE = """
+import torch
+from contextlib import nullcontext
+torch.compiler.set_stance = lambda stance: nullcontext()
+"""
+UNCOMPILED = """
+from torch import nn
+def refused(self):
+    raise SystemExit("compiles")
+nn.Module.compile = refused
+"""
+
+
+@pytest.mark.parametrize(
+    "mesh", [ONE, *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp"))]
+)
+def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, mesh: str) -> None:
+    curves, states = distance(train(f"{mesh} --train.compile true", before=COMPILING), train(ONE))
+    assert curves < 1e-12 and states < 1e-10
+    with pytest.raises(AssertionError, match="compiles"):  # it is asked for
+        train(f"{mesh} --train.compile true", before=COMPILING + UNCOMPILED)
+
+
+def test_it_stays_compiled_after_the_measured_step(train: Train) -> None:
+    train(f"{ONE} --train.compile true", before=COMPILING + STAYS)
+    with pytest.raises(AssertionError, match="not compiled"):
+        train(f"{ONE} --train.compile true", before=COMPILING + WITHOUT_STANCE + STAYS)
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "says"),
+    [
+        (["--mesh", "1x2"], {}, "train.compile = true with the mesh axis tensor = 2"),
+        (["--mesh", "pipeline=2", "--train.accumulation", "2"], {}, "with the mesh axis pipeline = 2"),
+        (["--mesh", "1x1"], {"CXX": "no-such-compiler"}, "needs the C++ compiler no-such-compiler"),
+    ],
+)
+def test_where_nothing_can_be_compiled(line: list[str], environment: dict[str, str], says: str) -> None:
+    result = command(*line, "--train.compile", "true", "--device", "cpu", **environment)
+    assert result.returncode == 2 and result.stderr.count("error: ") == 1 and says in result.stderr
