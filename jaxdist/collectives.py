@@ -20,7 +20,7 @@ a strategy shards over fsdp it shards over expert and context too, but for exper
 | `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
 | `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
-| `cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
+| `loss.cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
 
 No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
 """
@@ -39,7 +39,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
 from jaxdist.config import Precision
-from jaxdist.data import IGNORED
 from jaxdist.memory import on_device
 from jaxdist.sharding import PARTS, TOKENS, Cut, Strategy
 
@@ -253,39 +252,3 @@ class Parallel:
         mine, index = held(tokens_BT - lax.axis_index("tensor") * (rows := len(embedding_VD)), rows)
         found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[index], 0)
         return found_BTD.astype(embedding_VD.dtype)
-
-    def cross_entropy(self, logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-        """Sum over this device's tokens of -log softmax(logits)[target], in float32 or wider; IGNORED targets add 0.
-
-        `logits_BTV` holds this tensor device's part of the vocabulary; no device ever sees all of a token's logits.
-        """
-        index_BT = targets_BT - lax.axis_index("tensor") * logits_BTV.shape[-1]
-        nats_BT = _nats(vary_like(logits_BTV, index_BT), index_BT)
-        return jnp.sum(jnp.where(targets_BT == IGNORED, 0, nats_BT))
-
-
-@jax.custom_vjp
-def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
-    """-log softmax(logits)[index] [B, T]; an index outside of this device's part of the vocabulary is another's."""
-    return _nats_forward(logits_BTV, index_BT)[0]
-
-
-def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
-    x_BTV, (mine, index) = wide(logits_BTV), held(index_BT, logits_BTV.shape[-1])
-    highest_BT = lax.pmax(x_BTV.max(-1), "tensor")
-    target_BT = jnp.take_along_axis(x_BTV, index[..., None], -1)[..., 0] - highest_BT
-    total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
-    total_BT, target_BT = lax.psum((total_BT, jnp.where(mine, target_BT, 0)), "tensor")
-    nats_BT = jnp.log(total_BT) - target_BT
-    return nats_BT, (logits_BTV, index_BT, highest_BT, jnp.log(total_BT))
-
-
-def _nats_backward(kept: Any, outer_BT: jax.Array) -> tuple[jax.Array, None]:
-    # Logits are all that is kept of their size, and softmax - one-hot is made at once.
-    logits_BTV, index_BT, highest_BT, log_BT = kept
-    softmax_BTV = jnp.exp(wide(logits_BTV) - highest_BT[..., None] - log_BT[..., None])  # large logits first
-    hit_BTV = jnp.arange(logits_BTV.shape[-1]) == index_BT[..., None]
-    return ((softmax_BTV - hit_BTV) * outer_BT[..., None]).astype(logits_BTV.dtype), None
-
-
-_nats.defvjp(_nats_forward, _nats_backward)

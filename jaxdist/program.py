@@ -92,6 +92,7 @@ class Program:
             parallel,
             optimizer,
             Rematerialize.from_config(e.memory),
+            e.memory.loss_chunks,
             e.train.accumulation,
             self.schedule,
             e.train.skip,
@@ -272,12 +273,12 @@ class Program:
 
             def scored(weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
                 loss, made = step.loss(None, weights, batch, stages)
-                return loss, made.logits
+                return loss, made.output
 
-            loss, logits = self.schedule.forward(scored, step.gathered(parameters))
+            loss, output = self.schedule.forward(scored, step.gathered(parameters))
             right: Any = jnp.zeros((), jnp.int32)
             if isinstance(batch, Images):
-                right = lax.psum(jnp.sum(logits.argmax(-1) == batch.targets), PARTS)
+                right = lax.psum(jnp.sum(output.argmax(-1) == batch.targets), PARTS)
             return Evaluated(lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS), right)
 
         specs = (self.specs.parameters, self.batch_specs)
@@ -302,7 +303,7 @@ class Program:
         def function(parameters: Arrays, inputs: jax.Array) -> jax.Array:
             step = self.evaluation
             logits = self.schedule.forward(
-                lambda weights, stages: step.forward(None, weights, inputs, stages).logits, step.gathered(parameters)
+                lambda weights, stages: step.forward(None, weights, inputs, stages).output, step.gathered(parameters)
             )
             return lax.psum(logits, AXIS)
 

@@ -260,5 +260,5 @@ class Recorder:
             for name, w in step.gathered(on_device(state.parameters)).items()
         }
         with Taps(note).installed(step.model) as model:
-            loss, made = replace(step, model=model, rematerialize=KEPT).loss(None, weights, microbatch)
+            loss, made = replace(step, model=model, rematerialize=KEPT, loss_chunks=1).loss(None, weights, microbatch)
         return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)

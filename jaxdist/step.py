@@ -17,6 +17,7 @@ from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
+from jaxdist.models.loss import chunked, cross_entropy
 from jaxdist.optim import steps_done
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.sharding import PARTS, TOKENS, Cut, Layout
@@ -33,10 +34,10 @@ class TrainState(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a model makes of a microbatch: logits, this device's part of what it adds to the loss (a mixture its
-    balance), and by name the running statistics from now on."""
+    """What a model makes of a microbatch: logits, or with targets their cross-entropy; this device's part of what it
+    adds to the loss (a mixture its balance); and by name the running statistics from now on."""
 
-    logits: jax.Array
+    output: jax.Array
     added: jax.Array | int = 0
     statistics: Arrays = {}  # noqa: RUF012 - never written to
 
@@ -50,6 +51,7 @@ class Step:
     parallel: Parallel
     optimizer: optax.GradientTransformationExtraArgs
     rematerialize: Rematerialize
+    loss_chunks: int
     accumulation: int
     schedule: Schedule
     skip: tuple[int, ...]
@@ -94,13 +96,18 @@ class Step:
         """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
         `stages`: which of the blocks they are."""
         inputs, targets = batch
+        if self.loss_chunks > 1:
+            made = self.forward(sinks, weights, inputs, stages, chunked(targets, self.loss_chunks))
+            return made.output, made
         made = self.forward(sinks, weights, inputs, stages)
-        return self.parallel.cross_entropy(made.logits, targets), made
+        return cross_entropy(made.output, targets), made
 
-    def forward(self, sinks: Arrays | None, weights: Arrays, inputs: jax.Array, stages: Stages = one_stage) -> Made:
-        """What the model makes of this device's rows."""
+    def forward(
+        self, sinks: Arrays | None, weights: Arrays, inputs: jax.Array, stages: Stages = one_stage, *targets: jax.Array
+    ) -> Made:
+        """What the model makes of this device's rows, or with targets of these too."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize)
+        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, *targets)
         return Made(*made) if isinstance(made, tuple) else Made(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:

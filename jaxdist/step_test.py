@@ -11,12 +11,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist import step
 from jaxdist.collectives import Parallel
 from jaxdist.config import AXES, Experiment
 from jaxdist.conftest import GPT2, MIXTRAL, often, tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
 from jaxdist.models import mixtral
+from jaxdist.models.loss import cross_entropy
 from jaxdist.program import Program
 from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
@@ -55,6 +57,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "full": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "full"}},
     "selective": {"parallel": {"mesh": "2x4"}, "memory": {"remat": "selective"}},
+    "chunks": {"parallel": {"mesh": "2x4"}, "memory": {"loss_chunks": 3}, "train": {"accumulation": 2}},
+    "chunks ddp": {"parallel": {"mesh": "8x1", "strategy": "ddp"}, "memory": {"loss_chunks": 2}},
+    "chunks sequence": {
+        "parallel": {"mesh": "fsdp=2,context=2,tensor=2", "sequence": True},
+        "memory": {"loss_chunks": 4},
+    },
     "sequence": {"parallel": {"mesh": "2x4", "sequence": True}},
     "sequence full": {
         "parallel": {"mesh": "data=2,fsdp=2,tensor=2", "strategy": "zero1", "sequence": True},
@@ -82,7 +90,10 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": {"mesh": "data=2,expert=4", "strategy": "ddp"}},
     "zero1": {"parallel": {"mesh": "data=2,expert=2", "strategy": "zero1"}},
     "tensor zero2": {"parallel": {"mesh": "expert=4,tensor=2", "strategy": "zero2"}, "memory": {"remat": "selective"}},
-    "sequence": {"parallel": {"mesh": "expert=2,tensor=4", "sequence": True}, "memory": {"remat": "full"}},
+    "sequence": {
+        "parallel": {"mesh": "expert=2,tensor=4", "sequence": True},
+        "memory": {"remat": "full", "loss_chunks": 2},
+    },
     "hybrid kept": {"parallel": {"mesh": "data=2,fsdp=2,expert=2", "reshard_after_forward": False}},
     "no expert axis": {"parallel": {"mesh": "fsdp=2,tensor=2"}},
     "context": {"parallel": {"mesh": "fsdp=2,expert=2,context=2"}, "memory": {"remat": "full"}},
@@ -131,7 +142,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "2x2x2 GPipe": {
         "parallel": {"mesh": "pipeline=2,fsdp=2,tensor=2", "pipeline_schedule": "GPipe"},
         "train": {"accumulation": 4},
-        "memory": {"remat": "full"},
+        "memory": {"remat": "full", "loss_chunks": 2},
     },
     "2x2x2 interleaved": {
         "parallel": {
@@ -146,7 +157,9 @@ STAGES: dict[str, dict[str, Any]] = {
     "kept": {
         "parallel": {"mesh": "pipeline=2,fsdp=2", "reshard_after_forward": False}, "train": {"accumulation": 4},
     },
-    "ring": {"parallel": {"mesh": "pipeline=2,fsdp=2,context=2"}, "train": {"accumulation": 2}},
+    "ring": {
+        "parallel": {"mesh": "pipeline=2,fsdp=2,context=2"}, "train": {"accumulation": 2}, "memory": {"loss_chunks": 2},
+    },
     "scaled, offloaded": {
         "parallel": {"mesh": "pipeline=2,fsdp=2"}, "train": {"accumulation": 2},
         "precision": {"policy": "fp64", "loss_scale": 1024}, "memory": {"offload": "optimizer"},
@@ -171,7 +184,7 @@ def alone() -> Callable[..., Any]:
 # Every strategy, axis and variant once.
 QUICK = (
     "ddp", "zero1", "2x4 zero2", "2x2x2", "kept", "hybrid", "reduce per step", "selective", "every second",
-    "sequence full", "ring 2x2x2", "ulysses 4",
+    "sequence full", "ring 2x2x2", "ulysses 4", "chunks",
 )  # fmt: skip
 
 
@@ -200,7 +213,7 @@ def test_gpt2_trains_as_one_device(case: str, batches: Any, alone: Any) -> None:
     assert loss <= LOSS and state <= STATE
 
 
-@pytest.mark.parametrize("case", often(["tensor", "2x4"], ["2x4"]))
+@pytest.mark.parametrize("case", often(["tensor", "2x4", "chunks"], ["2x4", "chunks"]))
 def test_tied_embeddings(case: str, batches: Any, alone: Any) -> None:
     sections = {"model": dict(tiny().model.model_dump(), tied=True)}
     loss, state = error(train(tiny(**CASES[case], **sections), batches), alone(batches, **sections))
@@ -300,15 +313,15 @@ def counted_per_device(norm: Any) -> Any:
 def test_the_gradient_of_a_token_sums_to_nothing(level: float) -> None:
     """softmax - one-hot, as near to 0 in float32 where logits are large: what is subtracted first is the largest."""
     experiment = tiny(parallel={"mesh": "1x1"}, precision={"policy": "fp32"})
-    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    mesh = make_mesh(experiment, "cpu")[0]
     random = np.random.default_rng(0)
     logits = jnp.asarray(level + random.normal(size=(2, 8, 64)), jnp.float32)
     targets = jnp.asarray(random.integers(0, 64, (2, 8)), jnp.int32)
 
     def gradient(logits: jax.Array, targets: jax.Array) -> jax.Array:
-        return jax.grad(program.step_function.parallel.cross_entropy)(logits, targets)
+        return jax.grad(cross_entropy)(logits, targets)
 
-    specs: dict[str, Any] = {"mesh": program.mesh, "in_specs": (P(), P()), "out_specs": P()}
+    specs: dict[str, Any] = {"mesh": mesh, "in_specs": (P(), P()), "out_specs": P()}
     found = jax.jit(jax.shard_map(gradient, **specs))(logits, targets)
     assert float(jnp.abs(found.sum(-1)).max()) < 5e-7
     assert float(jnp.abs(found - jax.grad(plain_loss)(logits, targets)).max()) < 5e-7
@@ -321,9 +334,9 @@ def plain_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
 def own_tokens(cross_entropy: Any) -> Any:
     """Each device takes the mean over its own valid tokens, and the loss is the mean of means."""
 
-    def wrong(self: Parallel, logits: Any, targets: Any) -> Any:
+    def wrong(logits: Any, targets: Any) -> Any:
         count = (targets != IGNORED).sum()
-        return cross_entropy(self, logits, targets) / count * lax.pmean(count, TOKENS)
+        return cross_entropy(logits, targets) / count * lax.pmean(count, TOKENS)
 
     return wrong
 
@@ -350,11 +363,11 @@ def last_microbatch(accumulate: Any) -> Any:
     return wrong
 
 
-MISTAKES: dict[Any, tuple[type, str, tuple[str, ...]]] = {
+MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     divided: (Step, "reduce", ("ddp", "zero2", "fsdp", "reduce per step")),
     one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
     counted_per_device: (Step, "norm", ("ddp", "tensor")),
-    own_tokens: (Parallel, "cross_entropy", ("ddp", "fsdp")),
+    own_tokens: (step, "cross_entropy", ("ddp", "fsdp")),
     neighbours: (Step, "pieces", ("zero1", "zero2")),
     last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }

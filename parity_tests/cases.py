@@ -106,6 +106,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "selective": {"memory.remat": "selective"},
     "full-every-2": {"memory.remat": "full", "memory.remat_every": 2},
     "skip": {"train.skip": "3,4,9"},
+    "full-chunks": {"memory.remat": "full", "memory.loss_chunks": 3},
 }
 
 # Mistakes of the size that real ports make, as overrides of one side's config; each must be caught.

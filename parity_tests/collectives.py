@@ -62,16 +62,20 @@ def least(
     """The least bytes that a side could send, by axis.
 
     torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
-    gathered once more and gradients sent on in float32, n times; so are the logits of the routers in mixtures
-    of transformers, for the balance of all ranks. For zero1 DDP all-reduces whole gradients over all axes at once, then
-    ZeroRedundancyOptimizer broadcasts each parameter. How many rows torch sends to experts hangs on what the router
-    chooses: see `unknown`.
+    gathered once more and gradients sent on in float32, n times; gathered are the logits of the routers too in mixtures
+    of transformers, for the balance of all ranks. Chunks of the loss, which are checkpointed, send all once more. For
+    zero1 DDP all-reduces whole gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
+    How many rows torch sends to experts hangs on what the router chooses: see `unknown`.
     """
     if side != JAX and mesh["pipeline"] > 1:
         found = stages.least(e, layouts, mesh)
         found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
         return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
     found, m = defaultdict(float, traffic.least(e, layouts, mesh)), e.model
+    if checkpointed(side, e):
+        numbers = 3 * e.train.accumulation * traffic.tokens_of(e, mesh)
+        size = numbers * max(ITEMSIZE[str(e.precision.compute)], 4)
+        found["tensor"] += ring_bytes("all_reduce", size, mesh["tensor"])
     if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
         found["context"] -= traffic.least_of_attention(e, m, mesh)
         found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
@@ -134,12 +138,14 @@ def of_activations(
 ) -> dict[str, Range]:
     """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
 
-    Beside them the gradients of parameters that every tensor device has and uses in part. Under sequence parallelism a
-    sum is a scatter and a gather, which a block that is computed again repeats where it enters a product.
+    Each chunk of the loss has its own three, and once more where it is checkpointed. Beside them the gradients of
+    parameters that every tensor device has and uses in part. Under sequence parallelism a sum is a scatter and a
+    gather, which a block that is computed again repeats where it enters a product.
     """
     p, memory = passes(e, mesh), e.memory
     m, blocks = p.both, p.layers
     again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
+    losses = p.losses * (1 + checkpointed(side, e))
     sums, again_full = 4 * blocks + 2, again if memory.remat == "full" else 0
     alone = p.forward * (2 * blocks + 1)  # of forward passes by themselves
     shared = [layout for layout in layouts.values() if partial_over_tensor(e, layout)]
@@ -148,7 +154,8 @@ def of_activations(
         # RowwiseParallel adds its bias before it scatters; the gradient of learned positions is gathered.
         shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
         gathered = sum("positions" in layout.axes for layout in layouts.values())
-    reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared) + 3 * p.losses - m * p.told
+    reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+    reduced += memory.loss_chunks * (3 * losses - m * p.told)
     if not e.parallel.sequence:
         return {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
     return {
@@ -156,6 +163,11 @@ def of_activations(
         "reduce_scatter": exactly(m * (sums + again_full) + alone),
         "all_reduce": exactly(reduced),
     }
+
+
+def checkpointed(side: str, e: Experiment) -> bool:
+    """Whether the loss goes in chunks that are computed again with all that they send, as torch's."""
+    return side != JAX and e.memory.loss_chunks > 1
 
 
 def rotates(side: str, e: Experiment, platform: str) -> bool:

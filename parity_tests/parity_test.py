@@ -22,9 +22,9 @@ from parity_tests.verdict import LEVELS
 # of all meshes and variants, for both models.
 QUICK: dict[str, dict[str, str | None]] = {
     "llama": {
-        "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full", "hybrid": "skip",
-        "fsdp-offload": None, "2x4": None, "2x2x2": "full-every-2", "sequence": "full", "ring-tensor": "full",
-        "ulysses": "selective",
+        "1x1": None, "ddp": "accumulation", "zero1": None, "zero2": "accumulation", "fsdp": "full",
+        "hybrid": "skip", "fsdp-offload": None, "2x4": None, "2x2x2": "full-every-2", "sequence": "full-chunks",
+        "ring-tensor": "full", "ulysses": "selective",
     },
     "gpt2": {"sequence": "accumulation"},
 }  # fmt: skip

@@ -121,13 +121,21 @@ class TorchFootprint(Footprint):
             FRESH: beside,
             BLOCKS: self.kept,
             LAST: self.arrays(NORM),
-            LOGITS: self.arrays({"V": (mixed, 3)}),
+            LOGITS: self.arrays({"V": (mixed, 3)}) / e.memory.loss_chunks + self.heads,
             WEIGHTS: block * (layers if stay else 0),
         }
         yield always | {GRADIENTS: stand, FRESH: beside, BLOCKS: self.kept} | during
         yield always | {GRADIENTS: gradients, FRESH: beside, BLOCKS: again} | during
         update = 2 * self.largest / (1 if ddp else n)
         yield {GRADIENTS: gradients, UPDATE: update, WORKSPACE: self.workspaces}
+
+    @property
+    def heads(self) -> float:
+        """Bytes of the head's gradient as chunks of the loss are added up; in low precision also of the head as they
+        take it, wide and narrow."""
+        narrow, wide = self.compute, max(self.compute, 4)
+        copies = wide if narrow == wide else 2 * wide + narrow
+        return self.multiplying[1] * copies * (self.experiment.memory.loss_chunks > 1)
 
     @property
     def largest(self) -> float:

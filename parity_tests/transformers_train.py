@@ -113,6 +113,11 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
             f"model.capacity = {experiment.model.capacity}: transformers leaves out no token; use --against torch, or "
             "model.capacity = 0"
         )
+    if (chunks := experiment.memory.loss_chunks) > 1:
+        raise ConfigError(
+            f"memory.loss_chunks = {chunks}: transformers' models return all logits at once; use --against torch, or "
+            "leave it out"
+        )
     if isinstance(experiment.model, ResNet):
         raise ConfigError(
             "model.family = resnet: a loop of transformers' is proved with tokens alone; use --against torch"

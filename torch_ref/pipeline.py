@@ -46,6 +46,11 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
             f"parallel.sequence = true with {given}: torch's stages would not know the length of sequences that they "
             "have parts of; leave it out, or use jaxdist.train"
         )
+    if (chunks := experiment.memory.loss_chunks) > 1:
+        raise ConfigError(
+            f"memory.loss_chunks = {chunks} with {given}: torch's schedules take the loss of what the last stage "
+            "returns, which is whole; leave it out, or use jaxdist.train"
+        )
     if experiment.memory.offload:
         raise ConfigError(
             f"memory.offload = {','.join(experiment.memory.offload)} with {given}: torch's schedules unshard by "

@@ -8,15 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn import functional
 
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.images import statistics_of_the_first
 from torch_ref.mesh import TOKENS, over
-from torch_ref.models.layers import wide
+from torch_ref.models.loss import cross_entropy
 from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
 from torch_ref.pipeline import Pipeline
@@ -72,18 +70,17 @@ def train_step(
     total = torch.zeros((), dtype=torch.float64, device=count.device)
     before = [buffer.clone() for buffer in model.buffers()]
 
-    def scaled(logits: Tensor, targets: Tensor, added: Tensor | int = 0) -> Tensor:
-        loss = cross_entropy(logits, targets) / count
+    def scaled(loss: Tensor, added: Tensor | int = 0) -> Tensor:
+        loss = loss / count
         total.add_(loss.detach())
         return optimizer.scaler.scale(loss + added / parts)
 
     if isinstance(model, Pipeline):
-        model.accumulate(scaled, batch.inputs, batch.targets)
+        model.accumulate(lambda logits, targets: scaled(cross_entropy(logits, targets)), batch.inputs, batch.targets)
     else:
         for i, (inputs, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
             with microbatch(model, experiment.parallel, last=i == parts - 1):
-                logits, added = forward(model, inputs)
-                scaled(logits, targets, added).backward()
+                scaled(*losses(model, Rows(inputs, targets), experiment.memory.loss_chunks)).backward()
     scale = optimizer.unscale()
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
@@ -108,10 +105,13 @@ def keep_statistics(
         statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
 
 
-def forward(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor | int]:
-    """Logits, and this rank's part of what the model adds to the loss: a mixture its balance, others 0."""
-    made = model(inputs)
-    return made if isinstance(made, tuple) else (made, 0)
+def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
+    """Sum of cross-entropy over a rank's rows, nats, in so many chunks of its tokens; and this rank's part of what the
+    model adds to the loss: a mixture its balance, others 0."""
+    given = [rows.targets.flatten().tensor_split(chunks)] if chunks > 1 else []
+    made = model(rows.inputs, *given)
+    output, added = made if isinstance(made, tuple) else (made, 0)
+    return output if given else cross_entropy(output, rows.targets), added
 
 
 def of_all_stages(model: nn.Module) -> Tensor | None:
@@ -121,16 +121,6 @@ def of_all_stages(model: nn.Module) -> Tensor | None:
     square = global_norm(p.grad for p in model.counted() if p.grad is not None).square()
     dist.all_reduce(square, group=model.group)
     return square.sqrt()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of logits [..., V]: sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
-
-    Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
-    """
-    logits, targets = wide(logits).flatten(0, -2), targets.flatten()
-    loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -147,8 +137,9 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh) -> tuple[float, float]:
-    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images."""
+def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh, chunks: int = 1) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, in so many chunks of a rank's tokens, and its number of valid
+    tokens or images."""
     count = (batch.targets != IGNORED).sum()
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
@@ -162,7 +153,7 @@ def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh) -> tuple[float, fl
         model.evaluate(told, batch.inputs, batch.targets)
     else:
         with loss_parallel():
-            told(forward(model, batch.inputs)[0], batch.targets)
+            total.add_(losses(model, batch, chunks)[0])
     model.train()
     reshard(model)
     return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()

@@ -147,11 +147,12 @@ def loop(
             watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            values = train_step(model, optimizer, batch, experiment, mesh, step, watch)
+            taken = experiment.with_logits() if step in recorder.steps else experiment
+            values = train_step(model, optimizer, batch, taken, mesh, step, watch)
         seconds = time.perf_counter() - began
         scaled = values.loss_scale is not None
         if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
-            again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
+            again = partial(train_step, model, optimizer, batch, experiment.with_logits(), mesh, step)
             tensor, last = first_nonfinite(model, again), folder.newest if folder else None
             raise diverged(step, values.loss, values.grad_norm, tensor, last)
         record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
@@ -207,11 +208,11 @@ def validation_loss(
     batches = experiment.train.validation_batches
     if not batches or not dataset.sequences("validation"):
         return None
-    loss = count = 0.0
+    loss, count, chunks = 0.0, 0.0, experiment.memory.loss_chunks
     for step in range(1, batches + 1):
         if schedule.stopping():
             return None
-        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), mesh)
+        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), mesh, chunks)
         loss, count = loss + total, count + tokens
     return loss / count
 

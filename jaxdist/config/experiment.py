@@ -121,6 +121,9 @@ class Memory(Section):
     """none; full: keep only the input of a block; selective: keep also the results of matrix products."""
     remat_every: Count = 1
     """Apply `remat` to every n-th block, from the first."""
+    loss_chunks: Count = 1
+    """Head and cross-entropy go over a device's tokens of a microbatch in so many chunks, and the backward pass makes
+    the logits again: those of one chunk are there at a time. 1: those of all, which are kept."""
     offload: Annotated[tuple[Offloaded, ...], LISTED] = ()
     """What lies in the host's memory but while it is worked on, as optimizer,parameters,activations: Adam's moments;
     weights, of which a block's are fetched when it begins; what `remat` keeps of its blocks. torch, whose FSDP2 has one
@@ -200,6 +203,11 @@ class Experiment(Section):
 
     def _fits_images(self, model: ResNet) -> None:
         """Raises ValueError for what is of decoders alone."""
+        if self.memory.loss_chunks > 1:
+            raise ValueError(
+                f"memory.loss_chunks = {self.memory.loss_chunks} with model.family = resnet, which has one row of "
+                "logits for each image; leave it out"
+            )
         if self.memory.remat != "none" or self.memory.offload:
             field, value = ("remat", self.memory.remat) if self.memory.remat != "none" else ("offload", "...")
             raise ValueError(
@@ -369,6 +377,10 @@ class Experiment(Section):
     def of_steps(self, steps: int) -> "Experiment":
         """This experiment, so many steps long."""
         return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
+
+    def with_logits(self) -> "Experiment":
+        """This experiment, whose steps have all logits at once, as records do."""
+        return self.model_copy(update={"memory": self.memory.model_copy(update={"loss_chunks": 1})})
 
     def to_toml(self) -> str:
         """The resolved config as TOML, which `--config` accepts back."""

@@ -6,16 +6,8 @@ from flax import nnx
 from jaxdist.collectives import Parallel
 from jaxdist.config import GPT2 as Config
 from jaxdist.memory import Rematerialize
-from jaxdist.models.layers import (
-    ColumnLinear,
-    Embedding,
-    LayerNorm,
-    RowLinear,
-    add_bias,
-    dot,
-    scan_layers,
-    stacked,
-)
+from jaxdist.models.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, add_bias, scan_layers, stacked
+from jaxdist.models.loss import head
 
 
 class Attention(nnx.Module):
@@ -74,11 +66,12 @@ class GPT2(nnx.Module):
         self.norm = LayerNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
 
-    def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
+    def __call__(
+        self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None
+    ) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         positions_TD = par.context.rows(par.use(self.positions).embedding[: par.length(tokens_BT)])
         x_BTD = add_bias(x_BTD, par.own_times(positions_TD))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
-        x_BTD = par.enter(par.use(self.norm)(x_BTD))
-        return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)
+        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN)

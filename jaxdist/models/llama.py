@@ -13,12 +13,12 @@ from jaxdist.models.layers import (
     RMSNorm,
     Rotation,
     RowLinear,
-    dot,
     rotary,
     rotate,
     scan_layers,
     stacked,
 )
+from jaxdist.models.loss import head
 
 
 class Attention(nnx.Module):
@@ -85,10 +85,11 @@ class Llama(nnx.Module):
         self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
         self.config = c
 
-    def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> jax.Array:
+    def __call__(
+        self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None
+    ) -> jax.Array:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize, rotation)
-        x_BTD = par.enter(par.use(self.norm)(x_BTD))
-        return dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)
+        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN)

@@ -14,13 +14,13 @@ from jaxdist.models.layers import (
     Embedding,
     RMSNorm,
     Rotation,
-    dot,
     parameter,
     rotary,
     scan_layers,
     stacked,
 )
 from jaxdist.models.llama import Attention
+from jaxdist.models.loss import head
 
 Flow = tuple[jax.Array, jax.Array]  # the residual [B, T, D], and so far the tally [2, E]
 
@@ -118,15 +118,15 @@ class Mixtral(nnx.Module):
         self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
         self.config = c
 
-    def __call__(self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize) -> Flow:
+    def __call__(
+        self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None
+    ) -> Flow:
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         nothing = jnp.zeros_like(wide(x_BTD), shape=(2, self.config.experts))
         x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation)
-        x_BTD = par.enter(par.use(self.norm)(x_BTD))
-        logits = dot(x_BTD, embed.embedding[...].T) if self.lm_head is None else par.use(self.lm_head)(x_BTD)
-        return logits, self.balance(par, tally_2E)
+        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN), self.balance(par, tally_2E)
 
     def balance(self, par: Parallel, tally_2E: jax.Array) -> jax.Array:
         """This device's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""

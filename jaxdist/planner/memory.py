@@ -358,13 +358,15 @@ class Footprint:
 
     @property
     def logits(self) -> float:
-        """Logits and their gradient, which XLA makes in their place but on CPUs; and the head's, whole until it is
-        scattered."""
-        if self.platform == "cpu":
-            return self.arrays({"V": (0, 2)})
-        scattered = self.shards > 1 and strategy(self.experiment.parallel).gradients
-        head = self.multiplying[1] * ITEMSIZE[str(self.experiment.precision.reduce)]
-        return self.arrays({"V": (1, 0)}) + head * scattered
+        """Logits and their gradient, and the head's gradient where it stands beside GRADIENTS: as chunks are added up,
+        that of one chunk on CPUs, and whole until it is scattered."""
+        e, head, cpu = self.experiment, self.multiplying[1], self.platform == "cpu"
+        chunks, sharded = e.memory.loss_chunks, self.shards > 1 and strategy(e.parallel).gradients
+        kept = cpu and chunks == 1  # XLA makes the gradient in the place of logits that it need not keep
+        apart = sharded or e.precision.compute != e.precision.parameters
+        added = (chunks > 1) * (cpu + apart) * head * max(self.compute, 4)
+        scattered = (sharded and not cpu) * head * ITEMSIZE[str(e.precision.reduce)]
+        return self.arrays({"V": (0, 1 + kept) if cpu else (1, 0)}) / chunks + added + scattered
 
     @property
     def fresh(self) -> float:

@@ -102,6 +102,11 @@ CASES: list[dict[str, Any]] = [
     *({"parallel.mesh": "2x4", "memory.remat": remat} | SCORES for remat in ("none", "selective", "full")),
     *({"parallel.mesh": "8x1", "memory.remat": remat} | VOCABULARY for remat in ("none", "selective", "full")),
     {"parallel.mesh": "2x4", "parallel.sequence": True, "memory.remat": "selective"} | VOCABULARY,
+    {"parallel.mesh": "1x1", "memory.remat": "full", "memory.loss_chunks": 2} | VOCABULARY,
+    {"parallel.mesh": "8x1", "memory.loss_chunks": 8} | VOCABULARY,
+    {"parallel.mesh": "2x4", "memory.remat": "selective", "memory.loss_chunks": 8} | VOCABULARY,
+    {"parallel.mesh": "8x1", "parallel.strategy": "ddp", "precision.policy": "bf16", "memory.loss_chunks": 2}
+    | VOCABULARY,
     {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "memory.remat": "full"} | WEIGHTS,
     {"parallel.mesh": "pipeline=4", "parallel.pipeline_schedule": "GPipe"} | DEEP,
     {"parallel.mesh": "pipeline=2,tensor=2", "parallel.pipeline_schedule": "GPipe", "memory.remat": "full"} | DEEP,

@@ -15,6 +15,7 @@ from jaxdist.planner.memory import Footprint
 from jaxdist.sharding import Layout
 
 USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it
+CHUNKS = 8  # of the loss, as torchtune's default has it
 # What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gradients": (memory.GRADIENTS, memory.FRESH),
@@ -127,6 +128,8 @@ def changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     for remat in ("selective", "full"):
         if e.memory.remat in ("none", "selective") and e.memory.remat != remat:
             found.append((f"--memory.remat {remat}", {"memory__remat": remat, "memory__remat_every": 1}))
+    if e.memory.loss_chunks == 1:
+        found.append((f"--memory.loss_chunks {CHUNKS}", {"memory__loss_chunks": CHUNKS}))
     rows = e.train.batch // math.prod(plan.mesh[axis] for axis in sharding.BATCH)
     for accumulation in (n for n in range(2 * e.train.accumulation, rows + 1) if rows % n == 0):
         found.append((f"--train.accumulation {accumulation}", {"train__accumulation": accumulation}))

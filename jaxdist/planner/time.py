@@ -38,12 +38,13 @@ def work(f: Footprint) -> Work:
     recomputed = traffic.recomputed(e)
     full = recomputed * (e.memory.remat == "full")
     blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
-    heads = 3 * p.both + p.forward * p.told
+    chunked = e.memory.loss_chunks > 1
+    heads = p.both * (3 + chunked) + p.forward * p.told
     block, head = f.multiplying
     attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
     kept, least = f.arrays(f.working), f.arrays(f.least)
     moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
-    moved += (p.both + p.forward * p.told) * LOGITS * f.arrays({"V": (0, 1)})
+    moved += (p.both * (LOGITS + AGAIN * chunked) + p.forward * p.told * LOGITS) * f.arrays({"V": (0, 1)})
     # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
     weights = p.layers / f.decoder.layers * f.weights(True) + f.weights(False)
     moved += p.both * weights * (2 * f.compute + 3 * f.at_rest) + p.forward * weights * f.compute

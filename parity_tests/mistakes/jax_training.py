@@ -11,7 +11,6 @@ import optax
 from jax import lax
 
 from jaxdist import loss_scale, matrices, optim, step, train, weights
-from jaxdist.collectives import Parallel
 from jaxdist.config import Optimizer
 from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.matrices import Whole
@@ -88,15 +87,15 @@ def padding_counted() -> None:
 @planted("llama", "mathematics", "loss")
 def targets_shifted_twice() -> None:
     """Both the data and the loss shift the targets."""
-    right = Parallel.cross_entropy
-    plant(Parallel, "cross_entropy", lambda self, logits, y: right(self, logits, jnp.roll(y, -1, 1)))
+    right = step.cross_entropy
+    plant(step, "cross_entropy", lambda logits, y: right(logits, jnp.roll(y, -1, 1)))
 
 
 @planted("llama", "mathematics", "loss")
 def loss_in_float32() -> None:
     """A float64 run takes the cross-entropy in float32."""
-    right = Parallel.cross_entropy
-    plant(Parallel, "cross_entropy", lambda self, logits, y: right(self, logits.astype(jnp.float32), y))
+    right = step.cross_entropy
+    plant(step, "cross_entropy", lambda logits, y: right(logits.astype(jnp.float32), y))
 
 
 @planted("accumulation", "mathematics", "loss")

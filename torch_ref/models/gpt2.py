@@ -3,6 +3,8 @@
 Twin: jaxdist/models/gpt2.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,6 +12,7 @@ from torch.nn import functional
 from jaxdist.config import GPT2 as Config
 from torch_ref.context import Context
 from torch_ref.models.layers import Embedding, LayerNorm, attend
+from torch_ref.models.loss import head
 
 
 class Attention(nn.Module):
@@ -75,7 +78,7 @@ class GPT2(nn.Module):
         self.norm = LayerNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
         """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
         there is no norm."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedded(tokens_BT)
@@ -83,8 +86,7 @@ class GPT2(nn.Module):
             x_BTD = block(x_BTD)
         if self.norm is None:
             return x_BTD
-        x_BTD = self.norm(x_BTD)
-        return functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)

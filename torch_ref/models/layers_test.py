@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from jaxdist.config import GPT2, Llama
 from torch_ref.models import build
 from torch_ref.models.layers import Embedding, attend
-from torch_ref.step import cross_entropy
+from torch_ref.models.loss import cross_entropy
 from torch_ref.weights import draw, fill, named
 
 # A gradient's longest path: about 12 roundings a block forward, as many backward, through two blocks; independent

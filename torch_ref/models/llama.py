@@ -3,6 +3,8 @@
 Twin: jaxdist/models/llama.py.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -10,6 +12,7 @@ from jaxdist.config import Llama as Config
 from jaxdist.config import Rotary
 from torch_ref.context import Context
 from torch_ref.models.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
+from torch_ref.models.loss import head
 
 
 class Attention(nn.Module):
@@ -83,7 +86,7 @@ class Llama(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
         self.config = c
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
         """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
         there is no norm."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embed(tokens_BT)
@@ -93,5 +96,4 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, rotation)
         if self.norm is None:
             return x_BTD
-        x_BTD = self.norm(x_BTD)
-        return functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets)

@@ -1,5 +1,7 @@
 """Mixtral (arXiv:2401.04088) and, by config, Qwen3-MoE. Twin: jaxdist/models/mixtral.py."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -9,6 +11,7 @@ from torch_ref.context import Context
 from torch_ref.experts import Dispatch, own
 from torch_ref.models.layers import Embedding, RMSNorm, Rotation, rotary, wide
 from torch_ref.models.llama import Attention
+from torch_ref.models.loss import head
 
 
 class Router(nn.Module):
@@ -129,16 +132,14 @@ class Mixtral(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
         self.config = c
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         x_BTD = self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)
         tally_2E = wide(x_BTD).new_zeros(2, self.config.experts)
         for block in self.layers:
             x_BTD, tally_2E = block(x_BTD, tally_2E, rotation)
-        x_BTD = self.norm(x_BTD)
-        logits = functional.linear(x_BTD, self.embed.weight) if self.lm_head is None else self.lm_head(x_BTD)
-        return logits, self.balance(tally_2E)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets), self.balance(tally_2E)
 
     def balance(self, tally_2E: Tensor) -> Tensor:
         """This rank's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""

@@ -1,0 +1,50 @@
+"""The head and its cross-entropy, over a vocabulary that the mesh axis `tensor` splits, within torch's `loss_parallel`.
+
+Twin: jaxdist/models/loss.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from jaxdist.data import IGNORED
+from torch_ref.models.layers import Embedding, wide
+
+
+def head(lm_head: nn.Linear | None, embed: Embedding, x_BTD: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
+    """Logits [B, T, V] of the last activations; or with targets, in chunks, their cross-entropy at once.
+
+    A model without `lm_head` is tied to its embedding.
+    """
+    if targets is None:
+        return functional.linear(x_BTD, embed.weight) if lm_head is None else lm_head(x_BTD)
+    return cross_entropy_of_chunks(x_BTD, (lm_head or embed).weight, targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [..., V]: sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
+
+    Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
+    """
+    logits, targets = wide(logits).flatten(0, -2), targets.flatten()
+    loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets: Sequence[Tensor]) -> Tensor:
+    """`cross_entropy` of the logits x · weight, chunk after chunk of the tokens, each checkpointed.
+
+    The weight's gradient is added up in float32 or wider, and rounded once.
+    """
+    exact_VD: Any = wide(weight_VD)
+
+    def chunk(x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return cross_entropy(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), targets_N)
+
+    chunks = zip(x_BTD.flatten(0, 1).split([len(t) for t in targets]), targets, strict=True)
+    return torch.stack([checkpoint(chunk, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]).sum()
