@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.config import Memory
@@ -42,11 +43,18 @@ def offloaded(shardings: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
-def on_device(arrays: Any) -> Any:
-    """`arrays` in their devices' memory: a copy of what lies on the host, what does not as it is."""
+def on_device(arrays: Any, after: jax.Array | None = None) -> Any:
+    """`arrays` in their devices' memory: a copy of what lies on the host, what does not as it is.
+
+    No copy begins before `after` is known. XLA for GPUs has them begin with the step else, and holds them to its end.
+    """
 
     def fetched(x: jax.Array) -> jax.Array:
-        return jax.device_put(x, jax.memory.Space.Device) if jax.typeof(x).memory_space == jax.memory.Space.Host else x
+        if jax.typeof(x).memory_space != jax.memory.Space.Host:
+            return x
+        if after is not None:
+            x, _ = lax.optimization_barrier((x, after))
+        return jax.device_put(x, jax.memory.Space.Device)
 
     return jax.tree.map(fetched, arrays)
 

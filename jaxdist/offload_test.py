@@ -130,7 +130,7 @@ def test_a_state_that_stays_on_the_device_is_seen(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("owner", "offload"), [(collectives, "parameters"), (step, "optimizer")])
 def test_what_is_not_fetched_does_not_trace(owner: Any, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "on_device", lambda arrays: arrays)
+    monkeypatch.setattr(owner, "on_device", lambda arrays, after=None: arrays)
     p = built({"parallel": {"mesh": "2x4", "strategy": "zero1"}, "memory": {"offload": offload}})
     with pytest.raises(ValueError, match="memory_space"):
         p.step.trace(p.abstract, p.abstract_batch)
@@ -152,6 +152,24 @@ def test_what_a_gpu_is_told_to_move() -> None:
     every = moves(case | {"memory": {"remat": "full", "offload": ALL}})
     assert every[memory.HOST] == 3 * n + 1 and every["device"] > 4 * n
     assert not moves(without(case))
+
+
+def awaited(case: dict[str, Any]) -> int:
+    """Of how many arrays the update waits for the norm of the gradients before they are fetched from the host."""
+    p = built(case)
+    program = [e for e, *_ in equations(p.step.trace(p.abstract, p.abstract_batch).jaxpr)]
+    barriers = [e for e in program if e.primitive.name == "optimization_barrier"]
+    waiting = {e.outvars[0]: e.invars[1].aval.shape for e in barriers}
+    fetched = [v for e in program if e.primitive.name == "device_put" for v in e.invars]
+    return sum(waiting.get(variable) == () for variable in fetched)
+
+
+def test_moments_are_fetched_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of each parameter: compiled for GPUs, what waits for nothing is fetched first, and saves no memory."""
+    case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"offload": "optimizer"}}
+    assert awaited(case) == 2 * len(built(case).layouts)
+    monkeypatch.setattr(step, "on_device", lambda arrays, after=None: memory.on_device(arrays))
+    assert awaited(case) == 0
 
 
 def on_host(case: dict[str, Any]) -> list[tuple[int, ...]]:

@@ -83,7 +83,7 @@ class Step:
         met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
         taken = finite & met
         trained = {name: state.parameters[name] for name in gradients}
-        pieces, before = self.pieces(on_device(trained)), on_device(state.optimizer)
+        pieces, before = self.pieces(on_device(trained)), on_device(state.optimizer, after=norm)
         updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
         after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)

@@ -24,6 +24,7 @@ class Compiled:
 
     A CPU holds 16 bits as 32 and has no fused attention, so activations take more than on a GPU; parameters, optimizer
     state and traffic are those of any device. Of GPUs, `platform` gpu, it is known what computes beside collectives.
+    These have no host in JAX: state that `memory.offload` keeps there counts as theirs.
     """
 
     platform: str

@@ -113,3 +113,15 @@ def test_fsdp_on_eight_gpus(overlap: str) -> None:
 def test_gradients_of_another_dtype_are_seen() -> None:
     program = compiled(*LLAMA, "false", "--mesh", "8x1", "--precision.reduce", "bfloat16")["compiled"]
     assert ("reduce-scatter", "bf16") in {(o["op"], o["dtype"]) for o in program["overlaps"] if o["looped"]}
+
+
+@needed
+@pytest.mark.parametrize(("reduce", "dtype"), [("float32", "f32"), ("bfloat16", "bf16")])
+def test_two_machines(reduce: str, dtype: str) -> None:
+    """Gradients are reduce-scattered within a machine and summed between machines in the dtype that was asked for, and
+    of what blocks send nothing is awaited at once."""
+    program = compiled(*LLAMA, "false", "--mesh", "data=2,fsdp=8", "--precision.reduce", reduce)["compiled"]
+    of_blocks = [o for o in program["overlaps"] if o["looped"]]
+    assert {(o["op"], o["dtype"]) for o in of_blocks} == {("all-gather", "bf16"), ("reduce-scatter", dtype)}
+    assert all(o["beside"] for o in of_blocks)
+    assert ("all-reduce", dtype) in {(o["op"], o["dtype"]) for o in program["overlaps"]}
