@@ -1,5 +1,6 @@
 """Train an experiment: `python -m jaxdist.train --mesh 2x4`. `main` reads as the table of contents."""
 
+import gc
 import math
 import sys
 import time
@@ -8,6 +9,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`: of what is imported nothing is garbage, and to look for it takes a tenth of a second
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +31,6 @@ from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.startup import Startup
 from jaxdist.step import TrainState
-from jaxdist.weights import load_weights, located
 
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
@@ -103,6 +106,8 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
+    from jaxdist.weights import load_weights, located  # with all that converts: few runs need it
+
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
     make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)
     return 0, make(weights)
