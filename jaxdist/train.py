@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compiled = lowered.compile()
         startup.ended("compile")
         compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
-        rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
+        rows = notes(metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule, startup)
@@ -214,13 +214,15 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset, sched
     return loss / count
 
 
-def notes(memory: dict[str, int], compile_seconds: float) -> dict[str, str]:
+def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any]) -> dict[str, str]:
     """The start-up table's rows about the compiled step."""
     held = {name: megabytes(size) for name, size in memory.items()}
     state = f"parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer_state']}"
     if memory["host"]:
         state += f", {held['host']} of them on the host"
-    return {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
+    rows = {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
+    told = " ".join(f"{name}={value}" for name, value in options.items())
+    return rows | ({"compiler options": told} if told else {})
 
 
 if __name__ == "__main__":
