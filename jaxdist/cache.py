@@ -1,7 +1,8 @@
 """Compiled programs are kept from run to run: a second start loads its step in place of compiling it.
 
 They lie in `~/.cache/jaxdist/compiled`, or below XDG_CACHE_HOME. JAX's own variables go before this: with
-JAX_COMPILATION_CACHE_DIR it keeps them there, by its own rules, and JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+JAX_COMPILATION_CACHE_DIR it keeps them there, by its own rules, JAX_ENABLE_COMPILATION_CACHE=false keeps none, and
+JAX_COMPILATION_CACHE_MAX_SIZE says how many bytes, -1 any number.
 
 JAX finds a program by a hash of all that it is compiled from: its text, in which collectives have their numbers already
 (`jaxdist/compiler.py`), the options and flags of the compiler, the versions, and the devices with their features. JAX's
@@ -9,6 +10,7 @@ own files are written in place, so that a kill leaves half of one, which is then
 again. Here a file appears whole or not at all, is compared with its checksum, and is removed where it is damaged.
 """
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -40,10 +42,18 @@ def keep_compiled() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who can write there can have a run do anything
     except (OSError, RuntimeError):  # the latter where there is no home
         return
-    compilation_cache.get_file_cache = lambda path: (Cache(Path(path)), path)
+    compilation_cache.get_file_cache = lambda path: (Cache(Path(path), most()), path)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)
+
+
+def most() -> float:
+    """Bytes that are kept."""
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        return MOST_BYTES
+    chosen = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
+    return math.inf if chosen == -1 else chosen
 
 
 def user_folder() -> Path:
@@ -55,7 +65,7 @@ def user_folder() -> Path:
 class Cache(CacheInterface):
     """Programs by their key, a file each. What cannot be read or written is as if it were not there."""
 
-    def __init__(self, path: Path, most: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, most: float) -> None:
         self._path, self.most = path, most
 
     def get(self, key: str) -> bytes | None:

@@ -72,6 +72,16 @@ def test_without_a_place_a_run_goes_without(tmp_path: Path) -> None:
     assert start(tmp_path)[1] == 0 == start(tmp_path)[1]
 
 
+def test_jax_is_asked_how_many_bytes(tmp_path: Path) -> None:
+    asked, _ = start(tmp_path, JAX_COMPILATION_CACHE_MAX_SIZE="-1")
+    sizes = [file.stat().st_size for file in programs(tmp_path)]
+    assert len(sizes) == asked > 1
+    start(tmp_path / "fewer", JAX_COMPILATION_CACHE_MAX_SIZE=str(most := sum(sizes) - 1))
+    assert 0 < sum(file.stat().st_size for file in programs(tmp_path / "fewer")) <= most
+    start(tmp_path / "none", JAX_COMPILATION_CACHE_MAX_SIZE="0")
+    assert not programs(tmp_path / "none")
+
+
 def test_the_oldest_make_room(tmp_path: Path) -> None:
     cache = Cache(tmp_path, most=300)
     for age, name in enumerate("abc"):
@@ -84,6 +94,6 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_left(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "removed")
+    cache = Cache(tmp_path / "removed", most=300)
     cache.put("a", b"program")
     assert cache.get("a") is None

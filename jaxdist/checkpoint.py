@@ -6,27 +6,21 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 (`jaxdist/config/checkpoints.py`).
 """
 
-import logging
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
-from jaxdist.config import Checkpoint, ConfigError, Experiment, check_shapes, checkpoint_in, whole
+from jaxdist.config import Checkpoint, ConfigError, Experiment, checkpoint_in, whole
 from jaxdist.config.checkpoints import Looked, placed, publish, sweep, thin, unfinished, written
 from jaxdist.config.foreign import read_json
 from jaxdist.processes import agreement, first, from_first, together
 from jaxdist.step import TrainState
-
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
-logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 
@@ -51,21 +45,24 @@ class Checkpoints:
         self.writing: tuple[int, Future[None]] | None = None  # the step whose checkpoint has no name yet
 
     @cached_property
-    def checkpointer(self) -> ocp.AsyncCheckpointer:
-        # Weights and moments hardly compress: 3.02 GB to 2.75.
-        return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
+    def checkpointer(self) -> Any:
+        """Orbax's, from the first save on."""
+        from jaxdist import items
+
+        return items.writer()
 
     def save(self, step: int, experiment: Experiment, state: TrainState) -> None:
         """Start writing `step`; returns once the arrays are copied, so that training can go on.
 
         Waits for the save before it. Raises TrainingError where either cannot be written, unless that is to be borne.
         """
+        from jaxdist import items
+
         self.wait()
-        values: dict[str, Any] = {item: ocp.args.PyTreeSave(tree, by_layer(tree)) for item, tree in arrays(state)}
-        values["experiment"] = ocp.args.JsonSave(experiment.model_dump(exclude_none=True))
+        values = items.values(experiment, state)
         with written(self.folder, step, self.config, first()):
             from_first(partial(self.folder.mkdir, parents=True, exist_ok=True))
-            begin = partial(self.checkpointer.save, args=ocp.args.Composite(**values), force=True)
+            begin = partial(self.checkpointer.save, args=values, force=True)
             try:
                 together(partial(begin, unfinished(self.folder, step)))
             except Exception:
@@ -97,10 +94,12 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""
+        from jaxdist import items
+
         path = self.folder / str(step)
         if not (path / "optimizer").is_dir():
             raise ConfigError(f"checkpoint {path} has weights only; start from it by --init instead")
-        found = restore(path, **dict(arrays(abstract)))
+        found = items.restore(path, **dict(arrays(abstract)))
         return TrainState(**{item: found[item] for item, _ in arrays(abstract)})
 
     def __enter__(self) -> "Checkpoints":
@@ -122,23 +121,6 @@ def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
     return ((item, tree) for item, tree in state._asdict().items() if tree is not None)
 
 
-def by_layer(tree: Any) -> Any:
-    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them; others in
-    small ones, since a chunk is in memory three times while it is read."""
-
-    def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
-        name = str(getattr(path[-1], "key", ""))
-        return ocp.SaveArgs(shard_axes=(0,)) if name.startswith("layers.") else ocp.SaveArgs(chunk_byte_size=CHUNK)
-
-    return jax.tree_util.tree_map_with_path(layout, tree)
-
-
-def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
-    """The items of a checkpoint; `handler` makes those of arrays."""
-    handlers = {item: handler() for item in TrainState._fields}
-    return ocp.CompositeCheckpointHandler(**handlers, experiment=ocp.JsonCheckpointHandler())
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
@@ -147,24 +129,6 @@ def reading(path: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
-
-
-@contextmanager
-def opened(
-    path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
-) -> Iterator[ocp.Checkpointer]:
-    """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
-    with ocp.Checkpointer(items(handler)) as reader, reading(path):
-        yield reader
-
-
-def restore(path: Path, **abstract: Any) -> Any:
-    """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
-    wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
-    with opened(path) as reader:
-        found, here = dict(reader.metadata(path).item_metadata["parameters"]), abstract["parameters"]
-        check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
-        return reader.restore(path, args=ocp.args.Composite(**wanted))
 
 
 def kept_in(optimizer: Any) -> dict[str, dict[str, Any]]:
@@ -197,16 +161,8 @@ def read_experiment(path: Path) -> Experiment:
 
 def read(path: Path) -> Saved:
     """A whole checkpoint as numpy arrays on the host, without a mesh. Raises ConfigError."""
+    from jaxdist import items
+
     found = locate(path)
-
-    def on_host(item: str) -> Any:
-        with opened(found, ocp.PyTreeCheckpointHandler) as reader:
-            tree = reader.metadata(found).item_metadata[item].tree
-            to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})
-            return reader.restore(found, args=args)[item]
-
-    has_optimizer = (found / "optimizer").is_dir()
-    return Saved(
-        int(found.name), read_experiment(found), on_host("parameters"), on_host("optimizer") if has_optimizer else None
-    )
+    optimizer = items.on_host(found, "optimizer") if (found / "optimizer").is_dir() else None
+    return Saved(int(found.name), read_experiment(found), items.on_host(found, "parameters"), optimizer)

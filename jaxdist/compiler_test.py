@@ -17,10 +17,14 @@ from jaxdist.step_test import train
 KNOBS: dict[str, Any] = {"overlap": True, "bucket_mb": 0.5}
 
 
+# What the compiler of CPUs no longer has from jax 0.11 on.
+GONE = {name for name in compiler.OVERLAP if "pipelined" in name} if jax.__version_info__ >= (0, 11) else set()
+
+
 def test_all_are_known_to_this_version() -> None:
     assert compiler.options(Parallel()) == {}
     found = compiler.options(Parallel(**KNOBS))
-    assert found == dict.fromkeys(compiler.OVERLAP, True) | dict.fromkeys(compiler.BUCKETS, 2**19)
+    assert found == dict.fromkeys({*compiler.OVERLAP} - GONE, True) | dict.fromkeys(compiler.BUCKETS, 2**19)
 
 
 def test_what_a_version_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import IGNORED, Split, dataset_of
-from jaxdist.memory import ALL_OF_IT, in_memory
+from jaxdist.memory import ALL_OF_IT, in_memory, keep_freed
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
@@ -41,6 +41,7 @@ def evaluate(a: Any) -> str:
     experiment = configure(a)
     keep_compiled()
     mesh, where = make_mesh(experiment, a.device)
+    keep_freed(mesh)
     program = Program(experiment, mesh)
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 
 from jaxdist.config import Memory
 from jaxdist.config.errors import in_device_memory
@@ -30,10 +31,11 @@ in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-def keep_freed() -> None:
-    """Have glibc keep for this process what it frees. XLA allocates a step's temporary memory on CPUs anew each time,
-    which the kernel would clear again, page by page. Other C libraries have no such call."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+def keep_freed(mesh: Mesh) -> None:
+    """Where devices are CPUs, have glibc keep for this process what it frees. XLA allocates a step's temporary memory
+    anew each time there, which the kernel would clear again, page by page. Other C libraries have no such call."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and mesh.devices.flat[0].platform == "cpu":
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)  # none
 

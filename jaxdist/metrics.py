@@ -164,6 +164,7 @@ def summary(
         **pipeline(program),
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
         "compile_seconds": compile_seconds,
+        "compiler_options": program.compiler_options,
         "counted": program.experiment.model.takes,  # as tokens
         "tokens_per_second": rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

@@ -4,6 +4,7 @@ A command that calls none of it, or that no launcher started, is one process: al
 """
 
 import atexit
+import gc
 import os
 import pickle
 import sys
@@ -23,7 +24,6 @@ from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.display import console
 from jaxdist.config.errors import code_of
 from jaxdist.launcher import launched, patience
-from jaxdist.memory import keep_freed
 from jaxdist.roll_call import DONE, HEARD, TOLD, Contact, roll_call
 
 Result = TypeVar("Result")
@@ -59,7 +59,8 @@ def first() -> bool:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`."""
-    keep_freed()
+    gc.freeze()  # what is imported stays: the first collection while a step is traced would look at all of it
+    gc.enable()
     exit_codes(lambda: _one_of_many(main))
 
 

@@ -151,7 +151,7 @@ PLANT = """
 import errno, functools, os, signal
 import numpy as np
 from orbax.checkpoint import AsyncCheckpointer
-from jaxdist import checkpoint, processes, train
+from jaxdist import items, processes, train
 from jaxdist.data.dataset import Sequences
 from jaxdist.program import Program
 
@@ -187,7 +187,7 @@ match os.environ.get("PLANT"):
         train.RunFolder.log = full
     case "no memory":
         soon = functools.partial(AsyncCheckpointer, timeout_secs=3)  # what another has not begun is given up
-        checkpoint.ocp.AsyncCheckpointer, save = soon, AsyncCheckpointer._save
+        items.ocp.AsyncCheckpointer, save = soon, AsyncCheckpointer._save
         async def copy(self, folder, *inputs, **named):
             found = await save(self, folder, *inputs, **named)
             if rank == "1" and "/2." in str(folder.get_final()):

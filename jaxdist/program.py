@@ -248,20 +248,24 @@ class Program:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     @cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """What XLA is told of the step, by its own names."""
+        return compiler.options(self.experiment.parallel) | compiler.alone(self.mesh)
+
+    @cached_property
     def step(self) -> Any:
         """(state, batch) -> (state, metrics), jitted; the old state's memory is reused."""
         inputs = (self.specs, self.batch_specs)
         function = jax.shard_map(
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
-        told = compiler.options(self.experiment.parallel) | compiler.alone(self.mesh)
         batch, alike = self.shardings((self.batch_specs, P()))
         return jax.jit(
             function,
             in_shardings=(self.at_rest, batch),
             out_shardings=(self.at_rest, alike),
             donate_argnums=0,
-            compiler_options=told,
+            compiler_options=self.compiler_options,
         )
 
     @cached_property

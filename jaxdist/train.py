@@ -1,5 +1,6 @@
 """Train an experiment: `python -m jaxdist.train --mesh 2x4`. `main` reads as the table of contents."""
 
+import gc
 import math
 import sys
 import time
@@ -8,6 +9,9 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # until `run`: of what is imported nothing is garbage, and to look for it takes a tenth of a second
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,7 @@ from jaxdist.config.display import megabytes, progress, say, show_end, show_star
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batches, Dataset, dataset_of, in_steps
-from jaxdist.memory import ALL_OF_IT, in_memory
+from jaxdist.memory import ALL_OF_IT, in_memory, keep_freed
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.processes import check_same, first, from_first, greatest, run
@@ -27,7 +31,6 @@ from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.startup import Startup
 from jaxdist.step import TrainState
-from jaxdist.weights import load_weights, located
 
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
@@ -42,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     startup.ended("config")
     keep_compiled()
     mesh, where = make_mesh(experiment, arguments.device)
+    keep_freed(mesh)
     startup.ended("devices")
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compiled = lowered.compile()
         startup.ended("compile")
         compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
-        rows = notes(metrics.memory(program, traced, compiled), compile_seconds)
+        rows = notes(metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options)
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule, startup)
@@ -103,6 +107,8 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
+    from jaxdist.weights import load_weights, located  # with all that converts: few runs need it
+
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
     make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)
     return 0, make(weights)
@@ -208,13 +214,15 @@ def validation_loss(program: Program, state: TrainState, dataset: Dataset, sched
     return loss / count
 
 
-def notes(memory: dict[str, int], compile_seconds: float) -> dict[str, str]:
+def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any]) -> dict[str, str]:
     """The start-up table's rows about the compiled step."""
     held = {name: megabytes(size) for name, size in memory.items()}
     state = f"parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer_state']}"
     if memory["host"]:
         state += f", {held['host']} of them on the host"
-    return {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
+    rows = {"memory per device": f"{state}, peak {held['peak']}", "compiled in": f"{compile_seconds:.1f} s"}
+    told = " ".join(f"{name}={value}" for name, value in options.items())
+    return rows | ({"compiler options": told} if told else {})
 
 
 if __name__ == "__main__":

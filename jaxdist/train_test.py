@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import checkpoint
+from jaxdist import checkpoint, compiler
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.convert import orbax_files
@@ -23,7 +23,7 @@ from jaxdist.data import Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
 from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
-from jaxdist.train import main
+from jaxdist.train import main, notes
 
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
@@ -104,6 +104,17 @@ def test_files_of_the_contract(straight: Path) -> None:
     assert all({"op", "axis", "dtype", "single", "count", "bytes"} == set(c) for c in summary["collectives"])
     assert {"config.toml", "metrics.jsonl", "summary.json", "checkpoints"} == {f.name for f in straight.iterdir()}
     assert [f.name for f in (straight / "checkpoints").iterdir()] == ["8"]
+
+
+def test_a_run_tells_what_its_compiler_was_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the table that it begins with, if it was told anything, and in its summary."""
+    main([*TINY, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
+    told = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
+    assert told.items() >= dict.fromkeys(compiler.BUCKETS, 2 * 2**20).items()
+    shown = "".join(capsys.readouterr().out.replace("│", "").split())
+    assert "compileroptions" in shown and all(f"{name}={value}" in shown for name, value in told.items())
+    memory = dict.fromkeys(("parameters", "gradients", "optimizer_state", "host", "peak"), 0)
+    assert "compiler options" not in notes(memory, 1.0, {})
 
 
 def test_resume_is_bitwise(straight: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import checkpoint
+from jaxdist import checkpoint, items
 from jaxdist.config import Experiment, same_model, whole
 from jaxdist.config.checkpoints import placed
 from jaxdist.config.experiment import Verify
@@ -38,7 +38,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     abstract = program.abstract.parameters
     if checkpoint.is_checkpoint(path) and not ema:
         same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
-        return program.placed(checkpoint.restore(path, parameters=abstract).parameters)
+        return program.placed(items.restore(path, parameters=abstract).parameters)
 
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))

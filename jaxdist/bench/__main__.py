@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from jaxdist.bench.effort import DEFAULT, FULL, QUICK, Bench
 from jaxdist.bench.figures import Figure, Section, Sections
 from jaxdist.bench.stamp import Others, stamp
 from jaxdist.config import ConfigError, check_writable, exit_codes
+from jaxdist.config import folder as files
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import aside, console, say
 from jaxdist.config.errors import writes_to
-from jaxdist.config.folder import replace
 
 RESULTS, PAGE = "bench.json", "bench.html"
 # Each with its title; in the order in which they are measured and shown.
@@ -77,7 +78,7 @@ def measured(a: Any, kept: Sections) -> Sections:
     """
     here = stamp(a.device)
     for name, section in kept.items():
-        if section.stamp.get("machine") != here["machine"]:
+        if section.stamp.machine != here.machine:
             raise ConfigError(
                 f"--output {a.output} has the section {name} of another machine or other versions; give another folder"
             )
@@ -87,13 +88,13 @@ def measured(a: Any, kept: Sections) -> Sections:
         title, measure = SECTIONS[name]
         with tempfile.TemporaryDirectory(prefix="jaxdist-bench-") as folder, telling(title) as tell:
             bench = Bench(a.device, effort, Path(folder), tell)
-            taken, own, others = [], here | stamp(a.device), Others()
+            taken, before, others = [], stamp(a.device), Others()
             for figure in measure(bench):
                 taken.append(figure)
                 say(f"  {figure.name}: {figure}")
-        own["others"] = others.share
-        if taken and name != EXACT and (own["others"] or 0) > BUSY:
-            bench.notes.append(f"other processes took {own['others']:.0%} of this machine meanwhile")
+        own = replace(before, others=others.share)
+        if taken and name != EXACT and (own.others or 0) > BUSY:
+            bench.notes.append(f"other processes took {own.others:.0%} of this machine meanwhile")
         if taken or bench.notes:
             found[name] = Section(tuple(taken), own, tuple(bench.notes))
         if a.output:
@@ -148,12 +149,12 @@ def write(folder: Path, found: Sections, differences: Sequence[figures.Differenc
     """bench.json, and the page where there is something to draw with."""
     with writes_to(f"--output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-        replace(folder / RESULTS, json.dumps(figures.to_json(found), indent=2) + "\n")
+        files.replace(folder / RESULTS, json.dumps(figures.to_json(found), indent=2) + "\n")
         if all(map(find_spec, ("matplotlib", "jinja2"))):
             from jaxdist.bench import page
 
             titles = {name: title for name, (title, _) in SECTIONS.items()}
-            replace(folder / PAGE, page.render(found, titles, differences))
+            files.replace(folder / PAGE, page.render(found, titles, differences))
 
 
 def arguments(argv: Sequence[str]) -> Any:

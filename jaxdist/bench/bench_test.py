@@ -13,7 +13,7 @@ from jaxdist.bench import __main__ as command
 from jaxdist.bench import effort, facts, pace, readme, runs, start
 from jaxdist.bench.effort import QUICK, Bench
 from jaxdist.bench.figures import Figure, Goal, Section, read
-from jaxdist.bench.stamp import Others, stamp
+from jaxdist.bench.stamp import Others, Stamp, machine
 from jaxdist.config import ConfigError, TrainingError
 
 Capsys = pytest.CaptureFixture[str]
@@ -21,7 +21,7 @@ TINY = [
     "--data.sequence", "8", "--train.batch", "2", "--model.layers", "1", "--model.dim", "16", "--model.heads", "2",
     "--model.kv_heads", "1", "--model.head_dim", "4", "--model.hidden", "16", "--device", "cpu",
 ]  # fmt: skip
-EARLIER = {"machine": stamp("cpu")["machine"], "date": "2026-01-02T03:04:05+00:00", "load": 0.1, "commit": "abc"}
+EARLIER = Stamp(machine("cpu"), date="2026-01-02T03:04:05+00:00", load=0.1, commit="abc")
 
 
 def planted(bench: Bench) -> Iterator[Figure]:
@@ -111,6 +111,18 @@ def test_a_readme_without_a_place_is_refused(text: str, tmp_path: Path) -> None:
     (file := tmp_path / "README.md").write_text(text)
     with pytest.raises(ConfigError, match="the tables go between the lines"):
         command.main(["--readme", str(file)])
+
+
+def test_an_incomplete_result_is_shown_as_far_as_it_goes(result: Path, tmp_path: Path) -> None:
+    """One written by hand or by an earlier version: rows and stages that lack one of their figures are left out."""
+    sections = json.loads(result.read_text())
+    for name, kept in ("facts", "memory"), ("start", "cold"):
+        figures = sections[name]["figures"]
+        sections[name]["figures"] = [figure for figure in figures if figure["name"].startswith(kept)]
+    result.write_text(json.dumps(sections))
+    (file := tmp_path / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    command.main(["--results", str(result), "--readme", str(file), "--output", str(tmp_path / "out")])
+    assert "| cold start over warm start | 3.5" in file.read_text() and "| trace |" not in file.read_text()
 
 
 def test_the_projects_own_readme_has_a_place() -> None:

@@ -4,7 +4,7 @@ Traffic is that of the program that is compiled, by mesh axis (`jaxdist/traffic.
 compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxdist.bench.effort import Bench
@@ -55,6 +55,13 @@ def figures(name: str, found: Ratios) -> Iterator[Figure]:
     """Of one row."""
     yield Figure(f"traffic, {name}", (found.traffic,), goal=TRAFFIC)
     yield Figure(f"memory, {name}", (found.memory,), goal=MEMORY, beside={"peak, MB": found.peak / 1e6})
+
+
+def rows(figures: Sequence[Figure]) -> dict[str, tuple[Figure, Figure]]:
+    """By row its ratios of traffic and of memory, where there are both."""
+    found = {figure.name: figure for figure in figures}
+    names = (name.removeprefix("traffic, ") for name in found if name.startswith("traffic, "))
+    return {n: (found[f"traffic, {n}"], found[f"memory, {n}"]) for n in names if f"memory, {n}" in found}
 
 
 def of_row(name: str) -> Ratios:

@@ -1,12 +1,16 @@
 """What is measured: figures with their spread and their goal, and how two results compare."""
 
-import json
+import reprlib
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+
+from jaxdist.bench.stamp import Stamp
 from jaxdist.config import ConfigError
 
 RATIO = "×"
@@ -17,7 +21,7 @@ class Goal:
     """What a figure's median is to be."""
 
     side: Literal["at least", "at most"]
-    value: float
+    value: FiniteFloat
 
     def __str__(self) -> str:
         return f"{'≥' if self.side == 'at least' else '≤'} {self.value:g}"
@@ -28,10 +32,10 @@ class Figure:
     """One quantity. `values`: of each pair of runs, one where it is exact; `beside`: medians that it was made of."""
 
     name: str
-    values: tuple[float, ...]
+    values: Annotated[tuple[FiniteFloat, ...], Field(min_length=1)]
     unit: str = RATIO
     goal: Goal | None = None
-    beside: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
     @property
     def median(self) -> float:
@@ -75,8 +79,14 @@ class Section:
     """The figures of one kind, when and on what they were measured, and what is to be known of them."""
 
     figures: tuple[Figure, ...]
-    stamp: Mapping[str, Any]
+    stamp: Stamp
     notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.figures and not self.notes:
+            raise ValueError("figures: there are none, and no notes that say why")
+        return self
 
 
 Sections = dict[str, Section]  # by name
@@ -86,7 +96,7 @@ def to_json(sections: Sections) -> dict[str, Any]:
     """As bench.json has it: with median, lowest and highest value beside the values."""
     return {
         name: {
-            "stamp": dict(section.stamp),
+            "stamp": asdict(section.stamp),
             "notes": list(section.notes),
             "figures": [
                 asdict(figure) | {"median": figure.median, "low": figure.low, "high": figure.high, "met": figure.met}
@@ -98,29 +108,16 @@ def to_json(sections: Sections) -> dict[str, Any]:
 
 
 def read(file: Path, option: str) -> Sections:
-    """The sections of a bench.json, which `option` asked for. Raises ConfigError."""
+    """The sections of a bench.json, which `option` asked for. Raises ConfigError naming the file and the field."""
+    fix = "give the bench.json of an earlier --output"
     try:
-        return {name: _section(values) for name, values in json.loads(file.read_text(encoding="utf-8")).items()}
+        return TypeAdapter(Sections).validate_json(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{option} {file}: {error.strerror}; give the bench.json of an earlier --output") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{option} {file}: is no result of jaxdist.bench: {error!r}; give its bench.json") from None
-
-
-def _section(values: Any) -> Section:
-    figures = tuple(
-        Figure(
-            str(f["name"]),
-            tuple(map(float, f["values"])),
-            str(f["unit"]),
-            Goal(f["goal"]["side"], float(f["goal"]["value"])) if f["goal"] else None,
-            {str(name): float(value) for name, value in f["beside"].items()},
-        )
-        for f in values["figures"]
-    )
-    if not all(figure.values for figure in figures):
-        raise ValueError("a figure has no values")
-    return Section(figures, dict(values["stamp"]), tuple(map(str, values["notes"])))
+        raise ConfigError(f"{option} {file}: {error.strerror}; {fix}") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, value = ".".join(map(str, problem["loc"])) or "all of it", reprlib.repr(problem["input"])
+        raise ConfigError(f"{option} {file}: {name} = {value}: {problem['msg']}; {fix}") from None
 
 
 @dataclass(frozen=True)
@@ -156,4 +153,4 @@ def compare(then: Sections, now: Sections) -> list[Difference]:
 
 def same_machine(a: Section, b: Section) -> bool:
     """Whether two sections were measured on machines that say the same of themselves."""
-    return a.stamp.get("machine") == b.stamp.get("machine")
+    return a.stamp.machine == b.stamp.machine

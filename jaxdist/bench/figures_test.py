@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxdist.bench.figures import Difference, Figure, Goal, Section, compare, ratios, read, to_json
+from jaxdist.bench.stamp import Machine, Stamp
 from jaxdist.config import ConfigError
 
-HERE, ELSEWHERE = {"machine": {"cpu": "a"}}, {"machine": {"cpu": "b"}}
+HERE, ELSEWHERE = (Stamp(Machine(2, cpu, 2**30, (), "cpu", {}), "2026-01-02", 0.1, "") for cpu in "ab")
 
 
 def test_a_figure_has_a_median_and_a_spread() -> None:
@@ -46,8 +48,8 @@ def test_only_what_lies_apart_differs() -> None:
 def test_seconds_of_another_machine_are_not_compared() -> None:
     figures = Figure("cold", (3.0,), "s"), Figure("cold over warm", (3.0,)), Figure("now alone", (3.0,))
 
-    def compared(stamp: dict[str, dict[str, str]]) -> list[str]:
-        now = {"start": Section(figures, HERE), "pace": Section((), HERE)}
+    def compared(stamp: Stamp) -> list[str]:
+        now = {"start": Section(figures, HERE), "pace": Section((), HERE, ("left out",))}
         return [d.now.name for d in compare({"start": Section(figures[:2], stamp)}, now)]
 
     assert compared(HERE) == ["cold", "cold over warm"] and compared(ELSEWHERE) == ["cold over warm"]
@@ -61,10 +63,35 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read(file, "--compare") == sections
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"pace": 3}', '{"pace": {"figures": [{}]}}', "{" * 9999])
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("stamp",), {}, r"pace.stamp.machine = {}: Field required"),
+        (
+            ("stamp", "machine", "memory"),
+            "much",
+            r"pace.stamp.machine.memory = 'much': Input should be a valid integer",
+        ),
+        (("figures",), [], r"pace = .*: there are none, and no notes"),
+        (("figures", 0, "values"), [], r"pace.figures.0.values = \[\]: .* at least 1 item"),
+        (("figures", 0, "goal", "side"), "near", r"pace.figures.0.goal.side = 'near': .*'at least' or 'at most'"),
+    ],
+)
+def test_a_field_that_is_none_is_named(path: tuple[str | int, ...], value: Any, says: str, tmp_path: Path) -> None:
+    section = to_json({"pace": Section((Figure("x", (1.0,), goal=Goal("at most", 3.0)),), HERE)})
+    table: Any = section["pace"]
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    (file := tmp_path / "bench.json").write_text(json.dumps(section))
+    with pytest.raises(ConfigError, match=rf"^--compare {file}: {says}.*; give the bench.json of an earlier --output$"):
+        read(file, "--compare")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pace": 3}', '{"pace": {"figures": [{}]}}', "{" * 9999, "\xff"])
 def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
-    (file := tmp_path / "bench.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"--compare .*bench.json: is no result"):
+    (file := tmp_path / "bench.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"^--compare .*bench.json: .* = .*give the bench.json"):
         read(file, "--compare")
     with pytest.raises(ConfigError, match=r"No such file.*give the bench.json"):
         read(tmp_path / "other.json", "--compare")

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure as Drawing
 
 from jaxdist.bench.figures import RATIO, Difference, Figure, Section, Sections, number
-from jaxdist.bench.start import KINDS, STAGES
+from jaxdist.bench.start import KINDS, STAGES, stages
 from jaxdist.drawing import STYLE, WIDTH, inline, pages
 
 MET, MISSED, PLAIN = "#1f5fa8", "#c2571a", "#5f8fc9"
@@ -27,8 +27,8 @@ def drawings(name: str, section: Section, title: str) -> list[Markup]:
     """Of what has a goal a row each; of a start its stages."""
     aimed = [figure for figure in section.figures if figure.goal]
     found = [spread(name, aimed, title)] if aimed else []
-    if name == "start" and section.figures:
-        found.append(stages(section.figures))
+    if name == "start" and stages(section.figures):
+        found.append(stacked(section.figures))
     return found
 
 
@@ -58,16 +58,16 @@ def spread(name: str, figures: Sequence[Figure], title: str) -> Markup:
         return inline(drawing, name, title)
 
 
-def stages(figures: Sequence[Figure]) -> Markup:
+def stacked(figures: Sequence[Figure]) -> Markup:
     """Bars of the two kinds of start, by what their seconds went into."""
-    found = {figure.name: figure.median for figure in figures}
+    found, colours = stages(figures), dict(zip(STAGES, STACK, strict=True))
     with mpl.rc_context(STYLE):
         drawing = Drawing((WIDTH * 1.6, 1.9), layout="constrained")
         axes = drawing.subplots()
         left = np.zeros(len(KINDS))
-        for stage, colour in zip(STAGES, STACK, strict=True):
-            seconds = np.array([found[f"{kind}: {stage}"] for kind in KINDS])
-            axes.barh(KINDS, seconds, left=left, color=colour, height=0.6, label=stage)
+        for stage, both in found.items():
+            seconds = np.array([figure.median for figure in both])
+            axes.barh(KINDS, seconds, left=left, color=colours[stage], height=0.6, label=stage)
             left += seconds
         axes.invert_yaxis()
         axes.set_xlabel("seconds from the command to the end of the first step, medians")

@@ -1,11 +1,10 @@
 """The tables of the README, written between two comments of it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from jaxdist.bench.figures import Figure, Section, Sections, number
-from jaxdist.bench.start import KINDS, STAGES
+from jaxdist.bench import facts, start
+from jaxdist.bench.figures import Figure, Sections, number
 from jaxdist.config import ConfigError
 from jaxdist.config import folder as files
 
@@ -36,7 +35,8 @@ def block(sections: Sections) -> str:
     parts = ["\n".join(origins(sections)) + "\n"]
     for name, (heading, make) in TABLES.items():
         if name in sections:
-            parts += make(heading, sections[name])
+            if found := sections[name].figures:
+                parts += make(heading, found)
             parts += [f"{heading}: {note}.\n" for note in sections[name].notes]
     return "\n".join([*parts, f"Goals that are missed: {'; '.join(missed(sections)) or 'none'}.\n"])
 
@@ -51,14 +51,14 @@ def missed(sections: Sections) -> Iterator[str]:
 
 def origins(sections: Sections) -> Iterator[str]:
     """On what it was measured; of several machines each, of several commits all."""
-    for machine in {str(s.stamp["machine"]): s.stamp["machine"] for s in sections.values()}.values():
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-        commits = sorted({str(s.stamp["commit"]) for s in sections.values()} - {""})
-        days = sorted({str(s.stamp["date"])[:10] for s in sections.values()})
-        gpus = ", ".join(filter(None, machine["gpus"]))
+    for machine in {str(s.stamp.machine): s.stamp.machine for s in sections.values()}.values():
+        versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+        commits = sorted({s.stamp.commit for s in sections.values()} - {""})
+        days = sorted({s.stamp.date[:10] for s in sections.values()})
+        gpus = ", ".join(filter(None, machine.gpus))
         yield (
-            f"{machine['cores']} cores of {machine['cpu']}{f', {gpus}' if gpus else ''}, "
-            f"{machine['memory'] / 2**30:.0f} GiB; {versions};\n{' and '.join(days)}, "
+            f"{machine.cores} cores of {machine.cpu}{f', {gpus}' if gpus else ''}, "
+            f"{machine.memory / 2**30:.0f} GiB; {versions};\n{' and '.join(days)}, "
             f"commit {', '.join(commits) or 'unknown'}."
         )
 
@@ -74,24 +74,16 @@ def table(header: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def of_ratios(heading: str, section: Section) -> Iterator[str]:
-    """A row for each figure; median, and lowest and highest of its pairs."""
-    rows = (
-        (f.name, str(f), goal(f), ", ".join(f"{n} {number(v)}" for n, v in f.beside.items())) for f in section.figures
-    )
+def of_ratios(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
+    """A row for each; median, and lowest and highest of its pairs."""
+    rows = ((f.name, str(f), goal(f), ", ".join(f"{n} {number(v)}" for n, v in f.beside.items())) for f in figures)
     yield table((heading, "median (lowest to highest)", "goal", "of"), rows)
 
 
-def of_facts(heading: str, section: Section) -> Iterator[str]:
+def of_facts(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """Both ratios of a row side by side."""
-    found = {figure.name: figure for figure in section.figures}
-    rows = (
-        (name.removeprefix("traffic, "), exact(f), exact(found[name.replace("traffic", "memory", 1)]))
-        for name, f in found.items()
-        if name.startswith("traffic, ")
-    )
-    sent, held = (next(f.goal for n, f in found.items() if n.startswith(kind)) for kind in ("traffic", "memory"))
-    yield table((heading, f"sent / least ({sent})", f"held / closed form ({held})"), rows)
+    rows = ((name, exact(sent), exact(held)) for name, (sent, held) in facts.rows(figures).items())
+    yield table((heading, f"sent / least ({facts.TRAFFIC})", f"held / closed form ({facts.MEMORY})"), rows)
 
 
 def exact(figure: Figure) -> str:
@@ -99,15 +91,14 @@ def exact(figure: Figure) -> str:
     return f"{figure.median:.3f}" + (" **missed**" if figure.met is False else "")
 
 
-def of_starts(heading: str, section: Section) -> Iterator[str]:
+def of_starts(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
     """Seconds of each stage, of a start that compiles and one that loads; and their ratio."""
-    found = {figure.name: figure for figure in section.figures}
-    rows = [(stage, *(number(found[f"{kind}: {stage}"].median) for kind in KINDS)) for stage in STAGES]
-    yield table((heading, "nothing kept", "compiled before"), iter(rows))
-    yield from of_ratios("a second start", replace(section, figures=tuple(f for f in section.figures if f.goal)))
+    rows = ((stage, number(cold.median), number(warm.median)) for stage, (cold, warm) in start.stages(figures).items())
+    yield table((heading, "nothing kept", "compiled before"), rows)
+    yield from of_ratios("a second start", [figure for figure in figures if figure.goal])
 
 
-TABLES: dict[str, tuple[str, Callable[[str, Section], Iterator[str]]]] = {
+TABLES: dict[str, tuple[str, Callable[[str, Sequence[Figure]], Iterator[str]]]] = {
     "pace": ("pace of JAX / torch", of_ratios),
     "facts": ("default config on 8 devices", of_facts),
     "compile": ("seconds to compile", of_ratios),

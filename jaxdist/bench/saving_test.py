@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,14 @@ def test_a_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saves of the steps from `start` on, but for that of the last, which all runs make."""
+    """The saves of the steps from `start` on, but for that of the last, which all runs make. Memory is kept as it is
+    where a command trains."""
+    kept: list[Any] = []
+    monkeypatch.setattr(train, "keep_freed", kept.append)
     monkeypatch.setattr(saving, "STEPS", 3)
     monkeypatch.setattr(train, "keep", slow := lambda *_: time.sleep(0.1))
     saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)
     assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # of steps 1 and 2
     monkeypatch.setattr(train, "keep", slow)
     never = saving.train(saving.command([*TINY, "--device", "cpu"], 0, tmp_path / "b"), start=1)
-    assert never.blocked == 0 < never.seconds
+    assert never.blocked == 0 < never.seconds and len(kept) == 2

@@ -3,25 +3,50 @@
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from jaxdist import __version__
 
 VERSIONS = ("jax", "jaxlib", "torch")
 
 
-def stamp(device: str) -> dict[str, Any]:
-    """To be called before anything runs: `load` is the mean number of processes at work in the last minute."""
+@dataclass(frozen=True)
+class Machine:
+    """What a machine says of itself, its memory in bytes, and the device that was asked for."""
+
+    cores: int | None
+    cpu: str
+    memory: int
+    gpus: tuple[str, ...]
+    device: str
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """`load`: the mean number of processes at work in the minute before; `others`: what others took meanwhile, as a
+    share of all cores, None where the system does not tell."""
+
+    machine: Machine
+    date: str
+    load: float
+    commit: str
+    others: float | None = None
+
+
+def stamp(device: str) -> Stamp:
+    """To be called before anything runs."""
     root = Path(__file__).resolve().parents[2]
-    return {
-        "machine": machine(device),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load": round(os.getloadavg()[0], 2),
-        "commit": said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else "",
-    }
+    return Stamp(
+        machine(device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        load=round(os.getloadavg()[0], 2),
+        commit=said("git", "-C", str(root), "describe", "--always", "--dirty") if (root / ".git").exists() else "",
+    )
 
 
 class Others:
@@ -51,16 +76,16 @@ class Others:
         return own.elapsed, used - own.user - own.system - own.children_user - own.children_system
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Cores, memory in bytes, the CPU's and the GPUs' names, versions, and the device that was asked for."""
-    return {
-        "cores": os.cpu_count(),
-        "cpu": cpu(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n"),
-        "device": device,
-        "versions": {"python": platform.python_version(), "jaxdist": __version__} | versions(),
-    }
+def machine(device: str) -> Machine:
+    """This one."""
+    return Machine(
+        cores=os.cpu_count(),
+        cpu=cpu(),
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=tuple(said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n")),
+        device=device,
+        versions={"python": platform.python_version(), "jaxdist": __version__} | versions(),
+    )
 
 
 def versions() -> dict[str, str]:

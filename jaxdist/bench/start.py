@@ -5,7 +5,7 @@ All of the default config, read from `start_seconds` and `compile_seconds` of su
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxdist.bench.effort import Bench
@@ -21,18 +21,25 @@ KINDS = ("cold", "warm")
 def starts(bench: Bench) -> Iterator[Figure]:
     """A start that compiles and one that loads, in pairs; seconds of each stage of both."""
     mesh = "1x1" if bench.device == "gpu" else "2x4"
-    stages: dict[str, list[dict[str, float]]] = defaultdict(list)
+    seconds: dict[str, list[dict[str, float]]] = defaultdict(list)
     for pair in range(bench.effort.starts):
         own = bench.folder / f"start-{pair}"  # with a cache of its own, empty at first
         for kind in KINDS:
             bench.say(f"{kind} start on {mesh}, pair {pair + 1} of {bench.effort.starts}")
             found = once(bench, ["--mesh", mesh], own / kind)
-            stages[kind].append(found.summary["start_seconds"])
-    cold, warm = ([sum(seconds.values()) for seconds in stages[kind]] for kind in KINDS)
+            seconds[kind].append(found.summary["start_seconds"])
+    cold, warm = ([sum(run.values()) for run in seconds[kind]] for kind in KINDS)
     yield Figure("cold start over warm start", ratios(cold, warm), goal=Goal("at least", 3.0))
     for stage in STAGES:
-        for kind, found_stages in stages.items():
-            yield Figure(f"{kind}: {stage}", tuple(seconds[stage] for seconds in found_stages), "s")
+        for kind, runs in seconds.items():
+            yield Figure(f"{kind}: {stage}", tuple(run[stage] for run in runs), "s")
+
+
+def stages(figures: Sequence[Figure]) -> dict[str, tuple[Figure, ...]]:
+    """By stage its seconds in either kind of start, where there are both."""
+    found = {figure.name: figure for figure in figures}
+    both = {stage: [f"{kind}: {stage}" for kind in KINDS] for stage in STAGES}
+    return {stage: tuple(found[n] for n in names) for stage, names in both.items() if found.keys() >= {*names}}
 
 
 def compiles(bench: Bench) -> Iterator[Figure]:

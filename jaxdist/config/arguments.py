@@ -53,6 +53,18 @@ class Arguments:
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are ConfigErrors, so that every bad input ends the same way."""
 
+    def format_help(self) -> str:
+        """With what each config field says of itself."""
+        documented = fields()
+        for action in self._actions:
+            if action.dest in documented:
+                table, default, _ = documented[action.dest]
+                said = table.docstrings()[action.dest.partition(".")[2]]
+                if default not in (None, "", ()):
+                    said += f" (default {str(default).lower() if isinstance(default, bool) else default})"
+                action.help = said.replace("%", "%%")
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
@@ -71,37 +83,26 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
 
-def fields() -> dict[str, tuple[str, Any, str]]:
-    """Every config field: dotted name -> (help, default, what its value looks like)."""
-    found: dict[str, tuple[str, Any, str]] = {}
+def fields() -> dict[str, tuple[type[Section], Any, str]]:
+    """Every config field: dotted name -> (the table that has it, default, what its value looks like)."""
+    found: dict[str, tuple[type[Section], Any, str]] = {}
     for section, info in Experiment.model_fields.items():
         tables: tuple[type[Section], ...] = MODELS if section == "model" else (info.annotation,)  # type: ignore[assignment]
         for table in tables:
             for name, field in table.model_fields.items():
                 shape = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"
-                found.setdefault(f"{section}.{name}", (field.description or "", field.get_default(), shape))
+                found.setdefault(f"{section}.{name}", (table, field.get_default(), shape))
     return found
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:
     """One option per config field, grouped by section; shortcuts are second names of theirs."""
     groups: dict[str, Any] = {}
-    for dotted, (description, default, shape) in fields().items():
+    for dotted, (_, _, shape) in fields().items():
         section = dotted.partition(".")[0]
         group = groups.setdefault(section, parser.add_argument_group(section))
         names = [f"--{short}" for short, target in SHORTCUTS.items() if target == dotted] + [f"--{dotted}"]
-        shown = (
-            ""
-            if default in (None, "", ())
-            else f" (default {str(default).lower() if isinstance(default, bool) else default})"
-        )
-        group.add_argument(
-            *names,
-            dest=dotted,
-            default=argparse.SUPPRESS,
-            metavar=shape,
-            help=(description + shown).replace("%", "%%"),
-        )
+        group.add_argument(*names, dest=dotted, default=argparse.SUPPRESS, metavar=shape)
 
 
 def user_path(text: str) -> Path:

@@ -57,7 +57,8 @@ def test_resolved_config_is_accepted_back(tmp_path: Path) -> None:
 
 
 def test_every_field_has_help_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, (description, _, _) in fields().items():
+    for name, (table, _, _) in fields().items():
+        description = table.docstrings().get(name.partition(".")[2], "")
         assert description.endswith((".", ")")), f"{name} has no docstring"
     with pytest.raises(SystemExit):
         parse(["--help"], "jaxdist.train", "")

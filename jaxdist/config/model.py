@@ -1,8 +1,12 @@
 """The model section of an experiment, one class per family, and the kinds of numbers that all sections are made of."""
 
+import ast
+import inspect
 import math
 import reprlib
 from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -37,9 +41,21 @@ MOST_BLOCKS = 1_000  # of a ResNet, whose blocks are modules of their own
 class Section(pydantic.BaseModel):
     """A frozen table of fields; a key that it lacks is an error. A field's docstring is its help."""
 
-    model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @classmethod
+    @cache
+    def docstrings(cls) -> dict[str, str]:
+        """Those of its fields and of what it inherits, from the source. Pydantic would read it at every start."""
+        found: dict[str, str] = {}
+        for table in (table for table in reversed(cls.__mro__) if issubclass(table, Section)):
+            (definition,) = ast.parse(inspect.getsource(table)).body
+            assert isinstance(definition, ast.ClassDef)
+            for pair in pairwise(definition.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        found[name] = inspect.cleandoc(text)
+        return found
 
 
 def listed(value: Any) -> Any:

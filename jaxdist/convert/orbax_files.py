@@ -34,6 +34,7 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.tables import LAYERS, OWN, cut, parts, shapes_of
 from jaxdist.convert.zarr_files import ZarrFiles
+from jaxdist.items import items
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer
 
@@ -276,7 +277,7 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.scaling:
         values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
     streaming = Streaming(conversion)
-    with ocp.Checkpointer(checkpoint.items(streaming.handler)) as writer:
+    with ocp.Checkpointer(items(streaming.handler)) as writer:
         streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
     publish(folder.checkpoints, content.step, streaming.sums)
 

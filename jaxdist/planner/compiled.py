@@ -36,8 +36,8 @@ class Compiled:
 
 def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Compiled:
     """For GPUs where `device` is one and there is what compiles for it, else for CPU devices. Call it before anything
-    else touches JAX's devices. Raises ConfigError."""
-    gpu = device if device and device.chip and gpus.installed() else None
+    else touches JAX's devices. Raises ConfigError, also for a GPU whose chip is not told."""
+    gpu = device if device and device.platform == "gpu" and gpus.installed() else None
     program = Program(experiment, mesh_of(experiment, gpu))
     began = time.perf_counter()
     traced = program.step.trace(program.abstract, program.abstract_batch)

@@ -18,10 +18,13 @@ from jaxdist.config.hardware import Hardware
 
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 OPTIONS = {"xla_gpu_autotune_level": 0}
-# The numbers of XLA's GpuTargetConfigProto that NVIDIA's chips of data centres share since 2020.
+# Threads that a core can have, by compute capability, where they are not 2,048 (CUDA C++ Programming Guide, technical
+# specifications per compute capability): chips that are made for graphics too.
+THREADS = {"7.5": 1024} | dict.fromkeys(("8.6", "8.7", "8.9", "12.0", "12.1"), 1536)
+# The numbers of XLA's GpuTargetConfigProto that NVIDIA's chips share since 2020.
 TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: {threads}
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
@@ -49,6 +52,7 @@ def target(device: Hardware) -> str:
         raise ConfigError(f"--hardware {device.name}: has no table `chip`, which tells XLA what to compile for; add it")
     major, minor = chip.capability.split(".")
     return TARGET.format(
+        threads=THREADS.get(chip.capability, 2048),
         shared=chip.shared, optin=chip.shared - 1024, cores=chip.cores, lanes=chip.lanes, clock=chip.clock / 1e9,
         l2=chip.l2, bandwidth=int(device.bandwidth), memory=int(device.memory), major=major, minor=minor,
         name=f"NVIDIA {device.known_as}",

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import pytest
 
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import shipped
+from jaxdist.conftest import tiny
 from jaxdist.planner import gpus
+from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.memory import Footprint
 from jaxdist.planner.plans import Plan
 
@@ -27,6 +30,20 @@ def test_a_chip_is_told_of(name: str) -> None:
         assert text in said
     with pytest.raises(ConfigError, match="has no table `chip`"):
         gpus.target(device.model_copy(update={"chip": None}))
+
+
+@pytest.mark.parametrize(("capability", "threads"), [("8.0", 2048), ("8.6", 1536), ("8.9", 1536), ("9.0", 2048)])
+def test_chips_for_graphics_have_fewer_threads(capability: str, threads: int) -> None:
+    device = shipped()["h100"]
+    assert device.chip
+    chip = device.chip.model_copy(update={"capability": capability})
+    assert f"threads_per_core_limit: {threads}\n" in gpus.target(device.model_copy(update={"chip": chip}))
+
+
+def test_a_gpu_without_its_chip_is_not_taken_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "installed", lambda: True)
+    with pytest.raises(ConfigError, match="--hardware h100: has no table `chip`"):
+        compile_plan(tiny(), shipped()["h100"].model_copy(update={"chip": None}))
 
 
 # GB that a step holds on each of so many H100, as `python -m jaxdist.plan --compiled` says with jax 0.10.2.
@@ -88,6 +105,18 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 
 needed = pytest.mark.skipif(not gpus.installed(), reason="JAX's CUDA plugin is not installed: jaxdist[cuda12]")
+AGAIN = (PEAKS[3], PEAKS[5], FAR[-1])  # which take the least time
+
+
+@needed
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the record is of jax 0.10")
+@pytest.mark.parametrize("row", AGAIN, ids=lambda row: f"{row[0]} {' '.join(row[1].values())}")
+def test_the_record_is_of_what_is_compiled(row: tuple[str, dict[str, str], float]) -> None:
+    config, fields, peak = row
+    line = [text for name, value in fields.items() for text in (f"--{name}", value)]
+    assert compiled("--config", config, *line)["compiled"]["memory"]["peak"] / 1e9 == pytest.approx(peak, abs=0.006)
+
+
 LLAMA = ("--config", "llama-3.1-8b", "--model.layers", "4", "--train.accumulation", "1", "--parallel.overlap")
 
 
