@@ -71,6 +71,10 @@ WORKING: Mapping[str, Arrays] = {
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
 # What products by blocks of rows have beside these: rows and results with room for one block more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
+# Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
+# received, all at once. Of each scores and the gradient of probabilities, and as the products after them take both.
+PAIRS = (5 * 2, 5 * 2)
+PADS = 16  # XLA pads a product's sizes to multiples of it for the tensor cores
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
 
 
@@ -262,13 +266,14 @@ class TokenFootprint(Footprint):
 
     @property
     def logits(self) -> float:
-        """Logits and their gradient, which XLA makes in their place but on CPUs; and the head's, whole until it is
-        scattered."""
+        """Logits and their gradient, which XLA makes in their place but on CPUs, and on GPUs copies where it pads the
+        vocabulary; and the head's, whole until it is scattered."""
         if self.platform == "cpu":
             return self.arrays({"V": (0, 2)})
         scattered = self.shards > 1 and strategy(self.experiment.parallel).gradients
         head = self.multiplying[1] * ITEMSIZE[str(self.experiment.precision.reduce)]
-        return self.arrays({"V": (1, 0)}) + head * scattered
+        padded = self.gpu and self.compute < 4 and self.sizes["V"] % PADS
+        return self.arrays({"V": (2 if padded else 1, 0)}) + head * scattered
 
     @property
     def fresh(self) -> float:
@@ -283,10 +288,10 @@ class TokenFootprint(Footprint):
     def attention(self) -> float:
         """Bytes at work within attention's backward pass: scores and the mask, a byte each.
 
-        Of the ring scores of a pair of chunks, and gradients as they are collected, of keys and values as they travel.
+        Of the ring scores of pairs of chunks, and gradients as they are collected, of keys and values as they travel.
         """
         if self.ring:
-            return self.arrays({"P": (0, 4), "Q": (0, 2), "K": (4, 4)})
+            return self.arrays({"P": (0, 4) if self.platform == "cpu" else PAIRS, "Q": (0, 2), "K": (4, 4)})
         if not self.scores:
             return self.arrays({"D": (2, 0), "F": (2, 0)})
         return self.arrays({"S": (0, 1)}) + self.tokens * self.sizes["S"]
