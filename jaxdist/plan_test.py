@@ -69,11 +69,20 @@ def run(capsys: Capsys, *argv: str) -> str:
     return capsys.readouterr().out.replace("\n", " ")
 
 
-@pytest.mark.parametrize("config", ["llama-3.1-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("config", ["llama-3.1-8b", "mixtral-8x7b", "resnet-50"])
 def test_all_causes_are_in_a_plan(config: str) -> None:
     plan = Plan(load(config, {"parallel.mesh": "8x1", "train.batch": 16}), hardware("h100"))
     f = plan.footprint
     assert plan.memory["peak"] == pytest.approx(f.parameters + f.optimizer_state + sum(f.peak.values()))
+
+
+def test_images(capsys: Capsys) -> None:
+    """Mesh, strategy and microbatches of a ResNet, by the same commands."""
+    of = ["--config", "resnet-50", "--precision", "bf16", "--train.batch", "16384"]
+    said = run(capsys, *of, "--mesh", "8x1")
+    assert "images/s" in said and "does not fit" in said and "--train.accumulation 2" in said
+    found = printed(capsys, *of, "--recommend", "--devices", "32")
+    assert all(p["fits"] and p["mesh"]["tensor"] == 1 for p in found["plans"]) and len(found["plans"]) > 5
 
 
 def test_other_meshes_need_other_devices() -> None:
@@ -137,7 +146,8 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
         (["--recommend", "--devices", "8", "--memory", "1MB"], r"fits in 0 GB of each; give more devices"),
         (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over"),
         (["--hardware", "tpu-v5p", "--precision", "fp64"], r"tpu-v5p has no rate for it"),
-        (["--config", "resnet-50", "--mesh", "8x1", "--train.batch", "64"], r"model.family = resnet: no closed form"),
+        (["--config", "resnet-50", "--mesh", "4x2"], r"axis tensor = 2 with model.family = resnet"),
+        (["--config", "resnet-50", "--recommend", "--devices", "7"], r"train.batch = 256 images cannot be divided"),
     ],
 )
 def test_bad_input(argv: list[str], says: str) -> None:

@@ -1,6 +1,6 @@
 """What a step takes beside parameters and moments: the closed forms of both sides' scratch memory, cause by cause.
 
-JAX's is the planner's, `jaxdist/planner/memory.py`; torch's, of the same causes, is read off `torch_ref/models/`.
+JAX's is the planner's, `jaxdist/planner/`; torch's, of the same causes, is read off `torch_ref/models/`.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxdist.config import Experiment, Mixture
+from jaxdist.config import Experiment, Mixture, ResNet
 from jaxdist.planner.memory import (
     AGAIN_ONE,
     BATCH,
@@ -21,7 +21,6 @@ from jaxdist.planner.memory import (
     LAST,
     LOGITS,
     NAMES,
-    NORM,
     TAKEN_ONE,
     UPDATE,
     WEIGHTS,
@@ -29,13 +28,15 @@ from jaxdist.planner.memory import (
     Arrays,
     Footprint,
 )
+from jaxdist.planner.plans import footprint
+from jaxdist.planner.tokens import NORM, TokenFootprint
 from jaxdist.sharding import Layout
 from jaxdist.traffic import ITEMSIZE
 from parity_tests.verdict import UNEXPLAINED, Cause
 
 JAX, TORCH = SIDES = "jaxdist", "torch_ref"
 
-# What a block keeps from forward to backward where nothing is computed again, as `jaxdist.planner.memory.KEPT`.
+# What a block keeps from forward to backward where nothing is computed again, as `jaxdist.planner.tokens.KEPT`.
 KEPT: Mapping[str, Arrays] = {
     # Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
     "llama": {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)},
@@ -46,7 +47,7 @@ SLACK = 0.05  # of constants, numbers a token and padding that the closed form l
 
 
 @dataclass(frozen=True)
-class TorchFootprint(Footprint):
+class TorchFootprint(TokenFootprint):
     """The closed form of torch_ref's step. `workspaces`: bytes of cuBLAS, the one part that is measured."""
 
     workspaces: float = 0.0
@@ -55,9 +56,12 @@ class TorchFootprint(Footprint):
 
     @property
     def unknown(self) -> str:
+        """Why there is none; empty where there is."""
         if isinstance(self.experiment.model, Mixture):
             return "as experts have many or few rows, as the router chooses"
-        return super().unknown or ("as none is told yet of a pipeline's stages" if self.mesh["pipeline"] > 1 else "")
+        if isinstance(self.experiment.model, ResNet):
+            return "as none is told yet of what torch keeps of the images of a ResNet"
+        return "as none is told yet of a pipeline's stages" if self.mesh["pipeline"] > 1 else ""
 
     @property
     def compute(self) -> int:
@@ -150,7 +154,7 @@ class TorchFootprint(Footprint):
 
 @dataclass(frozen=True)
 class Scratch:
-    """Both closed forms of one experiment on one mesh, as `Footprint` and `TorchFootprint` say."""
+    """Both closed forms of one experiment on one mesh, as the planner and `TorchFootprint` say."""
 
     experiment: Experiment
     layouts: Mapping[str, Layout]
@@ -160,13 +164,20 @@ class Scratch:
 
     @cached_property
     def sides(self) -> Mapping[str, Footprint]:
-        common = self.experiment, self.layouts, self.mesh, "gpu" if self.gpu else "cpu"
-        return {JAX: Footprint(*common), TORCH: TorchFootprint(*common, self.workspaces)}
+        return {JAX: footprint(self.experiment, self.mesh, self.platform), TORCH: self.torch}
+
+    @property
+    def platform(self) -> str:
+        return "gpu" if self.gpu else "cpu"
+
+    @cached_property
+    def torch(self) -> TorchFootprint:
+        return TorchFootprint(self.experiment, self.layouts, self.mesh, self.platform, self.workspaces)
 
     @property
     def unknown(self) -> str:
         """Why there is none; empty where there is."""
-        return self.sides[TORCH].unknown
+        return self.torch.unknown
 
     def peak(self, side: str) -> Mapping[str, float]:
         """The causes at the moment that takes the most."""

@@ -148,7 +148,7 @@ def test_causes_sum_to_what_was_measured() -> None:
     ("sections", "peak", "axis", "sent"),
     [
         ({"model": {"family": "mixtral"}, "parallel": {"mesh": "expert=2"}}, "the router chooses", "expert", "router"),
-        ({"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}}, "images of a ResNet", "", ""),
+        ({"model": {"family": "resnet"}, "parallel": {"mesh": "2x1"}}, "what torch keeps of the images", "", ""),
         ({"parallel": {"mesh": "pipeline=2"}, "train": {"accumulation": 2}}, "a pipeline's stages", "", ""),
         ({"optimizer": {"name": "muon"}, "parallel": {"mesh": "2x1"}}, "", "fsdp", "the pieces that it has"),
     ],

@@ -70,8 +70,7 @@ def of_row(name: str) -> Ratios:
     from jaxdist.config.arguments import load
     from jaxdist.config.experiment import Experiment
     from jaxdist.planner.compiled import compile_plan
-    from jaxdist.planner.memory import Footprint
-    from jaxdist.planner.plans import layouts
+    from jaxdist.planner.plans import footprint, layouts
 
     values = load("default", {}).model_dump(exclude_none=True)
     for section, fields in ROWS[name].items():
@@ -81,7 +80,7 @@ def of_row(name: str) -> Ratios:
     compiled = compile_plan(e)
     least = {axis: size for axis, size in traffic.least(e, declared, mesh).items() if size}
     sent = [compiled.traffic.get(axis, 0.0) / size for axis, size in least.items()]
-    form = Footprint(e, declared, mesh)
+    form = footprint(e, mesh)
     held = form.parameters + form.optimizer_state + sum(form.peak.values())
     return Ratios(
         max(sum(compiled.traffic.values()) / sum(least.values()), *sent),

@@ -9,12 +9,14 @@ import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist import memory as rematerialization
-from jaxdist import metrics, models
+from jaxdist import metrics
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
 from jaxdist.mesh import make_mesh
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.memory import WORKSPACE, Footprint
+from jaxdist.planner.plans import footprint as form_of
+from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.program import Program
 
 jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
@@ -46,7 +48,7 @@ def experiment(**overrides: Any) -> Experiment:
 
 
 def footprint(e: Experiment) -> Footprint:
-    return Footprint(e, models.layouts(models.build(e.model)), e.parallel.axes())
+    return form_of(e, e.parallel.axes())
 
 
 STATE: list[dict[str, Any]] = [
@@ -167,13 +169,10 @@ def test_a_gpu_fetches_what_is_updated() -> None:
 def test_what_platforms_differ_in() -> None:
     """16 bits are 32 on CPUs; fused attention and its workspaces are a GPU's; TPUs have grouped products."""
     e = experiment(model=MIXTRAL, **{"parallel.mesh": "expert=2", "precision.policy": "bf16"})
-    cpu, gpu, tpu = (replace(footprint(e), platform=platform) for platform in ("cpu", "gpu", "tpu"))
+    form = footprint(e)
+    assert isinstance(form, TokenFootprint)
+    cpu, gpu, tpu = (replace(form, platform=platform) for platform in ("cpu", "gpu", "tpu"))
     assert (cpu.compute, gpu.compute, tpu.compute) == (4, 2, 2)
     assert (cpu.scores, gpu.scores, tpu.scores) == (True, False, True)
     assert cpu.grouped > gpu.grouped > 0 == tpu.grouped
     assert gpu.peak[WORKSPACE] > 0 == tpu.peak[WORKSPACE]
-
-
-def test_no_form_for_images() -> None:
-    assert "images of a ResNet" in footprint(experiment(model=RESNET, data={}, **{"parallel.mesh": "2x1"})).unknown
-    assert not footprint(experiment(**{"parallel.mesh": "pipeline=2", "train.accumulation": 2})).unknown

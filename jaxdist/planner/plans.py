@@ -7,11 +7,13 @@ from functools import cache, cached_property
 from typing import Any
 
 from jaxdist import models, sharding, traffic
-from jaxdist.config import ConfigError, Experiment, Family
+from jaxdist.config import ConfigError, Experiment, Family, ResNet
 from jaxdist.config.hardware import Hardware, rate
 from jaxdist.metrics import flops_per_token
 from jaxdist.planner import memory, time
+from jaxdist.planner.images import ImageFootprint
 from jaxdist.planner.memory import Footprint
+from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.sharding import Layout
 
 USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it
@@ -19,10 +21,10 @@ CHUNKS = 8  # of the loss, as torchtune's default has it
 # What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gradients": (memory.GRADIENTS, memory.FRESH),
-    "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED),
+    "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED, memory.TURNED),
     "activations": (memory.BLOCKS, memory.WAITING, memory.AGAIN_ONE, memory.TAKEN_ONE, memory.LAST, memory.BATCH),
     "logits": (memory.LOGITS,),
-    "at work": (memory.INSIDE, memory.GROUPED, memory.UPDATE, memory.WORKSPACE),
+    "at work": (memory.INSIDE, memory.POOLING, memory.GROUPED, memory.UPDATE, memory.WORKSPACE),
 }
 
 
@@ -30,6 +32,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 def layouts(model: Family) -> dict[str, Layout]:
     """The declared parameters of a model."""
     return models.layouts(models.build(model))
+
+
+def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:
+    """The closed form for a model of this kind."""
+    form = ImageFootprint if isinstance(experiment.model, ResNet) else TokenFootprint
+    return form(experiment, layouts(experiment.model), mesh, platform)
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,6 @@ class Plan:
     hardware: Hardware
 
     def __post_init__(self) -> None:
-        if why := self.footprint.unknown:
-            raise ConfigError(
-                f"model.family = {self.experiment.model.family}: no closed form knows its activations, {why}; a run of "
-                "one step tells, jaxdist.train --steps 1 --device cpu"
-            )
         self.experiment.check_mesh(self.mesh)
         sharding.check(layouts(self.experiment.model), self.mesh, sharding.strategy(self.experiment.parallel))
 
@@ -58,7 +61,7 @@ class Plan:
 
     @cached_property
     def footprint(self) -> Footprint:
-        return Footprint(self.experiment, layouts(self.experiment.model), self.mesh, self.hardware.platform)
+        return footprint(self.experiment, self.mesh, self.hardware.platform)
 
     # ---- memory, bytes on one device
 

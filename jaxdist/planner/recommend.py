@@ -88,8 +88,9 @@ def recommend(e: Experiment, devices: int, hardware: Hardware) -> list[Plan]:
 def told_why(e: Experiment, devices: int, hardware: Hardware) -> str:
     """Why no mesh serves: the batch, or memory."""
     splits = [math.prod((a["data"], a["fsdp"], a["expert"])) for a, _ in meshes(e, devices, hardware)]
+    rows = "sequences" if e.model.takes == "tokens" else "images"
     if not any(e.train.batch % ways == 0 for ways in splits):
-        return f"train.batch = {e.train.batch} sequences cannot be divided over any mesh of them"
+        return f"train.batch = {e.train.batch} {rows} cannot be divided over any mesh of them"
     return f"no mesh, strategy and rematerialization fits in {hardware.memory / 1e9:.0f} GB of each"
 
 

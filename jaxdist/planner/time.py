@@ -8,11 +8,14 @@ shares of the data sheets' rates that kernels reach were measured on one H200; n
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from jaxdist import traffic
 from jaxdist.config import AXES
 from jaxdist.config.hardware import Hardware, rate
-from jaxdist.planner.memory import Footprint
+from jaxdist.planner.images import ImageFootprint
+from jaxdist.planner.memory import Arrays, Footprint
+from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.sharding import strategy
 
 PRODUCTS, MOVED = 0.80, 0.90  # of the data sheet: 790 TFLOP/s of large bf16 products, 4.3 TB/s
@@ -20,6 +23,10 @@ ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 th
 # How often what a block keeps goes through memory: written and read forward, read backward, its gradient written and
 # read; and what is computed again written and read once more. Logits are passed over so often in all.
 PASSES, AGAIN, LOGITS = 5, 2, 7
+# The same of what a ResNet's convolutions put out, C: written, read for its mean, its variance and to be normalized;
+# backward read for sums and for the gradient, as is the gradient of what batch norm puts out, and the gradient written
+# and read by two products. And of what goes on, A: written and read forward, read backward, its gradient written.
+IMAGES: Arrays = {"C": (11, 0), "A": (4, 0)}
 BACKWARD = 2.5  # FLOPs of attention's backward pass, its forward pass being 1: five products to two
 
 
@@ -33,7 +40,21 @@ class Work:
 
 
 def work(f: Footprint) -> Work:
-    """The closed form of it, what is computed again and the idle ticks of a pipeline included."""
+    """The closed form of it."""
+    return of_images(f) if isinstance(f, ImageFootprint) else of_tokens(cast(TokenFootprint, f))
+
+
+def of_images(f: ImageFootprint) -> Work:
+    """Of a ResNet. There is no gradient of images, so the stem has but one product backward."""
+    microbatches = f.experiment.train.accumulation
+    products = f.images * 2 * (3 * f.multiplying - f.applied("stem.conv.kernel"))
+    moved = sum(f.arrays(IMAGES, sizes) for sizes in f.blocks)
+    moved += f.held(False) * (2 * f.compute + 3 * f.at_rest)  # as of tokens
+    return Work(microbatches * products, 0.0, microbatches * moved + f.update)
+
+
+def of_tokens(f: TokenFootprint) -> Work:
+    """Of a decoder, what is computed again and the idle ticks of a pipeline included."""
     e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
     recomputed = traffic.recomputed(e)
     full = recomputed * (e.memory.remat == "full")
@@ -121,14 +142,12 @@ def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Tim
 
 
 def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
-    """With each link how many collectives a step begins on it, each waiting for its own latency: of blocks four, of
-    what lies outside of them as of one block; a stage of a pipeline sends once a tick of either pass."""
+    """With each link how many collectives a step begins on it, each waiting for its own latency: of activations, and of
+    parameters, of what lies outside of the blocks as of one; a stage of a pipeline sends once a tick of either pass."""
     e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
-    row = strategy(e.parallel)
+    own = (p.both * 3 * (p.layers + 1) if strategy(e.parallel).gradients else 2) * (not e.parallel.overlap)
     for link in sent:
         if link.axis == "pipeline":
             yield link, p.both + p.forward
-        elif link.activations:
-            yield link, (p.both * 4 + p.forward * 2) * (p.layers + 1)
         else:
-            yield link, (p.both * 3 * (p.layers + 1) if row.gradients else 2) * (not e.parallel.overlap)
+            yield link, (link.activations > 0) * f.sums + (link.parameters > 0) * own

@@ -55,6 +55,28 @@ def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
     assert 1.1 * own.products < work(e.footprint).products < 1.25 * own.products
 
 
+def test_arithmetic_of_images() -> None:
+    """All that a run reports, but for the gradient of the images themselves; the same on more devices."""
+    one = plan("resnet-50", train__batch=64)
+    stem = 7 * 7 * 3 * 64 * 112**2
+    assert work(one.footprint).products == pytest.approx((one.flops_per_token - 2 * stem) * 64)
+    assert one.flops_per_token == pytest.approx(6 * 4.09e9, rel=1e-2)  # as arXiv:1512.03385 counts, the stride in 3×3
+    many = plan("resnet-50", train__batch=64, train__accumulation=2, parallel__mesh="4x1")
+    assert work(many.footprint).products == pytest.approx(work(one.footprint).products / 4)
+    time = plan("resnet-50", precision__policy="bf16").time
+    assert time.attention == 0 < time.products < time.moved  # batch norms are bound by memory
+
+
+def test_images_meet_in_batch_norms() -> None:
+    """Of each two sums forward and two backward, which are waited for."""
+    alike, own = (
+        plan("resnet-18", parallel__mesh="8x1", parallel__strategy="ddp", parallel__batch_norm=kind).time
+        for kind in ("global", "replica")
+    )
+    latency, _ = hardware("h100").latency
+    assert alike.latency == pytest.approx((4 * 20 + 2) * latency) and own.latency == pytest.approx((1 + 2) * latency)
+
+
 def test_a_pipeline_waits() -> None:
     """With as many microbatches as stages nearly half of the ticks are idle, and each pass is made twice."""
     alone = plan("llama-1b", train__batch=32, parallel__mesh="4x1")

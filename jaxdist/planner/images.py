@@ -1,0 +1,208 @@
+"""What a ResNet holds within a step: what its convolutions and relus put out, block by block.
+
+Its blocks are not stacked. XLA sees all of them at once, and merges what the backward pass of a block would gather or
+compute again with what the forward pass did: gathered weights are there for all of the step.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from jaxdist.config import ResNet
+from jaxdist.config.model import halved
+from jaxdist.planner.memory import (
+    BATCH,
+    BLOCKS,
+    FRESH,
+    GRADIENTS,
+    INSIDE,
+    POOLING,
+    TURNED,
+    WHOLE,
+    Arrays,
+    Footprint,
+    Sizes,
+    amount,
+)
+from jaxdist.sharding import TOKENS, Layout, strategy
+from jaxdist.traffic import ITEMSIZE
+
+# The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
+# put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
+# Of max-pooling: P what it puts out, W what it takes, with padding.
+
+# What a block keeps from forward to backward: of a batch norm what it was given, of a convolution the same.
+KEPT: Mapping[str, Arrays] = {
+    "gpu": {"C": (1, 0), "A": (1, 0)},
+    "tpu": {"C": (1, 0), "A": (1, 0)},
+    # XLA's merging of forward and backward also keeps differences from the mean, and these normalized.
+    "cpu": {"C": (1, 2), "A": (1, 0)},
+}
+WORKING: Arrays = {"O": (2, 0)}  # gradients of what a block puts out, and of what one of its convolutions does
+# What max-pooling has until its backward pass: zeros to which gradients will be added, and where the largest are, four
+# indices each. XLA has both early on CPUs and where it schedules around collectives, else when they are needed.
+POOLED: Arrays = {"W": (1, 0), "P": (0, 4)}
+# What it has at work, on CPUs as it looks for the largest: each value, padded, and its four indices go through a
+# reduction together. On GPUs as its gradients become those of the stem's batch norm.
+SEARCHED: Mapping[str, Arrays] = {
+    "gpu": {"W": (1, 0), "O": (1, 1)},
+    "tpu": {"W": (1, 0), "O": (1, 1)},
+    "cpu": {"W": (2, 4), "O": (1, 0), "P": (1, 4)},
+}
+BUCKET = 30 * 2**20  # bytes of gradients that XLA sends together on GPUs (xla_gpu_all_reduce_combine_threshold_bytes)
+
+BLOCK = re.compile(r"stages\.(\d+)\.(\d+)\.")  # of a parameter's name
+STEM, HEAD = (-1, 0), (math.inf, 0)  # before the first block, and after the last
+
+
+def block_of(name: str) -> tuple[float, ...]:
+    """The stage of a parameter and the block in it; or STEM, or HEAD."""
+    if found := BLOCK.match(name):
+        return tuple(map(int, found.groups()))
+    return STEM if name.startswith("stem.") else HEAD
+
+
+@dataclass(frozen=True)
+class ImageFootprint(Footprint):
+    """The closed form of a ResNet, which is split by rows of the batch alone."""
+
+    @property
+    def model(self) -> ResNet:
+        return cast(ResNet, self.experiment.model)
+
+    @property
+    def images(self) -> float:
+        """Of a microbatch on one device."""
+        e = self.experiment
+        return e.train.batch / math.prod(self.mesh[axis] for axis in TOKENS) / e.train.accumulation
+
+    # ---- sizes
+
+    @cached_property
+    def kernels(self) -> Mapping[str, Layout]:
+        """Those of convolutions, by name."""
+        return {name: layout for name, layout in self.layouts.items() if name.endswith(".conv.kernel")}
+
+    @cached_property
+    def blocks(self) -> list[Sizes]:
+        """Of the stem and of each block, first to last, what the tables count."""
+        m = self.model
+        found: dict[tuple[float, ...], dict[str, float]] = {}
+        for name, layout in self.kernels.items():
+            sizes = found.setdefault(block_of(name), dict.fromkeys("CAO", 0.0))
+            outputs = layout.shape[-1] * m.places(name)
+            sizes["C"] += outputs
+            sizes["A"] += outputs * (".shortcut." not in name)
+            sizes["O"] = max(sizes["O"], outputs)
+        pooled = m.stem * m.sizes[0] ** 2
+        found[STEM] |= {"A": pooled, "P": pooled, "W": m.stem * (halved(m.image) + 2) ** 2}
+        return [found[block] for block in sorted(found)]
+
+    @cached_property
+    def gradients_by_block(self) -> list[tuple[float, float]]:
+        """Bytes of the gradients of the stem, of each block and of the head, as they lie until the update, and whole.
+        Without a loop over microbatches they are scattered at once."""
+        row, many = strategy(self.experiment.parallel), self.experiment.train.accumulation > 1
+        sharded = row.gradients if many else row.optimizer
+        own: Counter[tuple[float, ...]] = Counter()
+        whole: Counter[tuple[float, ...]] = Counter()
+        for name, layout in self.layouts.items():
+            if not layout.statistic:
+                own[block_of(name)] += math.prod(layout.local_shape(self.mesh, sharded)) * self.at_rest
+                whole[block_of(name)] += math.prod(layout.shape) * self.at_rest
+        return [(own[block], whole[block]) for block in sorted(own)]
+
+    def arrays(self, arrays: Arrays, sizes: Sizes) -> float:
+        """Bytes of `arrays` over the images of a microbatch."""
+        return self.images * amount(arrays, sizes, self.compute)
+
+    @cached_property
+    def kept_by_block(self) -> list[float]:
+        """Bytes that the stem and each block keep."""
+        return [self.arrays(KEPT[self.platform], sizes) for sizes in self.blocks]
+
+    @property
+    def kept(self) -> float:
+        return sum(self.kept_by_block)
+
+    @property
+    def batch(self) -> float:
+        """Bytes of images, in float32, and targets; and of a microbatch's images once more where they are cast or taken
+        out of the batch."""
+        e, m = self.experiment, self.model
+        pixels, many = m.image**2 * m.channels, e.train.accumulation > 1
+        again = self.compute * pixels * (many or e.precision.compute != "float32")
+        return self.images * (e.train.accumulation * 4 * (pixels + 1) + again)
+
+    @property
+    def whole(self) -> float:
+        """Bytes of the parameters where they are gathered or cast. CPUs have 16 bits as 32 too; and where a loop over
+        microbatches reads what was made before it, once more what was gathered, or was cast to be turned."""
+        e = self.experiment
+        gathered = strategy(e.parallel).parameters and self.shards > 1
+        if not gathered and e.precision.compute == e.precision.parameters:
+            return 0.0
+        narrow = ITEMSIZE[str(e.precision.compute)]
+        if self.platform != "cpu":
+            return narrow * self.held(False)
+        widened = narrow * self.held(False) * (narrow < self.compute)
+        looped = (self.held(False) * self.compute if gathered else self.turned) * (e.train.accumulation > 1)
+        return self.held(False) * self.compute + widened + looped
+
+    @property
+    def turned(self) -> float:
+        """Bytes of kernels turned round, on CPUs: gradients of their inputs are convolutions with these. None for the
+        stem, as images have no gradients, and a kernel of one place is as it was."""
+        numbers = sum(math.prod(k.shape) for name, k in self.kernels.items() if k.shape[0] > 1 and BLOCK.match(name))
+        return numbers * self.compute * (self.platform == "cpu")
+
+    @property
+    def early(self) -> bool:
+        """Whether what waits for nothing is made long before it is needed."""
+        return self.platform == "cpu" or (self.gpu and math.prod(self.mesh.values()) > 1)
+
+    # ---- arithmetic
+
+    @cached_property
+    def multiplying(self) -> float:
+        """Multiply-adds of an image's forward pass: numbers of kernels, at each place of what they put out."""
+        kernels = {**self.kernels, "head.kernel": self.layouts["head.kernel"]}
+        return sum(map(self.applied, kernels))
+
+    def applied(self, name: str) -> float:
+        """Those of one kernel."""
+        return math.prod(self.layouts[name].shape) * self.model.places(name.removesuffix(".kernel"))
+
+    @property
+    def sums(self) -> int:
+        """Mean and variance of each batch norm, and their gradients; or what the first device's have become."""
+        e = self.experiment
+        return 4 * len(self.kernels) * e.train.accumulation if e.parallel.batch_norm == "global" else 1
+
+    # ---- moments
+
+    def _moments(self) -> Iterator[dict[str, float]]:
+        many, stem = self.experiment.train.accumulation > 1, self.blocks[0]
+        during = {BATCH: self.batch, WHOLE: self.whole, TURNED: self.turned}
+        accumulators = self.gradients * many
+        searched = self.arrays(SEARCHED[self.platform], stem)
+        yield during | {GRADIENTS: accumulators, BLOCKS: self.kept_by_block[0], POOLING: searched}
+        pooled = self.arrays(POOLED, stem) * self.early
+        for i, sizes in enumerate(self.blocks):
+            own, whole = (sum(sizes) for sizes in zip(*self.gradients_by_block[i:], strict=True))
+            yield (
+                during
+                | {
+                    GRADIENTS: accumulators or own,
+                    FRESH: min(2 * BUCKET, whole) * (self.gpu and self.early),  # one that is filled, and one under way
+                    BLOCKS: sum(self.kept_by_block[: i + 1]),
+                    POOLING: pooled,
+                    INSIDE: self.arrays(WORKING, sizes),
+                }
+            )
+        own = sum(own for own, _ in self.gradients_by_block)
+        yield {BATCH: self.batch, GRADIENTS: accumulators or own} | self.updating

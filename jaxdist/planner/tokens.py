@@ -1,0 +1,323 @@
+"""What a decoder holds within a step: activations, logits, and what a mixture, a ring or a pipeline has at work."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+from jaxdist.config import Mixture
+from jaxdist.models.grouped import rows_of
+from jaxdist.models.layers import has_kernel
+from jaxdist.planner.memory import (
+    AGAIN_ONE,
+    BATCH,
+    BLOCKS,
+    ENDS,
+    FRESH,
+    GRADIENTS,
+    GROUPED,
+    INSIDE,
+    LAST,
+    LOGITS,
+    TAKEN_ONE,
+    WAITING,
+    WEIGHTS,
+    WHOLE,
+    WORKSPACE,
+    XLA_WORKSPACE,
+    Arrays,
+    Footprint,
+    Sizes,
+    amount,
+)
+from jaxdist.sharding import strategy
+from jaxdist.traffic import ITEMSIZE, Attends, passes, tokens_of
+
+# The tables are of numbers a token. D model, Q heads · C, K kv heads · C, S scores: heads · T, P those of a pair of the
+# ring's chunks, F hidden; of a mixture F and d, hidden and D of the rows that a device's experts have room for. The
+# mesh axis `tensor` splits all but D and d, and R under sequence parallelism alone: D between the products.
+
+# What a block keeps from forward to backward where nothing is computed again.
+KEPT: Mapping[str, Arrays] = {
+    # R: the input, and what attention adds to it. Q, K: queries and keys as their products leave them, values, the
+    # result. S: probabilities. F: gate and up.
+    "llama": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0)},
+    # F: what goes into GELU.
+    "gpt2": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (1, 0)},
+    # d: an expert's rows, and the result.
+    "mixture": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0), "d": (2, 0)},
+}
+# What a block keeps that is computed again: its input, or also the results of matrix products.
+AGAIN: Mapping[tuple[str, str], Arrays] = {
+    ("full", "llama"): {"R": (1, 0)},
+    ("full", "gpt2"): {"R": (1, 0)},
+    ("selective", "llama"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0), "F": (2, 0)},
+    ("selective", "gpt2"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0), "F": (1, 0)},
+    ("full", "mixture"): {"R": (1, 0)},
+    ("selective", "mixture"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0)},  # grouped products are none of those
+}
+# What is there of a block that is computed again while its backward pass is.
+WORKING: Mapping[str, Arrays] = {
+    # R: the input and the sum after attention; each norm before its scale. D: and after it. Q, K: queries and keys as
+    # rotated, values, the result. S: probabilities. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
+    "llama": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0)},
+    # F: what goes into GELU by tanh, and what its formula makes of that on the way.
+    "gpt2": {"R": (0, 4), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 1), "F": (5, 1)},
+    # d: an expert's rows and results, and both with zeros for those of others.
+    "mixture": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0), "d": (4, 0)},
+}
+# The same on GPUs, where XLA makes formulas of one number at a time where they are read.
+ON_GPUS: Mapping[str, Arrays] = {
+    # R: the input, the sum after attention, and their gradients. D: what the products read. Q, K: as above, and their
+    # gradients. F: gate, up, the product and its gradient.
+    "llama": {"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
+}
+# Sums over tensor, backward before attention and before the MLP, that are under way: what goes in, and what comes out.
+UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
+# What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
+TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
+# What products by blocks of rows have beside these: rows and results with room for one block more.
+PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
+# Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
+# received, all at once. Of each scores and the gradient of probabilities, and as the products after them take both.
+PAIRS = (5 * 2, 5 * 2)
+PADS = 16  # XLA pads a product's sizes to multiples of it for the tensor cores
+NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
+
+
+@dataclass(frozen=True)
+class TokenFootprint(Footprint):
+    """The closed form of a decoder. A GPU's fused attention keeps no scores."""
+
+    kept_by_family = KEPT
+
+    # ---- sizes
+
+    @property
+    def decoder(self) -> Attends:
+        """The model, which is no ResNet."""
+        return cast(Attends, self.experiment.model)
+
+    @property
+    def tokens(self) -> float:
+        """Of a microbatch on one device."""
+        return tokens_of(self.experiment, self.mesh)
+
+    @property
+    def ring(self) -> bool:
+        """Whether attention is the ring, which keeps no scores and has those of two chunks at a time."""
+        return self.mesh["context"] > 1 and self.experiment.parallel.context == "ring"
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        m, t, n = self.decoder, self.mesh["tensor"], self.mesh["context"]
+        heads, kv_heads = m.heads // t, m.kv_heads // t
+        times = t if self.experiment.parallel.sequence else 1
+        return {
+            "D": m.dim, "R": m.dim / times, "Q": heads * m.head_dim, "K": kv_heads * m.head_dim,
+            "S": heads * self.experiment.data.sequence, "P": heads * self.experiment.data.sequence / 4 / n,
+            "F": self.rows * m.hidden / t, "d": self.rows * m.dim, "V": m.vocab // t,
+        }  # fmt: skip
+
+    @property
+    def rows(self) -> float:
+        """Rows of an MLP for each token of a device: one, or of a mixture what its experts have room for: of all tokens
+        of the group the k chosen, or an equal part of all experts' boxes."""
+        m, times = self.experiment.model, self.experiment.data.sequence
+        if not isinstance(m, Mixture):
+            return 1.0
+        return m.experts * m.room(times) / times if m.capacity else m.top_k * self.mesh["expert"]
+
+    @property
+    def scores(self) -> bool:
+        """Whether attention keeps its scores, as no fused kernel does, nor the ring."""
+        fused = self.gpu and has_kernel(self.experiment.precision.compute, self.experiment.model.head_dim)
+        return not self.ring and not fused
+
+    @cached_property
+    def multiplying(self) -> tuple[float, float]:
+        """Numbers of a block, and of the head, that each token is multiplied by on a device; where experts go by blocks
+        of rows, with those that are no token's."""
+        m, t = self.experiment.model, self.mesh["tensor"]
+        block = head = 0.0
+        spare = 1.0
+        if isinstance(m, Mixture) and self.platform != "tpu":
+            experts = m.experts // self.mesh["expert"]
+            own = self.tokens * (self.rows if m.capacity else m.top_k)
+            spare += experts * rows_of(int(self.tokens * self.rows), experts) / 2 / own  # half of each last block
+        for name, layout in self.layouts.items():
+            chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
+            share = chosen / (t if "tensor" in layout.given else 1)
+            if "layers" in layout.axes:
+                block += math.prod(layout.shape) * share / m.layers
+            elif name.startswith("lm_head") or (m.tied and name.startswith("embed.")):
+                head += math.prod(layout.shape) * share
+        return block, head
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of attention forward, of one token in one block: two products with half of all keys, or a window."""
+        m = self.decoder
+        keys = self.experiment.data.sequence / 2
+        if window := getattr(m, "window", 0):
+            keys = min(keys, window)
+        return 4.0 * m.heads * m.head_dim / self.mesh["tensor"] * keys
+
+    def arrays(self, arrays: Arrays) -> float:
+        """Bytes of `arrays` over the tokens of a microbatch."""
+        return self.tokens * amount(arrays, self.sizes, self.compute)
+
+    # ---- blocks
+
+    @property
+    def whole(self) -> Arrays:
+        """What a block keeps where nothing is computed again."""
+        return self.gathered(self.attending(self.kept_by_family[self.family]))
+
+    @property
+    def working(self) -> Arrays:
+        """What is there of a block that is computed again."""
+        table = WORKING[self.family]
+        if self.gpu and self.family in ON_GPUS:
+            table = ON_GPUS[self.family]
+            if self.mesh["tensor"] > 1:
+                table = {w: (n + UNDER_WAY.get(w, (0, 0))[0], wide) for w, (n, wide) in table.items()}
+        return self.gathered(self.attending(table))
+
+    def attending(self, arrays: Arrays) -> Arrays:
+        """`arrays` of a family with norms of queries and keys, where the model has such, and without scores where
+        attention keeps none."""
+        if getattr(self.experiment.model, "qk_norm", False):
+            arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}}
+        return arrays if self.scores else {**arrays, "S": (0, 0)}
+
+    def gathered(self, arrays: Arrays) -> Arrays:
+        """`arrays` with what sequence parallelism gathers to all times, for attention and for the MLP."""
+        narrow, wide = arrays.get("D", (0, 0))
+        return {**arrays, "D": (narrow + 2, wide)} if self.experiment.parallel.sequence else arrays
+
+    @property
+    def least(self) -> Arrays:
+        """What a block keeps that is computed again; all, where none is."""
+        memory = self.experiment.memory
+        return AGAIN.get((memory.remat, self.family), self.whole)
+
+    @property
+    def family(self) -> str:
+        m = self.experiment.model
+        return "mixture" if isinstance(m, Mixture) else m.family
+
+    @property
+    def kept(self) -> float:
+        """What the blocks keep that a microbatch passes through at once, from forward to backward."""
+        layers = passes(self.experiment, self.mesh).layers
+        recomputed = layers / self.experiment.memory.remat_every
+        return recomputed * self.arrays(self.least) + (layers - recomputed) * self.arrays(self.whole)
+
+    @property
+    def at_once(self) -> int:
+        """Passes whose activations there are at once: XLA unrolls a warm-up of one tick, and begins the next early."""
+        parallel, stages = self.experiment.parallel, self.mesh["pipeline"]
+        single = stages * parallel.virtual_stages == 2 and stages > 1 and parallel.pipeline_schedule != "GPipe"
+        return 1 + single
+
+    @property
+    def waiting(self) -> float:
+        """Inputs that a stage of a pipeline keeps of microbatches whose backward pass is to come, and what it receives
+        and sends."""
+        stages, parallel = self.mesh["pipeline"], self.experiment.parallel
+        if stages == 1:
+            return 0.0
+        chunks = parallel.virtual_stages
+        inputs = 2 * stages - 1 if chunks == 1 else 2 * stages * chunks
+        if parallel.pipeline_schedule == "GPipe":
+            inputs = self.experiment.train.accumulation + stages - 1
+        return (inputs + 2) * self.arrays({"R": (1, 0)})
+
+    # ---- moments
+
+    @property
+    def sums(self) -> int:
+        """Of blocks four, of what lies outside of them as of one block."""
+        p = passes(self.experiment, self.mesh)
+        return (p.both * 4 + p.forward * 2) * (p.layers + 1)
+
+    def _moments(self) -> Iterator[dict[str, float]]:
+        e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
+        recomputed = self.arrays(self.working) - self.arrays(self.least)
+        again, stages = self.at_once * recomputed * (e.memory.remat != "none"), self.mesh["pipeline"]
+        always = {
+            BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
+            GRADIENTS: self.gradients,
+            WORKSPACE: XLA_WORKSPACE * self.gpu,
+        }
+        during = always | {
+            FRESH: self.fresh,
+            WAITING: self.waiting,
+            ENDS: self.weights(False) * self.compute * (row.reshards and n > 1),
+            WHOLE: self.held(False) * self.compute * (row.parameters and not row.reshards and n > 1),
+            BLOCKS: self.at_once * self.kept,
+        }
+        yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
+        block = during | {
+            WEIGHTS: self.weights(True) * stages / e.model.layers * self.compute,
+            AGAIN_ONE: again,
+            GROUPED: self.grouped,
+        }
+        taken = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
+        if taken:
+            arrays = {w: a for w, a in TAKEN.items() if w != "S" or self.scores}
+            yield block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
+        elif self.ring:
+            yield block | {INSIDE: self.attention}
+        else:
+            cast = ITEMSIZE[str(e.precision.compute)] < 4  # probabilities, as values are multiplied by them
+            inside = self.scores * self.arrays({"S": (cast, 1.75)})
+            yield block | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
+        yield always | self.updating
+
+    @property
+    def logits(self) -> float:
+        """Logits and their gradient, and the head's gradient where it stands beside GRADIENTS: as chunks are added up,
+        that of one chunk on CPUs, and whole until it is scattered."""
+        e, head, cpu = self.experiment, self.multiplying[1], self.platform == "cpu"
+        chunks, sharded = e.memory.loss_chunks, self.shards > 1 and strategy(e.parallel).gradients
+        kept = cpu and chunks == 1  # XLA makes the gradient in the place of logits that it need not keep
+        padded = self.gpu and self.compute < 4 and self.sizes["V"] % PADS  # which copies them
+        apart = sharded or e.precision.compute != e.precision.parameters
+        added = (chunks > 1) * (cpu + apart) * head * max(self.compute, 4)
+        scattered = (sharded and not cpu) * head * ITEMSIZE[str(e.precision.reduce)]
+        copies = 2 if kept or padded else 1
+        return self.arrays({"V": (0, copies) if cpu else (copies, 0)}) / chunks + added + scattered
+
+    @property
+    def fresh(self) -> float:
+        """Gradients of a microbatch beside those that are added up: of a pipeline, of the blocks that it passes through
+        at once."""
+        chunks = self.experiment.parallel.virtual_stages if self.mesh["pipeline"] > 1 else 1
+        sharded = strategy(self.experiment.parallel).gradients
+        numbers = self.numbers[True, sharded] / chunks + self.numbers[False, sharded]
+        return numbers * self.at_rest * (self.experiment.train.accumulation > 1)
+
+    @property
+    def attention(self) -> float:
+        """Bytes at work within attention's backward pass: scores and the mask, a byte each.
+
+        Of the ring scores of pairs of chunks, and gradients as they are collected, of keys and values as they travel.
+        """
+        if self.ring:
+            return self.arrays({"P": (0, 4) if self.platform == "cpu" else PAIRS, "Q": (0, 2), "K": (4, 4)})
+        if not self.scores:
+            return self.arrays({"D": (2, 0), "F": (2, 0)})
+        return self.arrays({"S": (0, 1)}) + self.tokens * self.sizes["S"]
+
+    @property
+    def grouped(self) -> float:
+        """Bytes at work in products by blocks of rows: PADDED, and gradients of two kernels of all of a device's
+        experts."""
+        m, mesh = self.experiment.model, self.mesh
+        if not isinstance(m, Mixture) or self.platform == "tpu":
+            return 0.0
+        kernel = m.dim * m.hidden * m.experts / mesh["expert"] / mesh["tensor"]
+        return self.arrays(PADDED) + 2 * kernel * max(self.compute, 4)
