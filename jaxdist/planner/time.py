@@ -63,7 +63,7 @@ def of_tokens(f: TokenFootprint) -> Work:
     heads = p.both * (3 + chunked) + p.forward * p.told
     block, head = f.multiplying
     attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
-    kept, least = f.arrays(f.working), f.arrays(f.least)
+    kept, least = f.arrays(f.formulas), f.arrays(f.least)
     moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
     moved += (p.both * (LOGITS + AGAIN * chunked) + p.forward * p.told * LOGITS) * f.arrays({"V": (0, 1)})
     # Of each pass the weights are read forward and backward, their gradients written and added to what there is.

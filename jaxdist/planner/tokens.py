@@ -176,13 +176,18 @@ class TokenFootprint(Footprint):
         return self.gathered(self.attending(self.kept_by_family[self.family]))
 
     @property
+    def formulas(self) -> Arrays:
+        """What a block's formulas read and write, one by one."""
+        return self.gathered(self.attending(WORKING[self.family]))
+
+    @property
     def working(self) -> Arrays:
         """What is there of a block that is computed again."""
-        table = WORKING[self.family]
-        if self.gpu and self.family in ON_GPUS:
-            table = ON_GPUS[self.family]
-            if self.mesh["tensor"] > 1:
-                table = {w: (n + UNDER_WAY.get(w, (0, 0))[0], wide) for w, (n, wide) in table.items()}
+        if not self.gpu or self.family not in ON_GPUS:
+            return self.formulas
+        table = ON_GPUS[self.family]
+        if self.mesh["tensor"] > 1:
+            table = {w: (n + UNDER_WAY.get(w, (0, 0))[0], wide) for w, (n, wide) in table.items()}
         return self.gathered(self.attending(table))
 
     def attending(self, arrays: Arrays) -> Arrays:
