@@ -349,10 +349,17 @@ def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path)
         main(["--against", str(tmp_path / "nowhere"), "--output", str(tmp_path / "proof")])
 
 
-def test_transformers_under_other_strategies(tmp_path: Path) -> None:
-    for more in (["--strategy", "zero1"], ["--strategy", "ddp", "--precision", "bf16"]):
-        with pytest.raises(ConfigError, match="--strategy"):
-            main(["--against", "transformers", "--mesh", "2x1", "--output", str(tmp_path / "proof"), *more])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--strategy", "zero1"], "--strategy"),
+        (["--strategy", "ddp", "--precision", "bf16"], "--strategy"),
+        (["--memory.loss_chunks", "4"], r"memory.loss_chunks = 4: .*; use --against torch, or leave it out"),
+    ],
+)
+def test_what_transformers_has_not(tmp_path: Path, more: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        main(["--against", "transformers", "--mesh", "2x1", "--output", str(tmp_path / "proof"), *more])
 
 
 def test_a_run_folder_by_hand(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ REFUSED = {
     "accumulation 9 Interleaved1F1B": r"train.accumulation = 9 with .* multiple of its 2 rounds; use 8",
     "sequence": r"parallel.sequence = true with the mesh axis pipeline = 4: .*; leave it out, or use jaxdist.train",
     "offload": r"memory.offload = optimizer,parameters with the mesh axis pipeline = 4: .*; leave it out",
+    "chunks": r"memory.loss_chunks = 2 with the mesh axis pipeline = 4: .*; leave it out, or use jaxdist.train",
     "mixture": r"model.family = mixtral with the mesh axis pipeline = 4: .* use the axis expert or fsdp, or jaxdist",
 }
 
@@ -61,7 +62,10 @@ def test_what_torch_has_no_part_for(what: str) -> None:
             "virtual_stages": 2 if schedule.startswith("I") else 1,
             "sequence": field == "sequence",
         },
-        "memory": {"offload": ["optimizer", "parameters"] if field == "offload" else []},
+        "memory": {
+            "offload": ["optimizer", "parameters"] if field == "offload" else [],
+            "loss_chunks": 2 if field == "chunks" else 1,
+        },
     }
     made = Experiment.parse(values, source="test")
     axes = made.parallel.axes()

@@ -27,6 +27,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
             r"leaves a batch norm one number for each channel",
         ),
         ({"optimizer": {"name": "muon"}}, r"optimizer.name = muon with model.family = resnet: .*; use adamw"),
+        ({"memory": {"loss_chunks": 4}}, r"memory.loss_chunks = 4 with model.family = resnet, .*; leave it out"),
         ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; use memory.remat = none"),
         ({"model": {"widths": "16"}}, r"model.widths = 16 are not as many as model.depths = 1,1; give one of each"),
         ({"model": {"depths": "1000,1"}}, r"model.depths = \[1000, 1\] are 1,001 blocks; use at most 1,000"),
