@@ -58,7 +58,10 @@ def first() -> bool:
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`."""
+    """Run a command as one process of those that a launcher started, if one did, and end it by `exit_codes`.
+
+    What is imported by then is left out of garbage collection, which is turned on where imports went without.
+    """
     gc.freeze()  # what is imported stays: the first collection while a step is traced would look at all of it
     gc.enable()
     exit_codes(lambda: _one_of_many(main))

@@ -103,11 +103,17 @@ class Step:
         return cross_entropy(made.output, targets), made
 
     def forward(
-        self, sinks: Arrays | None, weights: Arrays, inputs: jax.Array, stages: Stages = one_stage, *targets: jax.Array
+        self,
+        sinks: Arrays | None,
+        weights: Arrays,
+        inputs: jax.Array,
+        stages: Stages = one_stage,
+        targets: jax.Array | None = None,
     ) -> Made:
-        """What the model makes of this device's rows, or with targets of these too."""
+        """What the model makes of this device's rows, or with targets, in chunks, of both."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, *targets)
+        given = () if targets is None else (targets,)  # which a ResNet does not take
+        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, *given)
         return Made(*made) if isinstance(made, tuple) else Made(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:

@@ -143,17 +143,16 @@ def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh, chunks: int = 1) -
     count = (batch.targets != IGNORED).sum()
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
-    def told(logits: Tensor, targets: Tensor) -> Tensor:
-        loss = cross_entropy(logits, targets)
+    def told(loss: Tensor) -> Tensor:
         total.add_(loss)
         return loss
 
     model.eval()  # by running statistics
     if isinstance(model, Pipeline):
-        model.evaluate(told, batch.inputs, batch.targets)
+        model.evaluate(lambda logits, targets: told(cross_entropy(logits, targets)), batch.inputs, batch.targets)
     else:
         with loss_parallel():
-            total.add_(losses(model, batch, chunks)[0])
+            told(losses(model, batch, chunks)[0])
     model.train()
     reshard(model)
     return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()

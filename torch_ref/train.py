@@ -147,7 +147,7 @@ def loop(
             watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            taken = experiment.with_logits() if step in recorder.steps else experiment
+            taken = experiment.with_logits() if recorder.every and step in recorder.steps else experiment
             values = train_step(model, optimizer, batch, taken, mesh, step, watch)
         seconds = time.perf_counter() - began
         scaled = values.loss_scale is not None

@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def known(folder: Path) -> Sections:
     """What an earlier run left in `folder`. Raises ConfigError where it is no place for results."""
     check_writable(folder, f"--output {folder}")
-    return figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
+    found = figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
+    return {name: section for name, section in found.items() if name in SECTIONS}  # not those of an older benchmark
 
 
 def measured(a: Any, kept: Sections) -> Sections:

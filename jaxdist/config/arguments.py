@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest in documented:
                 table, default, _ = documented[action.dest]
-                said = table.docstrings()[action.dest.partition(".")[2]]
+                said = table.docstrings().get(action.dest.partition(".")[2], "")
                 if default not in (None, "", ()):
                     said += f" (default {str(default).lower() if isinstance(default, bool) else default})"
                 action.help = said.replace("%", "%%")

@@ -213,6 +213,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--model.kv_heads", "3"], r"model.kv_heads = 3 does not divide model.heads = 8"),
     (["--data.sequence", "2048"], r"data.sequence = 2048 is longer than model.positions = 1024"),
     (["--train.batch", "5", "--train.accumulation", "2"], r"train.batch = 5 .* train.accumulation = 2"),
+    (
+        ["--mesh", "4x2", "--memory.loss_chunks", "513"],
+        r"memory.loss_chunks = 513 are more than the 512 tokens of a microbatch on a device; use at most 512",
+    ),
     (["--memory.remat_every", "3"], r"memory.remat_every = 3 does not divide model.layers = 4"),
     (["--memory.offload", "weights"], r"memory.offload.0 = 'weights': .* 'optimizer', 'parameters' or 'activations'"),
     (["--memory.offload", "activations"], r"memory.remat = none: .* use memory.remat = selective or full, or leave"),

@@ -56,7 +56,10 @@ def writes_to(target: str) -> Iterator[None]:
         raise TrainingError(f"{error}; make room, or give another {target}") from None
 
 
-LESS = "more devices, more microbatches (--train.accumulation), --memory.remat full or --memory.offload"
+LESS = (
+    "more devices, more microbatches (--train.accumulation), --memory.remat full, --memory.loss_chunks 8 or "
+    "--memory.offload"
+)
 
 
 @contextmanager

@@ -239,6 +239,7 @@ class Experiment(Section):
         self._check_stages(axes["pipeline"])
         self._check_rows(axes, "sequences")
         self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
+        self._check_chunks(axes)
         for field, size, parameter, over in self._splits(self.model):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
@@ -255,6 +256,16 @@ class Experiment(Section):
             raise ConfigError(
                 f"train.batch = {train.batch} {rows} cannot be divided over {named} = {ways} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
+            )
+
+    def _check_chunks(self, axes: Mapping[str, int]) -> None:
+        """Raises ConfigError where the loss has more chunks than a device has tokens."""
+        ways = math.prod(axes[axis] for axis in ("data", "fsdp", "expert", "context"))
+        tokens = self.train.batch * self.data.sequence // (ways * self.train.accumulation)
+        if (chunks := self.memory.loss_chunks) > tokens:
+            raise ConfigError(
+                f"memory.loss_chunks = {chunks} are more than the {tokens} tokens of a microbatch on a device; use at "
+                f"most {tokens}"
             )
 
     def _check_images(self, model: ResNet, axes: Mapping[str, int]) -> None:
@@ -379,7 +390,7 @@ class Experiment(Section):
         return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
 
     def with_logits(self) -> "Experiment":
-        """This experiment, whose steps have all logits at once, as records do."""
+        """This experiment, whose steps have all logits at once, which torch's hooks are to see."""
         return self.model_copy(update={"memory": self.memory.model_copy(update={"loss_chunks": 1})})
 
     def to_toml(self) -> str:

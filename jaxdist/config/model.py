@@ -49,7 +49,11 @@ class Section(pydantic.BaseModel):
         """Those of its fields and of what it inherits, from the source. Pydantic would read it at every start."""
         found: dict[str, str] = {}
         for table in (table for table in reversed(cls.__mro__) if issubclass(table, Section)):
-            (definition,) = ast.parse(inspect.getsource(table)).body
+            try:
+                source = inspect.getsource(table)
+            except OSError:  # where modules are installed without it
+                continue
+            (definition,) = ast.parse(source).body
             assert isinstance(definition, ast.ClassDef)
             for pair in pairwise(definition.body):
                 match pair:

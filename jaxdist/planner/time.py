@@ -59,12 +59,15 @@ def of_tokens(f: TokenFootprint) -> Work:
     recomputed = traffic.recomputed(e)
     full = recomputed * (e.memory.remat == "full")
     blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
-    chunked = e.memory.loss_chunks > 1
+    chunks = e.memory.loss_chunks
+    chunked = chunks > 1
     heads = p.both * (3 + chunked) + p.forward * p.told
     block, head = f.multiplying
     attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
     kept, least = f.arrays(f.formulas), f.arrays(f.least)
     moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
+    if chunked:  # each reads the head twice, and adds to its gradient
+        moved += p.both * chunks * head * (2 * max(f.compute, 4) + 3 * f.compute)
     moved += (p.both * (LOGITS + AGAIN * chunked) + p.forward * p.told * LOGITS) * f.arrays({"V": (0, 1)})
     # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
     weights = p.layers / f.decoder.layers * f.weights(True) + f.weights(False)

@@ -39,7 +39,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets: Sequence[Tensor]) -> Tensor:
     """`cross_entropy` of the logits x · weight, chunk after chunk of the tokens, each checkpointed.
 
-    The weight's gradient is added up in float32 or wider, and rounded once.
+    A chunk's gradient of the weight is rounded as its product is; they are added up in float32 or wider.
     """
     exact_VD: Any = wide(weight_VD)
 

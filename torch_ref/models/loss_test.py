@@ -38,7 +38,7 @@ def test_chunks_are_the_whole(chunks: int) -> None:
         assert float((found - right).norm() / right.norm()) < 1e-14
 
 
-def test_the_head_s_gradient_is_rounded_once() -> None:
+def test_the_head_s_gradient_is_not_added_up_in_low_precision() -> None:
     """In bfloat16 as accurate in chunks as at once, however many there are; a sum in bfloat16 is not."""
     exact = graded(torch.float64, 1)[2]
 
