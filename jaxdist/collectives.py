@@ -74,6 +74,11 @@ def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     return vary(x, tuple(sorted(axes))) if axes else x
 
 
+def local(index: jax.Array, size: int) -> jax.Array:
+    """Indices into the vocabulary as those into this device's part of it, of `size`; outside of that, another's."""
+    return index - lax.axis_index("tensor") * size
+
+
 def held(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
     mine = (index >= 0) & (index < size)
@@ -249,6 +254,7 @@ class Parallel:
         The rows are taken in float32 or wider, which changes none of them, because the gradient of a frequent token is
         a sum over all its places: added in bfloat16 it would be off by a third.
         """
-        mine, index = held(tokens_BT - lax.axis_index("tensor") * (rows := len(embedding_VD)), rows)
+        rows = len(embedding_VD)
+        mine, index = held(local(tokens_BT, rows), rows)
         found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[index], 0)
         return found_BTD.astype(embedding_VD.dtype)

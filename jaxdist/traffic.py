@@ -170,9 +170,9 @@ def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[s
 
 
 def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Tokens of a microbatch on one device."""
+    """Tokens of a microbatch on one device, or images."""
     e = experiment
-    return e.train.batch * e.data.sequence / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
+    return e.train.batch * e.per_row / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
 
 
 def least_of_stages(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import Parallel, held, vary_like, wide
+from jaxdist.collectives import Parallel, held, local, vary_like, wide
 from jaxdist.data import IGNORED
 from jaxdist.models.layers import ColumnLinear, Embedding, dot
 
@@ -55,11 +55,6 @@ def cross_entropy_of_chunks(x_BTD: jax.Array, kernel_DV: jax.Array, targets_SN: 
     x_SND = jnp.pad(x_ND, ((0, targets_SN.size - len(x_ND)), (0, 0))).reshape(*targets_SN.shape, -1)
     x_SND, kernel_DV = vary_like(x_SND, kernel_DV, index_SN), vary_like(kernel_DV, x_SND, index_SN)
     return valid(_nats_of_chunks(x_SND, kernel_DV, index_SN), targets_SN)
-
-
-def local(targets: jax.Array, size: int) -> jax.Array:
-    """Targets as indices into this device's part of the vocabulary, of `size`; outside of it they are another's."""
-    return targets - lax.axis_index("tensor") * size
 
 
 def valid(nats: jax.Array, targets: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ from jaxdist.planner.memory import (
     Sizes,
     amount,
 )
-from jaxdist.sharding import TOKENS, Layout, strategy
-from jaxdist.traffic import ITEMSIZE
+from jaxdist.sharding import Layout, strategy
+from jaxdist.traffic import ITEMSIZE, tokens_of
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
 # put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
@@ -77,8 +77,7 @@ class ImageFootprint(Footprint):
     @property
     def images(self) -> float:
         """Of a microbatch on one device."""
-        e = self.experiment
-        return e.train.batch / math.prod(self.mesh[axis] for axis in TOKENS) / e.train.accumulation
+        return tokens_of(self.experiment, self.mesh)
 
     # ---- sizes
 
@@ -193,7 +192,7 @@ class ImageFootprint(Footprint):
         yield during | {GRADIENTS: accumulators, BLOCKS: self.kept_by_block[0], POOLING: searched}
         pooled = self.arrays(POOLED, stem) * self.early
         for i, sizes in enumerate(self.blocks):
-            own, whole = (sum(sizes) for sizes in zip(*self.gradients_by_block[i:], strict=True))
+            own, whole = (sum(each) for each in zip(*self.gradients_by_block[i:], strict=True))
             yield (
                 during
                 | {
