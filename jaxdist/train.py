@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     startup.ended("config")
     keep_compiled()
+    keep_freed(arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
-    keep_freed(mesh)
     startup.ended("devices")
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
