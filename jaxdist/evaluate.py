@@ -16,7 +16,8 @@ from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import IGNORED, Split, dataset_of
-from jaxdist.memory import ALL_OF_IT, in_memory, keep_freed
+from jaxdist.malloc import keep_freed
+from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
@@ -40,7 +41,7 @@ def evaluate(a: Any) -> str:
     a.checkpoint = from_first(partial(located, a.checkpoint))
     experiment = configure(a)
     keep_compiled()
-    keep_freed(a.device)
+    keep_freed(experiment, a.device)
     mesh, where = make_mesh(experiment, a.device)
     program = Program(experiment, mesh)
     if a.tokens:

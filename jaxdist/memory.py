@@ -5,11 +5,9 @@ Types know where an array lies: what mixes one on the host with one on the devic
 collectives forget it, so that nothing is gathered but what was fetched.
 """
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -26,25 +24,6 @@ ALL_OF_IT = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 where JAX takes 75 % of a GPU"
 
 # Around what computes: a TrainingError where a device has no memory left, which tells what helps.
 in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE_EXHAUSTED")
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-PLUGINS = ("jax_plugins", "libtpu")  # the packages by which JAX finds other devices than CPUs
-
-
-def keep_freed(device: str) -> None:
-    """Where there are but CPUs, or `device` asks for them, have glibc keep for this process what it frees.
-
-    XLA allocates a step's temporary memory anew each time there, which the kernel would clear again, page by page. To
-    be called before JAX makes its devices: their threads would have arenas of their own, and glibc maps and unmaps each
-    time what is larger than one of these, 64 MiB. Other C libraries have no such call.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if mallopt and ("cpu" in (device, platforms) or not any(map(find_spec, PLUGINS))):
-        mallopt(M_ARENA_MAX, 1)
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)  # none
 
 
 def offloaded(shardings: Any) -> Any:

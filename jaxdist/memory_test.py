@@ -1,7 +1,5 @@
 """What a device holds: its share of the state, and as many activations as the mode of rematerialization keeps."""
 
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -194,36 +192,3 @@ def test_a_device_without_memory_is_told() -> None:
         step("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 30.20GiB.\nAnd much more.")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         step("INTERNAL: another error")
-
-
-FAULTS = """
-import resource
-from concurrent.futures import ThreadPoolExecutor
-import jax
-from jaxdist import memory
-jax.config.update("jax_platforms", None)
-memory.PLUGINS = {plugins!r}
-memory.keep_freed({device!r})
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def write():
-    began = faults()
-    for _ in range(10):
-        b"x" * 2**26  # 64 MiB, written and freed at once
-    return faults() - began
-with ThreadPoolExecutor(1) as other:
-    print(write(), other.submit(write).result())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's own")
-def test_what_is_freed_is_kept() -> None:
-    """What is written one after the other lies in the same pages, in any thread, which else the kernel maps and clears
-    each time, as on the hosts of GPUs."""
-
-    def faults(device: str, *plugins: str) -> list[int]:
-        line = [sys.executable, "-c", FAULTS.format(device=device, plugins=plugins)]
-        return [int(n) for n in subprocess.run(line, check=True, capture_output=True, text=True).stdout.split()]
-
-    there = "json"  # a package that is
-    few = max(faults("auto") + faults("cpu", there))
-    assert min(faults("auto", there) + faults("gpu", there)) > 5 * few

@@ -23,7 +23,8 @@ from jaxdist.config.display import megabytes, progress, say, show_end, show_star
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batches, Dataset, dataset_of, in_steps
-from jaxdist.memory import ALL_OF_IT, in_memory, keep_freed
+from jaxdist.malloc import keep_freed
+from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
 from jaxdist.processes import check_same, first, from_first, greatest, run
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     startup.ended("config")
     keep_compiled()
-    keep_freed(arguments.device)
+    keep_freed(experiment, arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
     startup.ended("devices")
     dataset = dataset_of(experiment)
