@@ -16,7 +16,7 @@ from typing import Any
 from rich.status import Status
 from rich.table import Column, Table
 
-from jaxdist.bench import facts, figures, inputs, pace, readme, saving, start
+from jaxdist.bench import decoders, facts, figures, inputs, pace, readme, saving, start
 from jaxdist.bench.effort import DEFAULT, FULL, QUICK, Bench
 from jaxdist.bench.figures import Figure, Section, Sections
 from jaxdist.bench.stamp import Others, stamp
@@ -31,6 +31,7 @@ RESULTS, PAGE = "bench.json", "bench.html"
 SECTIONS: dict[str, tuple[str, Callable[[Bench], Iterator[Figure]]]] = {
     "facts": ("Bytes sent and memory held, over their closed forms", facts.measure),
     "pace": ("Pace of JAX over that of torch", pace.measure),
+    "gpu": ("Decoders on one GPU, beside torch and the ceiling of its products", decoders.measure),
     "compile": ("Seconds to compile, over those of a smaller program", start.compiles),
     "start": ("From the command to the first step", start.starts),
     "inputs": ("Batches, over the steps that consume them", inputs.measure),

@@ -8,20 +8,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Effort:
-    """How many of everything. `large` pairs of the large shape on one device, `large_mesh` on eight."""
+    """How many of everything. `large` pairs of the large shape on one device, `large_mesh` on eight, `gpu` of decoders
+    that take a GPU of their own."""
 
     pairs: int
     large: int
     large_mesh: int
+    gpu: int
     starts: int
     compiles: int
     savings: int
     every_row: bool
 
 
-QUICK = Effort(pairs=2, large=0, large_mesh=0, starts=1, compiles=1, savings=0, every_row=False)
-DEFAULT = Effort(pairs=3, large=2, large_mesh=0, starts=3, compiles=3, savings=1, every_row=True)
-FULL = Effort(pairs=3, large=3, large_mesh=2, starts=3, compiles=3, savings=2, every_row=True)
+QUICK = Effort(pairs=2, large=0, large_mesh=0, gpu=1, starts=1, compiles=1, savings=0, every_row=False)
+DEFAULT = Effort(pairs=3, large=2, large_mesh=0, gpu=2, starts=3, compiles=3, savings=1, every_row=True)
+FULL = Effort(pairs=3, large=3, large_mesh=2, gpu=3, starts=3, compiles=3, savings=2, every_row=True)
 
 
 @dataclass

@@ -100,6 +100,7 @@ def of_starts(heading: str, figures: Sequence[Figure]) -> Iterator[str]:
 
 TABLES: dict[str, tuple[str, Callable[[str, Sequence[Figure]], Iterator[str]]]] = {
     "pace": ("pace of JAX / torch", of_ratios),
+    "gpu": ("one GPU", of_ratios),
     "facts": ("default config on 8 devices", of_facts),
     "compile": ("seconds to compile", of_ratios),
     "start": ("seconds to the first step, medians", of_starts),

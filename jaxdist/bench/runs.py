@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, TrainingError, read_metrics
 from jaxdist.config.display import console
+from jaxdist.planner.plans import USABLE
 
 WARM_UP = 3  # steps: torch compiles in its first, and measures its second
 
@@ -47,7 +48,8 @@ def train(side: str, arguments: Sequence[str], output: Path) -> Run:
     Raises ConfigError where the run refuses its arguments, TrainingError where it fails.
     """
     line = ["-m", f"{side}.train", "--train.validation_batches", "0", *arguments, "--output", str(output)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(output.parent / "cache")}
+    room = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE)}  # of a GPU, where JAX would take 75 %
+    environment = room | os.environ | {"XDG_CACHE_HOME": str(output.parent / "cache")}
     done = subprocess.run(
         [sys.executable, *line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=own_cache(environment)
     )

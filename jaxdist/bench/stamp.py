@@ -82,10 +82,15 @@ def machine(device: str) -> Machine:
         cores=os.cpu_count(),
         cpu=cpu(),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        gpus=tuple(said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n")),
+        gpus=gpus(),
         device=device,
         versions={"python": platform.python_version(), "jaxdist": __version__} | versions(),
     )
+
+
+def gpus() -> tuple[str, ...]:
+    """Names of NVIDIA's, one that is empty where there are none."""
+    return tuple(said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").split("\n"))
 
 
 def versions() -> dict[str, str]:

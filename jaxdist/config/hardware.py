@@ -104,6 +104,11 @@ def rate(device: Hardware, dtype: Dtype) -> float:
     return found
 
 
+def known(kind: str) -> Hardware | None:
+    """The device that JAX and CUDA call so; None where it is unknown."""
+    return next((d for d in shipped().values() if d.known_as in kind), None)
+
+
 def peak_flops(kind: str) -> float | None:
-    """The bfloat16 rate of the device that JAX and CUDA call so; None where it is unknown."""
-    return next((d.flops["bfloat16"] for d in shipped().values() if d.known_as in kind), None)
+    """Its bfloat16 rate."""
+    return found.flops["bfloat16"] if (found := known(kind)) else None

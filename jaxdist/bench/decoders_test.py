@@ -1,0 +1,107 @@
+"""Decoders on one GPU: which are taken, and what is made of their runs. None runs on a GPU here, none is timed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.bench import decoders, pace
+from jaxdist.bench.decoders import ROWS, Row, compare, fitting, measure, product
+from jaxdist.bench.effort import DEFAULT, QUICK, Bench
+from jaxdist.config import TrainingError
+from jaxdist.config.hardware import hardware, known
+
+H100 = hardware("h100")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("gpu", DEFAULT, tmp_path, lambda _: None)
+
+
+class Ran:
+    """A run of steps of two seconds in JAX, one in torch, in 30 and in 40 GB."""
+
+    def __init__(self, side: str) -> None:
+        self.step = {"jaxdist": 2.0, "torch_ref": 1.0}[side]
+        memory = {"jaxdist": {"peak": 1, "allocator_peak": 30e9}, "torch_ref": {"peak": 40e9}}[side]
+        self.summary = {"flops_per_token": 1e9, "memory": memory}
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> list[Sequence[str]]:
+    """Have runs be made without being made; their command lines."""
+    lines: list[Sequence[str]] = []
+
+    def train(side: str, line: Sequence[str], output: Path) -> Ran:
+        lines.append([side, *line])
+        if side == fails:
+            raise TrainingError("no memory left")
+        return Ran(side)
+
+    monkeypatch.setattr(decoders, "train", train)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("device", "way"), [("a100", ("bf16-true", "full")), ("h200", ("bf16", "full")), ("b200", ("bf16", "selective"))]
+)
+def test_the_fastest_way_that_fits(device: str, way: tuple[str, str]) -> None:
+    small, large = ROWS
+    for row, expected in (small, ("bf16", "selective")), (large, way):
+        fields = fitting(row, 8192, hardware(device))
+        assert fields and (fields["precision.policy"], fields["memory.remat"]) == expected
+    assert fitting(Row("llama-3.1-70b", tokens=4096), 4096, hardware(device)) is None
+
+
+def test_figures_of_a_row(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    """Both sides get the same line; torch is half as slow and takes a third more."""
+    lines = ran(monkeypatch)
+    share, rate, memory = compare(bench, Row("llama-1b", tokens=16384), 8192, H100, ceiling=1e14)
+    assert [line[0] for line in lines] == ["jaxdist", "torch_ref", "torch_ref", "jaxdist"]
+    assert [*lines[0][1:], *pace.SIDES[pace.COMPILED][1]] == lines[1][1:]
+    assert rate.name == "llama-1b, T 8192, bf16, remat selective: pace over torch.compile"
+    assert rate.values == (0.5, 0.5) and not rate.met and rate.beside["JAX, tokens/s"] == 8192
+    assert memory.values == (0.75, 0.75) and memory.met and memory.beside["torch.compile, GB"] == 40
+    assert share.values == (8192e9 / 1e14,) * 2 and share.goal is None
+    half = 8192 * 6 * 16 * 2048 * 8192 / 1e12  # tokens/s, and what causal attention leaves out of its square
+    assert share.beside["with the whole square"] == pytest.approx(share.beside["TFLOP/s"] + half)
+
+
+@pytest.mark.parametrize(("fails", "left"), [("torch_ref", 1), ("jaxdist", 0)])
+def test_a_side_that_fails_is_noted(fails: str, left: int, monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    """Once; the other goes on."""
+    lines = ran(monkeypatch, fails=fails)
+    assert len(list(compare(bench, ROWS[0], 4096, H100, 1e14))) == left
+    assert len(lines) == 3 and bench.notes == ["llama-1b, T 4096: no memory left"]
+
+
+def test_what_does_not_fit_is_noted(bench: Bench) -> None:
+    assert not list(compare(bench, Row("llama-3.1-70b", tokens=4096), 4096, H100, 1e14))
+    assert bench.notes == ["llama-3.1-70b, T 4096 does not fit into H100"]
+
+
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    said: list[str] = []
+    for device, names in ("auto", ("",)), ("auto", ("NVIDIA GeForce 8800",)), ("cpu", ("NVIDIA H100",)):
+        monkeypatch.setattr(decoders, "gpus", lambda names=names: names)
+        assert not list(measure(Bench(device, QUICK, tmp_path, said.append)))
+    assert len(said) == 3 and "left out" in said[0]
+
+
+def test_devices_by_their_names() -> None:
+    assert known("NVIDIA H100 80GB HBM3") == H100 and known("NVIDIA H200") == hardware("h200") and known("") is None
+
+
+def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole section, of a small model, a small product and eager torch, in place of a GPU's."""
+    monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))
+    monkeypatch.setattr(decoders, "SIZE", 64)
+    monkeypatch.setattr(decoders, "ROWS", (Row("default", tokens=256, lengths=(128,)),))
+    monkeypatch.setitem(decoders.SIDES, pace.COMPILED, pace.SIDES[pace.EAGER])
+    said: list[str] = []
+    train: Callable[..., Any] = decoders.train
+    monkeypatch.setattr(decoders, "train", lambda side, line, output: train(side, [*line, "--device", "cpu"], output))
+    product_, share, rate, memory = measure(Bench("auto", QUICK, tmp_path, said.append))
+    assert product_.unit == "TFLOP/s" and min(f.median for f in (product_, share, rate, memory)) > 0
+    assert len(said) == 3 and product(8, times=2) > 0
