@@ -7,8 +7,7 @@ from jaxdist import memory
 from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
 from jaxdist.collectives import Parallel
 from jaxdist.conftest import often
-
-FAR = {"pipeline"}  # a goal that is missed: beside a single row of a stage XLA keeps more than the form has
+from jaxdist.parallel import pipeline
 
 
 def met(name: str) -> list[bool | None]:
@@ -20,7 +19,7 @@ def met(name: str) -> list[bool | None]:
 def test_a_strategy_sends_and_holds_no_more(name: str) -> None:
     found = of_row(name)
     assert found.traffic <= TRAFFIC.value
-    assert (found.memory <= MEMORY.value) != (name in FAR) and found.memory < 1.5
+    assert found.memory <= MEMORY.value
 
 
 def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +32,9 @@ def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.Monk
     """Planted: what is to be computed again is kept."""
     monkeypatch.setitem(memory.POLICIES, "full", memory.POLICIES["none"])
     assert of_row("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
+
+
+def test_weights_that_are_gathered_before_the_first_tick_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: XLA may take out of a pipeline's loops what all ticks gather alike."""
+    monkeypatch.setattr(pipeline, "not_before", lambda t, weights: weights)
+    assert of_row("pipeline").memory > MEMORY.value and met("pipeline") == [True, False]

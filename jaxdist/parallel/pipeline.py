@@ -147,6 +147,12 @@ def pick(tree: Any, index: jax.Array) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
 
+def not_before(t: jax.Array, weights: Arrays) -> Arrays:
+    """`weights`, of which nothing is made before tick t. Else XLA gathers those that all ticks gather alike before the
+    first, once for each scan over ticks, and holds them whole to the last."""
+    return {name: lax.optimization_barrier((w, t))[0] for name, w in weights.items()}
+
+
 def shift(tree: Any, by: int) -> Any:
     """From each stage to the one `by` further on; the last is followed by the first."""
     n = lax.axis_size(AXIS)
@@ -250,14 +256,14 @@ class GPipe(Pipeline):
     """All forward passes, then all backward passes: those of the derivative."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        def stage(sinks: Arrays, x: Any, m: jax.Array, c: jax.Array) -> Any:
+        def stage(sinks: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
-            return self.run(loss, self.chunk(sinks, c), weights, parts, x, m, c)
+            return self.run(loss, self.chunk(sinks, c), not_before(t, weights), parts, x, m, c)
 
         def total(sinks: Arrays) -> tuple[jax.Array, jax.Array]:
             def tick(x: Any, t: jax.Array) -> tuple[Any, Any]:
                 m, c, busy = self.table.at(t - lax.axis_index(AXIS))
-                sent, losses = jax.checkpoint(stage, prevent_cse=False)(sinks, x, m, c)
+                sent, losses = jax.checkpoint(stage, prevent_cse=False)(sinks, x, t, m, c)
                 return shift(sent, 1), only(busy, losses)
 
             losses = lax.scan(tick, self.start(loss, weights, parts), jnp.arange(self.table.ticks))[1]
@@ -279,7 +285,7 @@ class OneFOneB(Pipeline):
 
         def forward(x: Any, kept: Any, t: jax.Array) -> tuple[Any, Any]:
             m, c, busy = self.table.at(t - i)
-            sent, _ = self.run(loss, None, weights, parts, x, m, c)
+            sent, _ = self.run(loss, None, not_before(t, weights), parts, x, m, c)
 
             def keep(all: jax.Array, a: jax.Array) -> jax.Array:
                 return all.at[c, m % places].set(jnp.where(busy, a, all[c, m % places]))
@@ -291,7 +297,7 @@ class OneFOneB(Pipeline):
             c = v - 1 - c
 
             def stage(sinks: Arrays, x: Any) -> Any:
-                sent, (scaled, told) = self.run(loss, sinks, weights, parts, x, m, c)
+                sent, (scaled, told) = self.run(loss, sinks, not_before(t, weights), parts, x, m, c)
                 return (sent, scaled), told
 
             x = jax.tree.map(lambda all: all[c, m % places], kept)
