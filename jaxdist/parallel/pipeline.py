@@ -191,15 +191,17 @@ class Pipeline:
 
         return {name: own(a) if name in self.stacked else a for name, a in arrays.items()}
 
-    def add(self, total: Arrays, own: Arrays, c: Any) -> Arrays:
-        """`total`, and the gradients of one chunk in their places."""
+    def add(self, total: Arrays, own: Arrays, c: Any, busy: jax.Array) -> Arrays:
+        """`total`, and where `busy` the gradients of one chunk in their places."""
+
+        def sums(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.where(busy, a + b, a)  # zeros in place of b XLA would hold, on GPUs
 
         def placed(a: jax.Array, b: jax.Array) -> jax.Array:
             size = b.shape[0]
-            sums = lax.dynamic_slice_in_dim(a, c * size, size) + b
-            return lax.dynamic_update_slice_in_dim(a, sums, c * size, 0)
+            return lax.dynamic_update_slice_in_dim(a, sums(lax.dynamic_slice_in_dim(a, c * size, size), b), c * size, 0)
 
-        return {name: placed(a, own[name]) if name in self.stacked else a + own[name] for name, a in total.items()}
+        return {n: placed(a, own[n]) if n in self.stacked else sums(a, own[n]) for n, a in total.items()}
 
     def stage(self, received: Any, c: Any) -> Stage:
         """This device's, with chunk c."""
@@ -303,8 +305,8 @@ class OneFOneB(Pipeline):
             x = jax.tree.map(lambda all: all[c, m % places], kept)
             (_, scaled), back, told = jax.vjp(stage, sinks, x, has_aux=True)
             of_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
-            gradients, dx = only(busy, back((of_sent, jnp.ones_like(scaled))))
-            return shift(dx, -1), (self.add(total[0], gradients, c), total[1] + only(busy, told))
+            gradients, dx = back((of_sent, jnp.ones_like(scaled)))
+            return shift(only(busy, dx), -1), (self.add(total[0], gradients, c, busy), total[1] + only(busy, told))
 
         def tick(carried: Any, t: jax.Array, begins: bool, ends: bool) -> tuple[Any, None]:
             x, dy, kept, total = carried

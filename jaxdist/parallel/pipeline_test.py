@@ -228,9 +228,9 @@ def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeyp
     right = train(tiny(**sections), batches, 2)
     add = OneFOneB.add
 
-    def first_alone(self: Any, total: Any, own: Any, c: Any) -> Any:
+    def first_alone(self: Any, total: Any, own: Any, *place: Any) -> Any:
         first = lax.axis_index("pipeline") == 0
-        return add(self, total, own | {"embed.embedding": own["embed.embedding"] * first}, c)
+        return add(self, total, own | {"embed.embedding": own["embed.embedding"] * first}, *place)
 
     monkeypatch.setattr(OneFOneB, "add", first_alone)
     found = train(tiny(**sections, **STAGES["1F1B"]), batches, 2)
