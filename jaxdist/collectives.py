@@ -20,7 +20,7 @@ a strategy shards over fsdp it shards over expert and context too, but for exper
 | `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
 | `own_times` | nothing | nothing |
 | `lookup` | nothing (its caller leaves) | nothing |
-| `loss.cross_entropy` | all-reduce of 3 floats a token over tensor | nothing |
+| `highest_of_vocabulary`, `of_vocabulary` | all-reduces of 3 floats a token of the loss over tensor | nothing |
 
 No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
 """
@@ -43,6 +43,7 @@ from jaxdist.memory import on_device
 from jaxdist.sharding import PARTS, TOKENS, Cut, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
+X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
 
 
@@ -83,6 +84,16 @@ def held(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
     mine = (index >= 0) & (index < size)
     return mine, jnp.where(mine, index, 0)
+
+
+def of_vocabulary(sums: X) -> X:
+    """Sums over the whole vocabulary, of those over each device's part of it."""
+    return lax.psum(sums, "tensor")
+
+
+def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
+    """The largest values of the whole vocabulary, of those of each device's part. No gradient goes through it."""
+    return lax.pmax(highest, "tensor")
 
 
 def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
@@ -135,7 +146,6 @@ class Context(Protocol):
 
 
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
-X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 
 
 class Stages(Protocol):

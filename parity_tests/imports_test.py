@@ -28,6 +28,14 @@ def sources(folder: str) -> list[Path]:
     ]
 
 
+def called(path: Path) -> set[str]:
+    """The names of what a file calls."""
+    functions = [
+        node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+    ]
+    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+
+
 def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
@@ -81,6 +89,22 @@ def test_order_within_jaxdist() -> None:
         assert not imports(ROOT / f"jaxdist/{name}.py") & later, name
     for path in sources("jaxdist/models"):
         assert not imports(path) & {"jaxdist.mesh", "jaxdist.program", "jaxdist.step", "jax.sharding.Mesh"}, path
+
+
+# What of jax.lax names a mesh axis, and sends or asks where a device is.
+OVER_AXES = {
+    *("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute"),
+    *("axis_index", "axis_size", "pcast", "pvary"),
+}
+
+
+def test_models_speak_to_the_mesh_by_verbs_alone(tmp_path: Path) -> None:
+    for path in sources("jaxdist/models"):
+        assert not called(path) & OVER_AXES, path
+    assert called(ROOT / "jaxdist/collectives.py") >= {"psum", "pmax", "axis_index"}  # which says what each sends
+    file = tmp_path / "x.py"
+    file.write_text("def f(x):\n    return jax.tree.map(lambda a: lax.psum(a, 'tensor'), x) + pmax(x, 'tensor')\n")
+    assert called(file) & OVER_AXES == {"psum", "pmax"}
 
 
 @pytest.mark.parametrize(

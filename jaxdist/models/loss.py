@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.collectives import Parallel, held, local, vary_like, wide
+from jaxdist.collectives import Parallel, held, highest_of_vocabulary, local, of_vocabulary, vary_like, wide
 from jaxdist.data import IGNORED
 from jaxdist.models.layers import ColumnLinear, Embedding, dot
 
@@ -70,10 +70,10 @@ def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
     x_BTV, (mine, index) = wide(logits_BTV), held(index_BT, logits_BTV.shape[-1])
-    highest_BT = lax.pmax(x_BTV.max(-1), "tensor")
+    highest_BT = highest_of_vocabulary(x_BTV.max(-1))
     target_BT = jnp.take_along_axis(x_BTV, index[..., None], -1)[..., 0] - highest_BT
     total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
-    total_BT, target_BT = lax.psum((total_BT, jnp.where(mine, target_BT, 0)), "tensor")
+    total_BT, target_BT = of_vocabulary((total_BT, jnp.where(mine, target_BT, 0)))
     nats_BT = jnp.log(total_BT) - target_BT
     return nats_BT, (logits_BTV, index_BT, highest_BT, jnp.log(total_BT))
 
