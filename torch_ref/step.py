@@ -14,7 +14,7 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.images import statistics_of_the_first
 from torch_ref.mesh import TOKENS, over
-from torch_ref.models.loss import cross_entropy
+from torch_ref.models.loss import chunked, cross_entropy
 from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
 from torch_ref.pipeline import Pipeline
@@ -108,7 +108,7 @@ def keep_statistics(
 def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
     """Sum of cross-entropy over a rank's rows, nats, in so many chunks of its tokens; and this rank's part of what the
     model adds to the loss: a mixture its balance, others 0."""
-    given = [rows.targets.flatten().tensor_split(chunks)] if chunks > 1 else []
+    given = [chunked(rows.targets, chunks)] if chunks > 1 else []
     made = model(rows.inputs, *given)
     output, added = made if isinstance(made, tuple) else (made, 0)
     return output if given else cross_entropy(output, rows.targets), added

@@ -3,8 +3,6 @@
 Twin: jaxdist/models/gpt2.py.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -78,7 +76,7 @@ class GPT2(nn.Module):
         self.norm = LayerNorm(c.dim, c.norm_eps)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
         """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
         there is no norm."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedded(tokens_BT)
@@ -86,7 +84,7 @@ class GPT2(nn.Module):
             x_BTD = block(x_BTD)
         if self.norm is None:
             return x_BTD
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)

@@ -3,8 +3,6 @@
 Twin: jaxdist/models/llama.py.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -86,7 +84,7 @@ class Llama(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
         self.config = c
 
-    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
         """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
         there is no norm."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embed(tokens_BT)
@@ -96,4 +94,4 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, rotation)
         if self.norm is None:
             return x_BTD
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN)

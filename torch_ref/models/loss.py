@@ -3,7 +3,6 @@
 Twin: jaxdist/models/loss.py.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from jaxdist.data import IGNORED
 from torch_ref.models.layers import Embedding, wide
 
 
-def head(lm_head: nn.Linear | None, embed: Embedding, x_BTD: Tensor, targets: Sequence[Tensor] | None = None) -> Tensor:
+def head(lm_head: nn.Linear | None, embed: Embedding, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tensor:
     """Logits [B, T, V] of the last activations; or with targets, in chunks, their cross-entropy at once.
 
     A model without `lm_head` is tied to its embedding.
     """
-    if targets is None:
+    if targets_SN is None:
         return functional.linear(x_BTD, embed.weight) if lm_head is None else lm_head(x_BTD)
-    return cross_entropy_of_chunks(x_BTD, (lm_head or embed).weight, targets)
+    return cross_entropy_of_chunks(x_BTD, (lm_head or embed).weight, targets_SN)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -36,8 +35,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets: Sequence[Tensor]) -> Tensor:
-    """`cross_entropy` of the logits x · weight, chunk after chunk of the tokens, each checkpointed.
+def chunked(targets_BT: Tensor, chunks: int) -> Tensor:
+    """Targets [S, N] of S chunks of N tokens, the last filled up with IGNORED."""
+    return functional.pad(targets_BT.flatten(), (0, -targets_BT.numel() % chunks), value=IGNORED).view(chunks, -1)
+
+
+def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor) -> Tensor:
+    """`cross_entropy` of the logits x · weight, one of the S chunks after the other, each checkpointed; targets as
+    `chunked`.
 
     A chunk's gradient of the weight is rounded as its product is; they are added up in float32 or wider.
     """
@@ -46,5 +51,7 @@ def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets: Sequence[
     def chunk(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return cross_entropy(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), targets_N)
 
-    chunks = zip(x_BTD.flatten(0, 1).split([len(t) for t in targets]), targets, strict=True)
+    x_ND = x_BTD.flatten(0, 1)
+    x_SND = functional.pad(x_ND, (0, 0, 0, targets_SN.numel() - len(x_ND))).unflatten(0, targets_SN.shape)
+    chunks = zip(x_SND, targets_SN, strict=True)
     return torch.stack([checkpoint(chunk, *c, use_reentrant=False, preserve_rng_state=False) for c in chunks]).sum()

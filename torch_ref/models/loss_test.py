@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from jaxdist.data import IGNORED
-from torch_ref.models.loss import cross_entropy, cross_entropy_of_chunks
+from torch_ref.models.loss import chunked, cross_entropy, cross_entropy_of_chunks
 
 UNIT = 2.0**-8  # of bfloat16, relative
 B, T, D, V = 4, 64, 24, 96
@@ -27,12 +27,12 @@ def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     if chunks == 1:
         loss = cross_entropy(functional.linear(x_BTD, weight_VD), targets_BT)
     else:
-        loss = cross_entropy_of_chunks(x_BTD, weight_VD, targets_BT.flatten().tensor_split(chunks))
+        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks))
     x_bar, weight_bar = torch.autograd.grad(loss, (x_BTD, weight_VD))
     return loss.detach(), x_bar, weight_bar
 
 
-@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, uneven, and of one token each
+@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, filled up, and of one token each
 def test_chunks_are_the_whole(chunks: int) -> None:
     for found, right in zip(graded(torch.float64, chunks), graded(torch.float64, 1), strict=True):
         assert float((found - right).norm() / right.norm()) < 1e-14

@@ -1,7 +1,5 @@
 """Mixtral (arXiv:2401.04088) and, by config, Qwen3-MoE. Twin: jaxdist/models/mixtral.py."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -132,14 +130,14 @@ class Mixtral(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
         self.config = c
 
-    def forward(self, tokens_BT: Tensor, targets: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x_BTD = self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)
         tally_2E = wide(x_BTD).new_zeros(2, self.config.experts)
         for block in self.layers:
             x_BTD, tally_2E = block(x_BTD, tally_2E, rotation)
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets), self.balance(tally_2E)
+        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN), self.balance(tally_2E)
 
     def balance(self, tally_2E: Tensor) -> Tensor:
         """This rank's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""

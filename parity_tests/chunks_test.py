@@ -1,0 +1,20 @@
+"""The loss in chunks: both sides cut a microbatch's tokens at the same places."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jaxdist.data import IGNORED
+from jaxdist.models import loss
+from torch_ref.models import loss as torch_loss
+
+
+@pytest.mark.parametrize("chunks", [2, 5, 7, 12])  # even; one filled up; one of nothing else; of one token each
+def test_both_sides_have_the_same_chunks(chunks: int) -> None:
+    targets = np.arange(12).reshape(3, 4)
+    ours = loss.chunked(jnp.asarray(targets), chunks).tolist()
+    assert ours == torch_loss.chunked(torch.from_numpy(targets), chunks).tolist()
+    tokens = [[token for token in chunk if token != IGNORED] for chunk in ours]
+    uneven = [chunk.tolist() for chunk in torch.from_numpy(targets).flatten().tensor_split(chunks)]
+    assert (tokens == uneven) == (targets.size % chunks == 0)
