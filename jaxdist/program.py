@@ -3,7 +3,7 @@
 import math
 import zlib
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist import compiler, loss_scale, models, optim, sharding
-from jaxdist.collectives import Context, Parallel, Stages
+from jaxdist.collectives import Context, Parallel, Stages, vary_like
 from jaxdist.config import Experiment, ResNet
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.memory import Rematerialize, offloaded, on_device
@@ -270,20 +270,24 @@ class Program:
 
     @cached_property
     def evaluate(self) -> Any:
-        """(parameters, batch) -> Evaluated, jitted."""
+        """(parameters, batch) -> Evaluated, jitted. By microbatches, so that it takes no more memory than the step."""
+        images = self.experiment.model.takes == "images"
 
         def function(parameters: Arrays, batch: Batches) -> Evaluated:
             step = self.evaluation
+            weights = step.gathered(parameters)
 
-            def scored(weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
-                loss, made = step.loss(None, weights, batch, stages)
-                return loss, made.output
+            def scored(part: Batches, weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
+                loss, made = step.loss(None, weights, part, stages)
+                right = jnp.sum(made.output.argmax(-1) == part.targets) if images else jnp.int32(0)
+                return loss, vary_like(right, loss)
 
-            loss, output = self.schedule.forward(scored, step.gathered(parameters))
-            right: Any = jnp.zeros((), jnp.int32)
-            if isinstance(batch, Images):
-                right = lax.psum(jnp.sum(output.argmax(-1) == batch.targets), PARTS)
-            return Evaluated(lax.psum(loss, PARTS), lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS), right)
+            def microbatch(part: Batches) -> tuple[jax.Array, jax.Array]:
+                return self.schedule.forward(partial(scored, part), weights)
+
+            losses, right = lax.map(microbatch, step.microbatches(batch))
+            count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+            return Evaluated(lax.psum(losses.sum(), PARTS), count, lax.psum(right.sum(), PARTS))
 
         specs = (self.specs.parameters, self.batch_specs)
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P())))

@@ -1,4 +1,5 @@
-"""The program that is compiled: as large for many layers as for few, and float32 what it says is float32."""
+"""The programs that are compiled: as large for many layers as for few, and float32 what it says is float32; evaluation
+is the step's, in its memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,12 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.lax import Precision
 
+from jaxdist import step
 from jaxdist.conftest import MIXTRAL, tiny
+from jaxdist.data import IGNORED, Batch
 from jaxdist.mesh import make_mesh
 from jaxdist.models import llama
+from jaxdist.models.loss import chunked
 from jaxdist.program import Program
 
 
@@ -81,3 +85,33 @@ def test_growth_with_depth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(llama, "scan_layers", unrolled)
     assert size(8) > 2 * size(2)
+
+
+def evaluated(batch: Batch, chunks: int, mesh: str = "2x2") -> float:
+    """The loss of the starting weights, by two microbatches."""
+    experiment = tiny(train={"accumulation": 2}, parallel={"mesh": mesh}, memory={"loss_chunks": chunks})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    return float(program.evaluate(program.initialize().parameters, program.place(batch)).loss)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2", "pipeline=2,fsdp=2"])
+def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """Three chunks are filled up, of the 80 or 160 tokens that a device has; without their last one it shows."""
+    batch = batches(tiny(), 1)[0]
+    whole = evaluated(batch, 1, mesh)
+    for chunks in (2, 3, 80):
+        assert evaluated(batch, chunks, mesh) == pytest.approx(whole, rel=1e-14)
+    monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
+    assert abs(evaluated(batch, 3, mesh) / whole - 1) > 0.1
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_evaluation_takes_no_more_memory_than_the_step(chunks: int) -> None:
+    """Where its logits are the largest of all, of eight microbatches at once they would be most of it."""
+    experiment = tiny(model={"vocab": 4096}, train={"accumulation": 8}, memory={"loss_chunks": chunks})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    state, batch = program.abstract, program.abstract_batch
+    lowered = program.step.lower(state, batch), program.evaluate.lower(state.parameters, batch)
+    trained, found = (one.compile().memory_analysis().temp_size_in_bytes for one in lowered)
+    logits = 8 * 16 * 20 * 4096 / chunks  # float64, of the whole batch
+    assert found < trained and found < logits

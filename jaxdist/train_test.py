@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import checkpoint, compiler
+from jaxdist import checkpoint, compiler, step
 from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.convert import orbax_files
-from jaxdist.data import Batch, dataset_of
+from jaxdist.data import IGNORED, Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
+from jaxdist.models.loss import chunked
 from jaxdist.sharding import TOKENS
 from jaxdist.step import Step
 from jaxdist.train import main, notes
@@ -201,6 +202,27 @@ def test_evaluate(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         found.append(np.load(tmp_path / "l.npy"))
     assert found[0].shape == (4, 16, 256) and found[0].dtype == np.float32
     assert np.linalg.norm(found[0] - found[1]) <= 1e-5 * np.linalg.norm(found[0])
+
+
+def test_evaluation_of_a_run_in_chunks(
+    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training and by itself: what the same weights have at once; without the last chunk it is another loss."""
+
+    def losses(run: Path) -> list[float]:
+        evaluate(["--checkpoint", str(run), "--batches", "1", "--json", "--device", "cpu"])
+        summary = json.loads((run / "summary.json").read_text())
+        return [summary["validation_loss"], json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]]
+
+    def in_chunks(name: str) -> list[float]:
+        chunks = ["--mesh", "2x2", "--memory.loss_chunks", "5", "--steps", "0", "--init", str(straight)]
+        main([*TINY, *chunks, "--output", str(tmp_path / name)])
+        return losses(tmp_path / name)
+
+    whole = losses(straight)
+    assert in_chunks("right") == pytest.approx(whole, rel=1e-6)
+    monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
+    assert all(abs(a / b - 1) > 0.01 for a, b in zip(in_chunks("wrong"), whole, strict=True))
 
 
 BAD_EVALUATION: dict[str, tuple[list[str], str]] = {

@@ -1,7 +1,8 @@
 """One optimizer step, from a rank's rows of the global batch to updated parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -78,9 +79,9 @@ def train_step(
     if isinstance(model, Pipeline):
         model.accumulate(lambda logits, targets: scaled(cross_entropy(logits, targets)), batch.inputs, batch.targets)
     else:
-        for i, (inputs, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
+        for i, part in enumerate(microbatches(batch, parts)):
             with microbatch(model, experiment.parallel, last=i == parts - 1):
-                scaled(*losses(model, Rows(inputs, targets), experiment.memory.loss_chunks)).backward()
+                scaled(*losses(model, part, experiment.memory.loss_chunks)).backward()
     scale = optimizer.unscale()
     watch("gradient")
     norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
@@ -103,6 +104,11 @@ def keep_statistics(
             buffer.copy_(old)
     elif before and experiment.parallel.batch_norm == "replica":
         statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
+
+
+def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
+    """This rank's rows, those of each microbatch by themselves."""
+    return starmap(Rows, zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True))
 
 
 def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
@@ -137,9 +143,9 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh, chunks: int = 1) -> tuple[float, float]:
-    """Sum of cross-entropy over the global batch in nats, in so many chunks of a rank's tokens, and its number of valid
-    tokens or images."""
+def evaluate(model: nn.Module, batch: Rows, experiment: Experiment, mesh: DeviceMesh) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images. By microbatches, so
+    that it takes no more memory than the step."""
     count = (batch.targets != IGNORED).sum()
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
@@ -152,7 +158,8 @@ def evaluate(model: nn.Module, batch: Rows, mesh: DeviceMesh, chunks: int = 1) -
         model.evaluate(lambda logits, targets: told(cross_entropy(logits, targets)), batch.inputs, batch.targets)
     else:
         with loss_parallel():
-            told(losses(model, batch, chunks)[0])
+            for part in microbatches(batch, experiment.train.accumulation):
+                told(losses(model, part, experiment.memory.loss_chunks)[0])
     model.train()
     reshard(model)
     return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()

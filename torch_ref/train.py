@@ -208,11 +208,11 @@ def validation_loss(
     batches = experiment.train.validation_batches
     if not batches or not dataset.sequences("validation"):
         return None
-    loss, count, chunks = 0.0, 0.0, experiment.memory.loss_chunks
+    loss = count = 0.0
     for step in range(1, batches + 1):
         if schedule.stopping():
             return None
-        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), mesh, chunks)
+        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), experiment, mesh)
         loss, count = loss + total, count + tokens
     return loss / count
 

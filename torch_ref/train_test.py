@@ -142,6 +142,38 @@ def test_the_run_folder_keeps_the_contract(train: Train) -> None:
     assert summary["validation_loss"] > 0
 
 
+VALIDATED_WHOLE = """
+import torch
+from torch_ref import step
+losses = step.losses
+def seen(model, rows, chunks):
+    if not torch.is_grad_enabled() and (len(rows.inputs), chunks) != (4, 7):
+        raise SystemExit(f"{len(rows.inputs)} rows in {chunks} chunks")
+    return losses(model, rows, chunks)
+step.losses = seen
+"""
+WITHOUT_ITS_LAST_CHUNK = """
+import torch
+from torch_ref import step
+chunked = step.chunked
+def fewer(targets, chunks):
+    found = chunked(targets, chunks)
+    if not torch.is_grad_enabled():
+        found[-1] = step.IGNORED
+    return found
+step.chunked = fewer
+"""
+
+
+def test_validation_goes_by_microbatches_and_chunks(train: Train) -> None:
+    """As training does, so that it takes no more memory; its loss is that of the whole, of a chunk filled up too."""
+    whole, chunks = train(ONE).summary["validation_loss"], f"{ONE} --train.accumulation 2 --memory.loss_chunks 7"
+    for before in ("", VALIDATED_WHOLE):
+        assert train(chunks, before=before).summary["validation_loss"] == pytest.approx(whole, rel=1e-12)
+    wrong = train(chunks, before=WITHOUT_ITS_LAST_CHUNK).summary["validation_loss"]
+    assert abs(wrong / whole - 1) > 0.01
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
