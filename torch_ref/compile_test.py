@@ -5,6 +5,7 @@ import pytest
 from torch_ref.conftest import Train, command, distance
 
 ONE = "--mesh 1x1"
+CHUNKS = "--memory.loss_chunks 3"  # the last of which is filled up
 # torch's compiler is built on parts of torch that torch warns of.
 COMPILING = "import warnings\nwarnings.simplefilter('default')\n"
 # Ends the last step with an error unless a compiled graph ran in it.
@@ -34,17 +35,24 @@ nn.Module.compile = refused
 
 
 @pytest.mark.parametrize(
-    "mesh", [ONE, *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp"))]
+    "line",
+    [
+        ONE,
+        f"{ONE} {CHUNKS}",
+        *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp")),
+        pytest.param(f"--mesh 2x1 {CHUNKS}", marks=pytest.mark.slow),
+    ],
 )
-def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, mesh: str) -> None:
-    curves, states = distance(train(f"{mesh} --train.compile true", before=COMPILING), train(ONE))
+def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, line: str) -> None:
+    curves, states = distance(train(f"{line} --train.compile true", before=COMPILING), train(ONE))
     assert curves < 1e-12 and states < 1e-10
     with pytest.raises(AssertionError, match="compiles"):  # it is asked for
-        train(f"{mesh} --train.compile true", before=COMPILING + UNCOMPILED)
+        train(f"{line} --train.compile true", before=COMPILING + UNCOMPILED)
 
 
 def test_it_stays_compiled_after_the_measured_step(train: Train) -> None:
-    train(f"{ONE} --train.compile true", before=COMPILING + STAYS)
+    for line in (ONE, f"{ONE} {CHUNKS}"):
+        train(f"{line} --train.compile true", before=COMPILING + STAYS)
     with pytest.raises(AssertionError, match="not compiled"):
         train(f"{ONE} --train.compile true", before=COMPILING + WITHOUT_STANCE + STAYS)
 
