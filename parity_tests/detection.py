@@ -60,6 +60,8 @@ CONFIGURATIONS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {},
     "gpt2": {"model": MODELS["gpt2"]},
     "accumulation": {"train": {"accumulation": 2}},
+    # With all tensors recorded torch has all logits at once.
+    "chunks": {"memory": {"loss_chunks": 3}, "record": {"tensors": "gradients"}},
     "ddp": {"train": {"accumulation": 2}, "parallel": {"mesh": "4x1", "strategy": "ddp"}},
     "zero1": {"parallel": {"mesh": "4x1", "strategy": "zero1"}},
     "hybrid": {"parallel": {"mesh": "data=2,fsdp=2"}},

@@ -14,6 +14,7 @@ from jaxdist import loss_scale, matrices, optim, step, train, weights
 from jaxdist.config import Optimizer
 from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.matrices import Whole
+from jaxdist.models import loss
 from jaxdist.parallel import pipeline
 from jaxdist.sharding import Layout
 from jaxdist.step import Step, TrainState
@@ -96,6 +97,29 @@ def loss_in_float32() -> None:
     """A float64 run takes the cross-entropy in float32."""
     right = step.cross_entropy
     plant(step, "cross_entropy", lambda logits, y: right(logits.astype(jnp.float32), y))
+
+
+@planted("chunks", "mathematics", "loss")
+def what_fills_the_last_chunk_counted() -> None:
+    """What the last chunk of the loss is filled up with is to be predicted, too: as token 0."""
+    right = step.chunked
+
+    def chunked(targets: jax.Array, chunks: int) -> jax.Array:
+        found = right(targets, chunks)
+        return jnp.where(jnp.arange(found.size).reshape(found.shape) < targets.size, found, 0)
+
+    plant(step, "chunked", chunked)
+
+
+@planted("chunks", "mathematics", "gradient/lm_head.weight")
+def head_gradient_of_one_chunk() -> None:
+    """The head's gradient is that of the last of the loss's chunks: each is put in the place of what there was."""
+    right = lax.scan
+
+    def scan(body: Any, start: Any, parts: Any) -> Any:
+        return right(lambda total, part: body(jax.tree.map(jnp.zeros_like, total), part), start, parts)
+
+    plant(loss, "lax", altered(lax, scan=scan))
 
 
 @planted("accumulation", "mathematics", "loss")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from jaxdist.data import Batch, Dataset
 from parity_tests.mistakes import altered, everywhere, mistake, plant
 from torch_ref import checkpoint, matrices, optim, step
+from torch_ref.models import loss
 from torch_ref.weights import local, named
 
 planted = partial(mistake, "torch_ref")
@@ -97,6 +98,30 @@ def mean_by_the_loss_function() -> None:
         return torch.stack(rows).mean() * counts.sum()
 
     everywhere(right, cross_entropy)
+
+
+@planted("chunks", "mathematics", "loss")
+def mean_times_the_size_of_a_chunk() -> None:
+    """A chunk of the loss is the mean over its targets times all of its tokens, of which some have no target."""
+    right = loss.cross_entropy
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return right(logits, targets) * targets.numel() / (targets != step.IGNORED).sum()
+
+    plant(loss, "cross_entropy", cross_entropy)
+
+
+@planted("chunks", "mathematics", "gradient/lm_head.weight")
+def head_learns_from_one_chunk() -> None:
+    """The head's weight is detached for the chunks of the loss but the last, so that none of them keeps a gradient."""
+    right = loss.cross_entropy_of_chunks
+
+    def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor) -> Tensor:
+        others, last = targets_SN.clone(), targets_SN.clone()
+        others[-1], last[:-1] = step.IGNORED, step.IGNORED
+        return right(x_BTD, weight_VD.detach(), others) + right(x_BTD, weight_VD, last)
+
+    everywhere(right, cross_entropy_of_chunks)
 
 
 @planted("llama", "mathematics", "gradient/*")
