@@ -146,11 +146,15 @@ def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Tim
 
 def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
     """With each link how many collectives a step begins on it, each waiting for its own latency: of activations, and of
-    parameters, of what lies outside of the blocks as of one; a stage of a pipeline sends once a tick of either pass."""
+    parameters, of what lies outside of the blocks as of one; a stage of a pipeline sends once a tick of either pass.
+
+    Over tensor the loss finds the highest logits and then its sums; each of its chunks more does so once more.
+    """
     e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
     own = (p.both * 3 * (p.layers + 1) if strategy(e.parallel).gradients else 2) * (not e.parallel.overlap)
     for link in sent:
         if link.axis == "pipeline":
             yield link, p.both + p.forward
         else:
-            yield link, (link.activations > 0) * f.sums + (link.parameters > 0) * own
+            more = 2 * (e.memory.loss_chunks - 1) * p.losses * (link.axis == "tensor")
+            yield link, (link.activations > 0) * (f.sums + more) + (link.parameters > 0) * own

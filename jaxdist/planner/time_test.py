@@ -77,6 +77,17 @@ def test_images_meet_in_batch_norms() -> None:
     assert alike.latency == pytest.approx((4 * 20 + 2) * latency) and own.latency == pytest.approx((1 + 2) * latency)
 
 
+@pytest.mark.parametrize(("mesh", "rounds"), [("1x8", 2), ("8x1", 0)])
+def test_chunks_of_the_loss_meet_over_tensor(mesh: str, rounds: int) -> None:
+    """Each waits for its highest logits and for its sums, of both microbatches."""
+    one, eight = (
+        plan("llama-1b", parallel__mesh=mesh, memory__loss_chunks=chunks, train__batch=16, train__accumulation=2).time
+        for chunks in (1, 8)
+    )
+    latency, _ = hardware("h100").latency
+    assert eight.latency - one.latency == pytest.approx(rounds * 7 * 2 * latency, abs=latency / 100)
+
+
 def test_a_pipeline_waits() -> None:
     """With as many microbatches as stages nearly half of the ticks are idle, and each pass is made twice."""
     alone = plan("llama-1b", train__batch=32, parallel__mesh="4x1")
