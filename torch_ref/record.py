@@ -25,7 +25,7 @@ from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
 from torch_ref.context import TIME, context
 from torch_ref.mesh import BATCH, rank_over
-from torch_ref.models import FAMILIES, ResNet
+from torch_ref.models import FAMILIES, ResNet, loss
 from torch_ref.models.layers import wide
 from torch_ref.optim import Optimizer
 from torch_ref.pipeline import parts_of
@@ -61,6 +61,15 @@ def whole(tensors: dict[str, Tensor]) -> Arrays:
     return found
 
 
+def copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, which is finite where all of `tensor` is."""
+    return torch.linalg.vector_norm(tensor.detach(), math.inf)
+
+
 def array(tensor: Tensor) -> np.ndarray:
     """A copy on the host; bfloat16 as float32, which numpy has."""
     tensor = tensor.detach()
@@ -68,11 +77,12 @@ def array(tensor: Tensor) -> np.ndarray:
 
 
 class Taps:
-    """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch."""
+    """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch; of a
+    loss in chunks the logits of each."""
 
-    def __init__(self, of_times: bool = True) -> None:
-        """`of_times`: whether activations are [B, T, ...]."""
-        self.of_times = of_times
+    def __init__(self, of_times: bool = True, keep: Callable[[Tensor], Tensor] = copy) -> None:
+        """`of_times`: whether activations are [B, T, ...]; `keep`: what of a tensor is noted."""
+        self.of_times, self.keep = of_times, keep
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.path: list[str] = []
@@ -83,11 +93,11 @@ class Taps:
         if not self.open or (self.of_times and y.ndim < 3):  # not over the batch: learned positions
             return
         part = len(self.noted[name])
-        self.noted[name].append(y.detach().clone())
+        self.noted[name].append(self.keep(y))
         self.gradients[name].append(torch.zeros(()))
 
         def keep(gradient: Tensor) -> None:
-            self.gradients[name][part] = gradient.detach().clone()
+            self.gradients[name][part] = self.keep(gradient)
 
         y.register_hook(keep)
 
@@ -101,6 +111,8 @@ class Taps:
             for name in FUNCTIONS.keys() & vars(namespace).keys():
                 stack.callback(setattr, namespace, name, getattr(namespace, name))
                 setattr(namespace, name, self.function(name, getattr(namespace, name)))
+            stack.callback(setattr, loss, "cross_entropy", loss.cross_entropy)
+            loss.cross_entropy = self.chunk(loss.cross_entropy)  # type: ignore[assignment]
             yield
 
     def _hook(self, stack: ExitStack, path: str, module: nn.Module) -> None:
@@ -130,13 +142,20 @@ class Taps:
 
         return tapped
 
+    def chunk(self, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def tapped(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+            self.note(LOGITS, logits_NV[None])
+            return call(logits_NV, targets_N)
+
+        return tapped
+
 
 def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | None:
     """The first tensor of a `step`, which is taken once more, that is not finite on some rank, in the order of a step.
 
     Called by all ranks; the step must not update.
     """
-    taps, gradients = Taps(not isinstance(parts_of(model)[0], ResNet)), dict[str, Tensor]()
+    taps, gradients = Taps(not isinstance(parts_of(model)[0], ResNet), largest), dict[str, Tensor]()
 
     def watch(stage: str) -> None:
         if stage == "gradient":

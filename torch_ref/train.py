@@ -152,7 +152,7 @@ def loop(
         seconds = time.perf_counter() - began
         scaled = values.loss_scale is not None
         if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
-            again = partial(train_step, model, optimizer, batch, experiment.with_logits(), mesh, step)
+            again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
             tensor, last = first_nonfinite(model, again), folder.newest if folder else None
             raise diverged(step, values.loss, values.grad_norm, tensor, last)
         record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
