@@ -202,6 +202,7 @@ class Recorder:
     ):
         """Records go to `folder`; without one there are none."""
         self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
+        self.experiment = experiment
         self.steps = experiment.record.steps if folder else ()
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
@@ -210,6 +211,13 @@ class Recorder:
         over = context(experiment, mesh)
         self.times = over.order(experiment.data.sequence)
         self.length = len(self.times) // over.size
+
+    def experiment_of(self, step: int) -> Experiment:
+        """The experiment by which a step is taken: with all logits at once, where hooks are to see them."""
+        if not self.every or step not in self.steps:
+            return self.experiment
+        memory = self.experiment.memory.model_copy(update={"loss_chunks": 1})
+        return self.experiment.model_copy(update={"memory": memory})
 
     @contextmanager
     def watching(self, step: int, batch: Rows) -> Iterator[Watch]:

@@ -147,8 +147,7 @@ def loop(
             watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            taken = experiment.with_logits() if recorder.every and step in recorder.steps else experiment
-            values = train_step(model, optimizer, batch, taken, mesh, step, watch)
+            values = train_step(model, optimizer, batch, recorder.experiment_of(step), mesh, step, watch)
         seconds = time.perf_counter() - began
         scaled = values.loss_scale is not None
         if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):

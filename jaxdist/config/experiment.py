@@ -389,10 +389,6 @@ class Experiment(Section):
         """This experiment, so many steps long."""
         return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
 
-    def with_logits(self) -> "Experiment":
-        """This experiment, whose steps have all logits at once, which torch's hooks are to see."""
-        return self.model_copy(update={"memory": self.memory.model_copy(update={"loss_chunks": 1})})
-
     def to_toml(self) -> str:
         """The resolved config as TOML, which `--config` accepts back."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
