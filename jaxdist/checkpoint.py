@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from jaxdist.config.checkpoints import Looked, placed, publish, sweep, thin, unf
 from jaxdist.config.foreign import read_json
 from jaxdist.processes import agreement, first, from_first, together
 from jaxdist.step import TrainState
+
+if TYPE_CHECKING:  # else imported at the first save
+    import orbax.checkpoint as ocp
 
 CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 
@@ -45,7 +48,7 @@ class Checkpoints:
         self.writing: tuple[int, Future[None]] | None = None  # the step whose checkpoint has no name yet
 
     @cached_property
-    def checkpointer(self) -> Any:
+    def checkpointer(self) -> "ocp.AsyncCheckpointer":
         """Orbax's, from the first save on."""
         from jaxdist import items
 
