@@ -49,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with aside(a.json):
         found = figures.read(a.results, "--results") if a.results else measured(a, kept)
         found = {name: found[name] for name in SECTIONS if name in found}
+        if a.results and not found:
+            raise ConfigError(
+                f"--results {a.results}: has none of the sections {', '.join(SECTIONS)}; give the bench.json of an "
+                "earlier --output"
+            )
         for name, section in found.items():
             show(SECTIONS[name][0], section)
         differences = figures.compare(earlier, found)

@@ -125,6 +125,17 @@ def test_an_incomplete_result_is_shown_as_far_as_it_goes(result: Path, tmp_path:
     assert "| cold start over warm start | 3.5" in file.read_text() and "| trace |" not in file.read_text()
 
 
+@pytest.mark.parametrize("names", [(), ("of an older benchmark",)])
+def test_a_result_without_sections_is_refused(names: Sequence[str], result: Path, tmp_path: Path) -> None:
+    """And what stands in the README stays."""
+    pace = json.loads(result.read_text())["pace"]
+    (empty := tmp_path / "empty.json").write_text(json.dumps(dict.fromkeys(names, pace)))
+    (file := tmp_path / "README.md").write_text(f"{readme.BEGIN}\nearlier\n{readme.END}\n")
+    with pytest.raises(ConfigError, match=r"--results .*empty.json: has none of the sections facts, .*; give the"):
+        command.main(["--results", str(empty), "--readme", str(file)])
+    assert "earlier" in file.read_text()
+
+
 def test_the_projects_own_readme_has_a_place() -> None:
     readme.check(Path(__file__).resolve().parents[2] / "README.md")
 
@@ -189,6 +200,15 @@ def test_a_run_tells_its_steps_and_stages(tmp_path: Path) -> None:
     assert tuple(found.summary["start_seconds"]) == start.STAGES
     assert found.summary["start_seconds"]["imports"] > 0
     assert (tmp_path / "cache" / "jaxdist" / "compiled").is_dir()
+
+
+def test_what_is_apart_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it is given, which JAX's own variables would go before; and all else of the environment."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "another")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with runs.apart(XDG_CACHE_HOME="mine") as call:
+        found = [call(os.getenv, name) for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS")]
+    assert found == ["mine", None, "cpu"]
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, TrainingError), (2, ConfigError), (-9, TrainingError)])

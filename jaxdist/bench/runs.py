@@ -73,7 +73,7 @@ def apart(**environment: str) -> Iterator[Callable[..., Any]]:
 
 
 def _begin(environment: Mapping[str, str]) -> None:
-    own = own_cache(os.environ | environment)  # before JAX is imported, which reads some of it then
-    os.environ.clear()
-    os.environ.update(own)
+    os.environ.update(environment)  # before JAX is imported, which reads some of it then
+    for name in os.environ.keys() - own_cache(os.environ).keys():
+        del os.environ[name]
     console.quiet = True
