@@ -41,8 +41,8 @@ def evaluate(a: Any) -> str:
     a.checkpoint = from_first(partial(located, a.checkpoint))
     experiment = configure(a)
     keep_compiled()
-    keep_freed(experiment, a.device)
     mesh, where = make_mesh(experiment, a.device)
+    keep_freed(mesh)
     program = Program(experiment, mesh)
     if a.tokens:
         tokens = read_tokens(a.tokens, experiment, program)

@@ -1,40 +1,54 @@
-"""glibc's malloc, told how steps on CPUs use it: XLA allocates their temporary memory anew each time, and frees it."""
+"""glibc's malloc, told how steps on CPUs use it: XLA allocates their temporary memory anew each time, and frees it.
+
+Other C libraries have no such call, and go without.
+"""
 
 import ctypes
 import math
 from importlib.util import find_spec
 
 import jax
+from jax.sharding import Mesh
 
 from jaxdist.config import Experiment
 from jaxdist.planner.plans import footprint
+from jaxdist.processes import world
 
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
-ARENA = 64 * 2**20  # bytes that one holds, but for the main thread's
+HEAP = 64 * 2**20  # bytes, HEAP_MAX_SIZE of glibc: the most that any arena but the main thread's has in one piece
 PLUGINS = ("jax_plugins", "libtpu")  # the packages by which JAX finds other devices than CPUs
 
 
-def keep_freed(experiment: Experiment, device: str) -> None:
-    """Where there are but CPUs, or `device` asks for them, have glibc keep for this process what it frees, which the
-    kernel would clear again, page by page. Other C libraries have no such call.
-
-    To be called before JAX makes its devices: each of their threads would have an arena of its own, and what is larger
-    than one would be mapped anew each step. Compiling takes up to a third longer where threads share one, so they do
-    for large steps alone. Raises ConfigError where the mesh does not fit the model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
-    if mallopt and ("cpu" in (device, platforms) or not any(map(find_spec, PLUGINS))):
+def keep_freed(mesh: Mesh) -> None:
+    """Where devices are CPUs, have what is freed kept for this process: the kernel would clear it, page by page."""
+    if mesh.devices.flat[0].platform == "cpu":
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)  # none
-        if scratch(experiment) > ARENA:
-            mallopt(M_ARENA_MAX, 1)
+
+
+def share_arena(experiment: Experiment, device: str) -> None:
+    """Have all threads share the main thread's arena where there can be but CPUs, or `device` asks for them, and a step
+    takes more than other arenas have in one piece: such memory glibc would map and unmap each time.
+
+    To be called before JAX makes its devices, whose threads would have arenas of their own. Compiling takes up to four
+    tenths longer by it, so small steps do without. Raises ConfigError where the mesh does not fit the model.
+    """
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    cpus = "cpu" in (device, platforms) or not any(map(find_spec, PLUGINS))
+    if cpus and scratch(experiment) > HEAP:
+        mallopt(M_ARENA_MAX, 1)
 
 
 def scratch(experiment: Experiment) -> float:
-    """Bytes that a step takes on each of several devices beside its state, by the closed form; 0 where their number is
-    not known before they are made."""
+    """Bytes that a step takes on each of this process's several devices beside its state, by the closed form; 0 where
+    their number is not known before they are made."""
     if "-1" in experiment.parallel.mesh:
         return 0.0
     experiment.check_mesh(mesh := experiment.parallel.axes())
-    return sum(footprint(experiment, mesh).peak.values()) * (math.prod(mesh.values()) > 1)
+    several = math.prod(mesh.values()) > world().size
+    return sum(footprint(experiment, mesh).peak.values()) if several else 0.0
+
+
+def mallopt(parameter: int, value: int) -> None:
+    if call := getattr(ctypes.CDLL(None), "mallopt", None):
+        call(parameter, value)

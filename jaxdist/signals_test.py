@@ -64,8 +64,10 @@ def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "run" / ".lock").exists()
 
 
-def test_a_signal_while_validating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last step, before its only save: the rest of the validation is left out, and the step is kept."""
+@pytest.mark.parametrize("final", ["true", "false"])
+def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, before its only save, if there was to be one: the rest of the validation is left out, and
+    the step is kept."""
     fetch, asked = Dataset.batch, list[str]()
 
     def signalled(self: Dataset, *inputs: Any, **named: Any) -> Batch:
@@ -83,6 +85,8 @@ def test_a_signal_while_validating(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "2",
         "--train.validation_batches",
         "8",
+        "--checkpoint.final",
+        final,
         "--output",
         str(tmp_path / "run"),
     ]

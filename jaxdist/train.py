@@ -23,7 +23,7 @@ from jaxdist.config.display import megabytes, progress, say, show_end, show_star
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batches, Dataset, dataset_of, in_steps
-from jaxdist.malloc import keep_freed
+from jaxdist.malloc import keep_freed, share_arena
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.optim import learning_rate
@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     startup.ended("config")
     keep_compiled()
-    keep_freed(experiment, arguments.device)
+    share_arena(experiment, arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
+    keep_freed(mesh)
     startup.ended("devices")
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
         check_validation(steps, validation, folder.newest if folder else None)
-        if checkpoints and from_first(partial(newest, checkpoints.folder)) != steps:
+        wanted = experiment.checkpoint.final or schedule.stopping()
+        if wanted and checkpoints and from_first(partial(newest, checkpoints.folder)) != steps:
             keep(program, steps, state, checkpoints, folder)
             checkpoints.wait()
         if schedule.stopping():

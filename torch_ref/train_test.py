@@ -246,6 +246,14 @@ def test_a_device_without_memory_is_told() -> None:
     assert re.search(r"^error: a device is out of memory: CUDA .*; use more devices, .*offload$", result.stderr, re.M)
 
 
+def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
+    """It has no last step to go on from."""
+    line = ["--mesh", "1x1", "--model.vocab", "256", "--checkpoint.final", "false", "--output", str(tmp_path)]
+    done = command(*line)
+    assert done.returncode == 0, done.stderr
+    assert steps_in(tmp_path / "checkpoints") == [] and (tmp_path / "summary.json").exists()
+
+
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "run"
     wild = ["--optimizer.learning_rate", "1e300", "--optimizer.clip", "0", "--steps", "8", "--model.vocab", "256"]

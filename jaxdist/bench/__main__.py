@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if a.compare:
             show_differences(differences, earlier, found)
         if a.readme:
+            if not any(section.figures for section in found.values()):
+                raise ConfigError(f"--readme {a.readme}: nothing was measured, its tables stay; leave --readme out")
             with writes_to(f"--readme {a.readme}"):
                 readme.write(a.readme, found)
             say(f"written into {a.readme}")

@@ -202,13 +202,23 @@ def test_a_run_tells_its_steps_and_stages(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "jaxdist" / "compiled").is_dir()
 
 
-def test_what_is_apart_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it is given, which JAX's own variables would go before; and all else of the environment."""
+def test_what_is_apart_has_devices_and_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what it is given, before JAX is imported there; JAX's own variables of the cache would go before it."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "another")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    with runs.apart(XDG_CACHE_HOME="mine") as call:
-        found = [call(os.getenv, name) for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS")]
-    assert found == ["mine", None, "cpu"]
+    with runs.apart(XDG_CACHE_HOME="mine", JAX_NUM_CPU_DEVICES="3") as call:
+        assert [call(os.getenv, name) for name in ("XDG_CACHE_HOME", "JAX_PLATFORMS")] == ["mine", "cpu"]
+        assert call(eval, "__import__('jax').device_count()") == 3
+        assert call(eval, "__import__('jax').config.jax_compilation_cache_dir") is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_readme_keeps_its_tables_where_nothing_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(command.SECTIONS, "pace", ("Pace", lambda bench: bench.notes.append("left out") or iter(())))
+    (file := tmp_path / "README.md").write_text(text := f"{readme.BEGIN}\nearlier\n{readme.END}\n")
+    with pytest.raises(ConfigError, match="nothing was measured"):
+        command.main(["--only", "pace", "--readme", str(file)])
+    assert file.read_text() == text
 
 
 @pytest.mark.parametrize(("code", "kind"), [(1, TrainingError), (2, ConfigError), (-9, TrainingError)])

@@ -3,14 +3,15 @@
 Both sides train the same config on the same tokens, attention by fused kernels of either, torch under `torch.compile`.
 The ceiling is what the GPU makes of one large product of bfloat16. FLOPs are those of `flops_per_token`: 6 for each
 parameter that multiplies, and causal attention by half of its square; with the whole square, as some count
-(arXiv:2204.02311), there are more of them. What is computed again counts once.
+(arXiv:2204.02311), there are more of them. What is computed again counts once. Peaks are what either allocator gave
+out, torch's within a step, JAX's since the process began.
 """
 
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxdist.bench.effort import Bench
@@ -21,14 +22,13 @@ from jaxdist.bench.stamp import gpus
 from jaxdist.config import TrainingError
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import Hardware, known
-from jaxdist.planner.plans import Plan
 
 Runs = Mapping[str, Sequence[Run]]  # by side, those of one pair at one place
 
 STEPS = 6
 PACE, MEMORY, SHARE = Goal("at least", 1.05), Goal("at most", 1.0), Goal("at least", 0.6)
 SIZE = 8192  # of the ceiling's matrices
-# From the fastest to what takes the least memory.
+# The first that fits is taken: with float32 weights where they do, then with the least that is computed again.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"precision.policy": policy, "memory.remat": remat}
     for policy in ("bf16", "bf16-true") for remat in ("selective", "full")
@@ -52,9 +52,10 @@ def measure(bench: Bench) -> Iterator[Figure]:
     """Of each row and length three figures. Without a GPU whose memory is known there is nothing to measure."""
     device = None if bench.device == "cpu" else known(gpus()[0])
     if device is None:
-        bench.say("left out: there is no NVIDIA GPU of jaxdist/config/hardware.toml here")
+        bench.notes.append("nvidia-smi names no GPU of jaxdist/config/hardware.toml, or --device cpu was asked for")
         return
-    with apart() as call:
+    bench = replace(bench, device="gpu")  # of both sides: neither is to fall back to CPUs
+    with apart(JAX_PLATFORMS="cuda") as call:
         bench.say(f"a product of {SIZE}² matrices")
         ceiling = call(product, SIZE)
     yield Figure("a product of bfloat16", (ceiling / 1e12,), "TFLOP/s")
@@ -78,6 +79,8 @@ def product(size: int, times: int = 50) -> float:
 
 def fitting(row: Row, length: int, device: Hardware) -> dict[str, Any] | None:
     """The fields of the first way in which the planner sees a row fit into a device; None where it does in none."""
+    from jaxdist.planner.plans import Plan
+
     fields = {
         "parallel.mesh": "1x1", "data.sequence": length, "model.window": 0, "optimizer.warmup": 0,
         "train.batch": row.tokens // length, "train.accumulation": 1, "train.steps": WARM_UP + STEPS,
@@ -103,7 +106,7 @@ def compare(bench: Bench, row: Row, length: int, device: Hardware, ceiling: floa
                 output = bench.folder / f"{name}-{side}-{pair}".replace(" ", "")
                 runs[side].append(train(package, [*line, *bench.on, *own], output))
             except TrainingError as error:
-                bench.notes.append(f"{name}: {error}")
+                bench.notes.append(f"{name}: {side}: {str(error).splitlines()[-1]}")
                 sides.remove(side)
     name += f", {fields['precision.policy']}, remat {fields['memory.remat']}"
     if JAX in sides:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, TrainingError, read_metrics
 from jaxdist.config.display import console
-from jaxdist.planner.plans import USABLE
+from jaxdist.config.hardware import USABLE
 
 WARM_UP = 3  # steps: torch compiles in its first, and measures its second
 
@@ -43,11 +43,13 @@ class Run:
 
 
 def train(side: str, arguments: Sequence[str], output: Path) -> Run:
-    """`python -m SIDE.train ...` to its end. Compiled programs lie beside its folder, and not with the user's.
+    """`python -m SIDE.train ...` to its end, without a checkpoint. Compiled programs lie beside its folder, and not
+    with the user's.
 
     Raises ConfigError where the run refuses its arguments, TrainingError where it fails.
     """
-    line = ["-m", f"{side}.train", "--train.validation_batches", "0", *arguments, "--output", str(output)]
+    steps_alone = ["--train.validation_batches", "0", "--checkpoint.final", "false"]
+    line = ["-m", f"{side}.train", *steps_alone, *arguments, "--output", str(output)]
     room = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(USABLE)}  # of a GPU, where JAX would take 75 %
     environment = room | os.environ | {"XDG_CACHE_HOME": str(output.parent / "cache")}
     done = subprocess.run(

@@ -31,7 +31,7 @@ def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The saves of the steps from `start` on, but for that of the last, which all runs make. Memory is kept as it is
     where a command trains."""
     kept: list[Any] = []
-    monkeypatch.setattr(train, "keep_freed", lambda *given: kept.append(given))
+    monkeypatch.setattr(train, "keep_freed", kept.append)
     monkeypatch.setattr(saving, "STEPS", 3)
     monkeypatch.setattr(train, "keep", slow := lambda *_: time.sleep(0.1))
     saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)

@@ -147,6 +147,8 @@ class Checkpoint(Section):
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0: only after the last step."""
+    final: bool = True
+    """Save after the last step; false for a run that is to be measured alone: there is nothing of it to go on from."""
     minutes: NotNegative = 0.0
     """Minutes without a checkpoint after which one is written at the end of the step; 0: never."""
     keep: CountOrZero = 0

@@ -1,5 +1,6 @@
 """Facts of devices, from `hardware.toml` beside this file or a table of one's own."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxdist.config.model import Count, NotNegative, Positive, Section
 from jaxdist.config.precision import Dtype
 
 FILE = Path(__file__).with_suffix(".toml")
+USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it
 
 
 class Chip(Section):
@@ -106,9 +108,9 @@ def rate(device: Hardware, dtype: Dtype) -> float:
 
 def known(kind: str) -> Hardware | None:
     """The device that JAX and CUDA call so; None where it is unknown."""
-    return next((d for d in shipped().values() if d.known_as in kind), None)
+    return next((d for d in shipped().values() if re.search(rf"\b{d.known_as}\b", kind)), None)
 
 
 def peak_flops(kind: str) -> float | None:
-    """Its bfloat16 rate."""
+    """The bfloat16 rate of the device that is called so; None where it is unknown."""
     return found.flops["bfloat16"] if (found := known(kind)) else None

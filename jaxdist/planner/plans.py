@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist import models, sharding, traffic
 from jaxdist.config import ConfigError, Experiment, Family, ResNet
-from jaxdist.config.hardware import Hardware, rate
+from jaxdist.config.hardware import USABLE, Hardware, rate
 from jaxdist.metrics import flops_per_token
 from jaxdist.planner import memory, time
 from jaxdist.planner.images import ImageFootprint
@@ -16,7 +16,6 @@ from jaxdist.planner.memory import Footprint
 from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.sharding import Layout
 
-USABLE = 0.95  # of a device's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 has it
 CHUNKS = 8  # of the loss, as torchtune's default has it
 # What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
 KINDS: Mapping[str, tuple[str, ...]] = {
