@@ -42,7 +42,7 @@ def share_arena(experiment: Experiment, device: str) -> None:
 def scratch(experiment: Experiment) -> float:
     """Bytes that a step takes on each of this process's several devices beside its state, by the closed form; 0 where
     their number is not known before they are made."""
-    if "-1" in experiment.parallel.mesh:
+    if not experiment.parallel.sized:
         return 0.0
     experiment.check_mesh(mesh := experiment.parallel.axes())
     several = math.prod(mesh.values()) > world().size

@@ -42,7 +42,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         return axes
 
     settle(experiment)
-    fixed = None if "-1" in parallel.mesh else fitting()  # before any device is made
+    fixed = fitting() if parallel.sized else None  # before any device is made
     share = math.prod(fixed.values()) // processes if fixed else 0
     preset = whole_number("JAX_NUM_CPU_DEVICES")
     if device == "cpu":

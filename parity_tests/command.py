@@ -112,7 +112,7 @@ def check(a: Arguments) -> Path:
         )
     if a.more["first"] is not None and a.more["first"] < FEWEST:
         raise ConfigError(f"--first {a.more['first']}: a proof needs {FEWEST} steps; give {FEWEST} or more")
-    if "-1" not in a.experiment.parallel.mesh:
+    if a.experiment.parallel.sized:
         a.experiment.check_mesh(a.experiment.parallel.axes())
     if a.resume:
         raise ConfigError("--resume: a proof is made anew; leave it out")

@@ -85,6 +85,11 @@ class Parallel(Section):
         """Whether parameters are gathered each time they are used, and given back after it."""
         return self.strategy == "fsdp" and self.reshard_after_forward
 
+    @property
+    def sized(self) -> bool:
+        """Whether the mesh says the size of all axes; else the devices that are there do."""
+        return "-1" not in self.mesh
+
     def axes(self, devices: int | None = None) -> dict[str, int]:
         """Sizes of the mesh axes, all of them. `devices` fills an axis of -1.
 

@@ -134,6 +134,12 @@ def test_where_it_tells_too_little(row: tuple[str, dict[str, str], float]) -> No
     assert 0.65 < ratio(*row) < 0.9
 
 
+def test_where_it_tells_too_much() -> None:
+    """Of two stages over fsdp: their one-tick phases hold less than in the form."""
+    fields = {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}
+    assert 1.1 < ratio("llama-1b", fields, 8.05) < 1.25
+
+
 def test_logits_that_are_held_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of a loss that keeps its softmax."""
     monkeypatch.setattr(TokenFootprint, "logits", property(lambda f: f.arrays({"V": (1, 1)})))
