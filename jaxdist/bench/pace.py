@@ -43,7 +43,8 @@ def decoder(dim: int, layers: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-SMALL, LARGE = Shape("256 × 4", decoder(256, 4), steps=8), Shape("512 × 8", decoder(512, 8), steps=4)
+# Up to five of a run's first steps still find no memory that was used before (bench/LEVERS.md).
+SMALL, LARGE = Shape("256 × 4", decoder(256, 4), steps=8), Shape("512 × 8", decoder(512, 8), steps=6)
 
 
 @dataclass(frozen=True)
