@@ -1,4 +1,4 @@
-"""Signals that save and end a run, by the command line."""
+"""Signals that save and end a run, and runs that do not save their end, by the command line."""
 
 import os
 import signal
@@ -97,3 +97,12 @@ def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     main([*line, "--resume"])
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
+    """It saves what it is told to, but not its last step."""
+    for every, saved in ("0", []), ("2", [2]):
+        path = tmp_path / every
+        line = ["--mesh", "1x1", "--steps", "3", "--checkpoint.every", every, "--checkpoint.final", "false"]
+        main([*TINY, *line, "--output", str(path)])
+        assert steps_in(path / "checkpoints") == saved and (path / "summary.json").exists()

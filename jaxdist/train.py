@@ -79,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
         check_validation(steps, validation, folder.newest if folder else None)
-        wanted = experiment.checkpoint.final or schedule.stopping()
-        if wanted and checkpoints and from_first(partial(newest, checkpoints.folder)) != steps:
+        if checkpoints and schedule.final() and from_first(partial(newest, checkpoints.folder)) != steps:
             keep(program, steps, state, checkpoints, folder)
             checkpoints.wait()
         if schedule.stopping():

@@ -335,15 +335,6 @@ def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert saved == [2, 4] == steps_in(tmp_path / "run" / "checkpoints")
 
 
-def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
-    """It saves what it is told to, but not its last step."""
-    for every, saved in ("0", []), ("2", [2]):
-        path = tmp_path / every
-        line = ["--mesh", "1x1", "--steps", "3", "--checkpoint.every", every, "--checkpoint.final", "false"]
-        main([*TINY, *line, "--output", str(path)])
-        assert steps_in(path / "checkpoints") == saved and (path / "summary.json").exists()
-
-
 def test_a_run_that_diverges_ends_with_1(tmp_path: Path) -> None:
     path = tmp_path / "run"
     wild = ["--optimizer.learning_rate", "1e30", "--optimizer.clip", "0", "--checkpoint.every", "1"]

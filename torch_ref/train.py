@@ -83,8 +83,7 @@ def train(
             steps = experiment.train.steps
             validation = validation_loss(model, dataset, experiment, mesh, schedule)
             check_validation(steps, validation, folder.newest if folder else None)
-            wanted = experiment.checkpoint.final or schedule.stopping()
-            if wanted and folder and newest(folder.checkpoints) != steps:
+            if folder and schedule.final() and newest(folder.checkpoints) != steps:
                 keep(folder, steps, model, optimizer, experiment)
             if schedule.stopping():
                 raise schedule.interrupted(steps, folder.checkpoints if folder else None)

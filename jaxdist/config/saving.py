@@ -74,6 +74,10 @@ class Saving:
             self.saved = self.clock()
         return found
 
+    def final(self) -> bool:
+        """Whether the last step is to be saved: where the config asks for it, or a signal has."""
+        return self.config.final or self.stopping()
+
     def stopping(self) -> bool:
         """Whether a signal has asked the run to end; it stays asked."""
         return self.agree(self.asked) == Due.STOP
