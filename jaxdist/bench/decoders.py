@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal, ratios
-from jaxdist.bench.pace import COMPILED, JAX, SIDES
-from jaxdist.bench.runs import WARM_UP, Run, apart, train
+from jaxdist.bench.pace import COMPILED, JAX, in_turns
+from jaxdist.bench.runs import WARM_UP, Run, apart
 from jaxdist.bench.stamp import gpus
 from jaxdist.config import TrainingError
 from jaxdist.config.arguments import load
@@ -98,16 +98,12 @@ def compare(bench: Bench, row: Row, length: int, device: Hardware, ceiling: floa
     line = ["--config", row.config, *(text for field, value in fields.items() for text in (f"--{field}", str(value)))]
     runs = defaultdict[str, list[Run]](list)
     sides = [JAX, COMPILED] if bench.torch else [JAX]
-    for pair in range(bench.effort.gpu):
-        for side in sides[:: 1 if pair % 2 == 0 else -1]:
-            bench.say(f"{name}: {side}, pair {pair + 1} of {bench.effort.gpu}")
-            package, own = SIDES[side]
-            try:
-                output = bench.folder / f"{name}-{side}-{pair}".replace(" ", "")
-                runs[side].append(train(package, [*line, *bench.on, *own], output))
-            except TrainingError as error:
-                bench.notes.append(f"{name}: {side}: {str(error).splitlines()[-1]}")
-                sides.remove(side)
+    for side, run in in_turns(bench, name, sides, bench.effort.gpu, line):
+        try:
+            runs[side].append(run())
+        except TrainingError as error:
+            bench.notes.append(f"{name}: {side}: {str(error).splitlines()[-1]}")
+            sides.remove(side)
     name += f", {fields['precision.policy']}, remat {fields['memory.remat']}"
     if JAX in sides:
         yield share(name, row, length, runs[JAX], ceiling)

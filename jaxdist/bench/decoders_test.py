@@ -39,7 +39,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, *, fails: str = "") -> list[Sequence[st
             raise TrainingError("python -m x ended with 1: Traceback\nno memory left")
         return Ran(side)
 
-    monkeypatch.setattr(decoders, "train", train)
+    monkeypatch.setattr(pace, "train", train)
     return lines
 
 
@@ -108,10 +108,10 @@ def test_on_cpus_in_earnest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(decoders, "gpus", lambda: ("NVIDIA H100",))
     monkeypatch.setattr(decoders, "SIZE", 64)
     monkeypatch.setattr(decoders, "ROWS", (Row("default", tokens=256, lengths=(128,)),))
-    monkeypatch.setitem(decoders.SIDES, pace.COMPILED, pace.SIDES[pace.EAGER])
+    monkeypatch.setitem(pace.SIDES, pace.COMPILED, pace.SIDES[pace.EAGER])
     said: list[str] = []
-    train: Callable[..., Any] = decoders.train
-    monkeypatch.setattr(decoders, "train", lambda side, line, output: train(side, [*line, "--device", "cpu"], output))
+    train: Callable[..., Any] = pace.train
+    monkeypatch.setattr(pace, "train", lambda side, line, output: train(side, [*line, "--device", "cpu"], output))
     apart: Callable[..., Any] = decoders.apart
     monkeypatch.setattr(decoders, "apart", lambda **_: apart(JAX_PLATFORMS="cpu"))
     product_, share, rate, memory = measure(Bench("auto", QUICK, tmp_path, said.append))

@@ -6,12 +6,13 @@ each time, so that a machine which slows down meanwhile slows both.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal, ratios
-from jaxdist.bench.runs import WARM_UP, train
+from jaxdist.bench.runs import WARM_UP, Run, train
 
 JAX, EAGER, COMPILED = "JAX", "torch", "torch.compile"
 SIDES = {
@@ -82,15 +83,23 @@ def measure(bench: Bench) -> Iterator[Figure]:
 def compare(bench: Bench, shape: Shape, row: Row, pairs: int) -> Iterator[Figure]:
     """A figure for each other side of a row; none of no pairs."""
     steps: dict[str, list[float]] = defaultdict(list)
-    sides = [JAX, *row.others]
-    for pair in range(pairs):
-        for side in sides if pair % 2 == 0 else reversed(sides):
-            bench.say(f"{shape.name}, {row.name}: {side}, pair {pair + 1} of {pairs}")
-            package, own = SIDES[side]
-            line = [*shape.arguments, *row.arguments, *bench.on, *own]
-            output = bench.folder / f"{shape.name}-{row.name}-{side}-{pair}".replace(" ", "")
-            steps[side].append(train(package, line, output).step)
+    name, line = f"{shape.name}, {row.name}", [*shape.arguments, *row.arguments]
+    for side, run in in_turns(bench, name, [JAX, *row.others], pairs, line):
+        steps[side].append(run().step)
     for other, goal in row.others.items() if pairs else ():
         beside = {f"{side}, ms a step": 1000 * statistics.median(steps[side]) for side in (JAX, other)}
-        name = f"{shape.name}, {row.name}, against {other}"
-        yield Figure(name, ratios(steps[other], steps[JAX]), goal=Goal("at least", goal), beside=beside)
+        ours = ratios(steps[other], steps[JAX])
+        yield Figure(f"{name}, against {other}", ours, goal=Goal("at least", goal), beside=beside)
+
+
+def in_turns(
+    bench: Bench, name: str, sides: Sequence[str], pairs: int, line: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], Run]]]:
+    """Each side of each pair, in turned order each time, and what makes its run. One that is taken out of `sides` has
+    no more turns."""
+    for pair in range(pairs):
+        for side in sides[:: 1 if pair % 2 == 0 else -1]:
+            bench.say(f"{name}: {side}, pair {pair + 1} of {pairs}")
+            package, own = SIDES[side]
+            output = bench.folder / f"{name}-{side}-{pair}".replace(" ", "")
+            yield side, partial(train, package, [*line, *bench.on, *own], output)
