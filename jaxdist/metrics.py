@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -59,7 +60,9 @@ def utilization(program: Program, tokens_per_second: float) -> float | None:
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:
     """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
-    return {step: float(optim.learning_rate(o, steps, jnp.asarray(step))) for step in o.landmarks(steps)}
+    landmarks = o.landmarks(steps)
+    rates = jax.jit(partial(optim.learning_rate, o, steps))(jnp.asarray(landmarks))
+    return dict(zip(landmarks, rates.tolist(), strict=True))
 
 
 def memory(program: Program, traced: Any, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
