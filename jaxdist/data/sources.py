@@ -117,7 +117,7 @@ def library_files(root: Path) -> list[Path]:
         found += [Path(folder, name) for name in names]
     if not found:
         raise ConfigError(f"data.path = '': this Python has no source at {root}; give a file or folder of text")
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    return sorted(found, key=Path.as_posix)
 
 
 def find_files(path: Path) -> list[Path]:
@@ -191,8 +191,8 @@ def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None
 
 def _fingerprint(files: Sequence[Path], root: Path, library: bool, ids: str) -> str:
     """Names and sizes, not where the files lie nor when written; an edit that keeps the size is missed."""
-    base = root if root.is_dir() else root.parent
-    named = [(file.relative_to(base).as_posix(), file.stat().st_size) for file in files]
+    above = len(root.as_posix()) + 1
+    named = [(file.as_posix()[above:] if library else file.name, file.stat().st_size) for file in files]
     facts = [named, ids, platform.python_version() if library else None]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
