@@ -1,6 +1,8 @@
-"""What XLA's compiler is told of communication: DDP's buckets and the overlap with computation, under its own names.
+"""What XLA's compiler is told: of communication DDP's buckets and the overlap with computation, under its own names;
+and on CPUs which threads and whose kernels compute.
 
-GPUs heed these options; the compilers of CPUs and TPUs take them and go by their own rules, or do not know them.
+GPUs heed the options of communication; the compilers of CPUs and TPUs take them and go by their own rules, or do not
+know them.
 
 On CPUs each collective of a program gets a number of its own. JAX gives all the number 1, by which and by their kind
 the devices of a process find each other. XLA begins collectives in one order on all devices, but takes a loop for begun
@@ -31,6 +33,12 @@ MOST = 2**40  # bytes, more than any device has
 OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", *(f"xla_gpu_enable_pipelined_{op}" for op in OPS))
 
 EIGEN = "xla_cpu_multi_thread_eigen"
+# What XLA leaves to YNNPACK by default in jax 0.10 to 0.12, but for reductions: in its first step each device would
+# plan each of these.
+YNN = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+}
 
 
 def options(parallel: Parallel) -> dict[str, Any]:
@@ -41,13 +49,15 @@ def options(parallel: Parallel) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if known(name, value)}
 
 
-def alone(mesh: Mesh) -> dict[str, Any]:
-    """Where a machine's virtual CPU devices are as many as its cores, or more: each computes by itself, and divides no
-    product."""
+def on_cpus(mesh: Mesh) -> dict[str, Any]:
+    """On several CPU devices no reductions by YNNPACK; where they are as many as a machine's cores, or more, no product
+    divided among threads. Every supported version has these options; those of XLA_FLAGS go before them."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices = len(mesh.local_devices) * len(world().neighbours)
-    crowded = mesh.devices.flat[0].platform == "cpu" and devices >= cores
-    return {EIGEN: False} if crowded and known(EIGEN, value=False) else {}
+    crowded = len(mesh.local_devices) * len(world().neighbours) >= cores
+    told = (YNN if mesh.devices.size > 1 else {}) | ({EIGEN: False} if crowded else {})
+    return {name: value for name, value in told.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 @cache

@@ -25,6 +25,7 @@ def test_all_are_known_to_this_version() -> None:
     assert compiler.options(Parallel()) == {}
     found = compiler.options(Parallel(**KNOBS))
     assert found == dict.fromkeys({*compiler.OVERLAP} - GONE, True) | dict.fromkeys(compiler.BUCKETS, 2**19)
+    assert all(compiler.known(name, value) for name, value in (compiler.YNN | {compiler.EIGEN: False}).items())
 
 
 def test_what_a_version_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +76,30 @@ def test_none_is_compiled_within_groups_of_one() -> None:
     assert found and not [groups for groups in found if "{0}" in groups or groups.startswith("[2,1]")]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_crowded_devices_divide_no_product(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = tiny(parallel={"mesh": "fsdp=2"})
-    mesh, _ = make_mesh(experiment, "cpu")
+def test_crowded_devices_divide_no_product(cores: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, _ = make_mesh(tiny(parallel={"mesh": f"fsdp={devices}"}), "cpu")
     monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    assert compiler.alone(mesh) == ({compiler.EIGEN: False} if cores <= len(mesh.local_devices) else {})
+    divided = {} if cores > devices else {compiler.EIGEN: False}
+    assert compiler.on_cpus(mesh) == divided | (compiler.YNN if devices > 1 else {})
+
+
+@pytest.mark.parametrize("name", [*compiler.YNN, compiler.EIGEN])
+def test_what_xla_flags_name_is_left_to_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}), "cpu")
+    monkeypatch.setattr(compiler.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    assert name in compiler.on_cpus(mesh)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{name}=")
+    assert compiler.on_cpus(mesh).keys() == {*compiler.YNN, compiler.EIGEN} - {name}
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_reductions_are_xlas_own_on_several_devices(devices: int) -> None:
+    """And products YNNPACK's, on one as on several."""
+    experiment = tiny(parallel={"mesh": f"fsdp={devices}"}, precision={"policy": "fp32"})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    text = program.step.lower(program.abstract, program.abstract_batch).compile().as_text()
+    ynn = [line for line in text.splitlines() if "__ynn_fusion" in line]
+    reductions = [line for line in ynn if "/reduce_" in line]
+    assert len(ynn) > len(reductions) and bool(reductions) == (devices == 1)

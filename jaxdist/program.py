@@ -249,8 +249,8 @@ class Program:
 
     @cached_property
     def compiler_options(self) -> dict[str, Any]:
-        """What XLA is told of the step, by its own names."""
-        return compiler.options(self.experiment.parallel) | compiler.alone(self.mesh)
+        """What XLA is told of the step and of evaluation, by its own names."""
+        return compiler.options(self.experiment.parallel) | compiler.on_cpus(self.mesh)
 
     @cached_property
     def step(self) -> Any:
@@ -290,7 +290,8 @@ class Program:
             return Evaluated(lax.psum(losses.sum(), PARTS), count, lax.psum(right.sum(), PARTS))
 
         specs = (self.specs.parameters, self.batch_specs)
-        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P())))
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
+        return jax.jit(mapped, compiler_options=self.compiler_options)
 
     @cached_property
     def finite(self) -> Any:

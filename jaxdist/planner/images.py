@@ -36,12 +36,9 @@ from jaxdist.traffic import ITEMSIZE, tokens_of
 # Of max-pooling: P what it puts out, W what it takes, with padding.
 
 # What a block keeps from forward to backward: of a batch norm what it was given, of a convolution the same.
-KEPT: Mapping[str, Arrays] = {
-    "gpu": {"C": (1, 0), "A": (1, 0)},
-    "tpu": {"C": (1, 0), "A": (1, 0)},
-    # XLA's merging of forward and backward also keeps differences from the mean, and these normalized.
-    "cpu": {"C": (1, 2), "A": (1, 0)},
-}
+KEPT: Arrays = {"C": (1, 0), "A": (1, 0)}
+# On one CPU reductions, which there are YNNPACK's, also keep differences from the mean, and these normalized.
+KEPT_ON_A_CPU: Arrays = {**KEPT, "C": (1, 2)}
 WORKING: Arrays = {"O": (2, 0)}  # gradients of what a block puts out, and of what one of its convolutions does
 # What max-pooling has until its backward pass: zeros to which gradients will be added, and where the largest are, four
 # indices each. XLA has both early on CPUs and where it schedules around collectives, else when they are needed.
@@ -122,7 +119,8 @@ class ImageFootprint(Footprint):
     @cached_property
     def kept_by_block(self) -> list[float]:
         """Bytes that the stem and each block keep."""
-        return [self.arrays(KEPT[self.platform], sizes) for sizes in self.blocks]
+        kept = KEPT_ON_A_CPU if self.platform == "cpu" and not self.several else KEPT
+        return [self.arrays(kept, sizes) for sizes in self.blocks]
 
     @property
     def kept(self) -> float:
@@ -162,7 +160,7 @@ class ImageFootprint(Footprint):
     @property
     def early(self) -> bool:
         """Whether what waits for nothing is made long before it is needed."""
-        return self.platform == "cpu" or (self.gpu and math.prod(self.mesh.values()) > 1)
+        return self.platform == "cpu" or (self.gpu and self.several)
 
     # ---- arithmetic
 

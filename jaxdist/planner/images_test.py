@@ -61,38 +61,35 @@ def test_the_peak_of_a_compiled_step(case: tuple[dict[str, str], ...]) -> None:
 # MB that a step holds on each of the CPU devices, as `compile_plan` says with jax 0.10.2, by the global batch.
 PEAKS: list[tuple[str, int, tuple[dict[str, str], ...], float]] = [
     ("resnet-18", 8, (), 507.97),
-    ("resnet-18", 64, (DDP,), 507.98),
-    ("resnet-18", 64, (ZERO1,), 458.06),
-    ("resnet-18", 64, (ZERO2, REPLICA), 458.05),
-    ("resnet-18", 64, (FSDP,), 450.69),
-    ("resnet-18", 64, (FSDP, TWICE), 344.39),
-    ("resnet-18", 64, (FSDP, {"parallel.reshard_after_forward": "false"}), 450.16),
-    ("resnet-18", 64, (ZERO1, ADAMW, {"train.accumulation": "4"}), 244.37),
-    ("resnet-18", 128, (HYBRID, BF16), 828.03),
-    ("resnet-18", 128, (DDP, TWICE, BF16, REPLICA), 609.18),
-    ("resnet-18", 16, (DDP, SMALL), 187.20),
-    ("resnet-18", 16, (ZERO1, SMALL), 100.43),
-    ("resnet-18", 16, (FSDP, SMALL), 116.16),
-    ("resnet-18", 32, (FSDP, TWICE, SMALL), 156.29),
-    ("resnet-18", 32, (DDP, TWICE, SMALL), 188.33),
-    ("resnet-18", 32, (DDP, TWICE, BF16, SMALL), 300.12),
-    ("resnet-18", 32, (HYBRID, ADAMW, SMALL), 142.61),
+    ("resnet-18", 64, (DDP,), 366.24),
+    ("resnet-18", 64, (ZERO1,), 331.75),
+    ("resnet-18", 64, (ZERO2, REPLICA), 331.75),
+    ("resnet-18", 64, (FSDP,), 338.24),
+    ("resnet-18", 64, (FSDP, TWICE), 275.35),
+    ("resnet-18", 64, (FSDP, {"parallel.reshard_after_forward": "false"}), 337.56),
+    ("resnet-18", 64, (ZERO1, ADAMW, {"train.accumulation": "4"}), 212.86),
+    ("resnet-18", 128, (HYBRID, BF16), 607.57),
+    ("resnet-18", 16, (DDP, SMALL), 187.21),
+    ("resnet-18", 16, (ZERO1, SMALL), 97.43),
+    ("resnet-18", 16, (FSDP, SMALL), 116.14),
+    ("resnet-18", 32, (FSDP, TWICE, SMALL), 153.52),
+    ("resnet-18", 32, (DDP, TWICE, SMALL), 187.31),
+    ("resnet-18", 32, (DDP, TWICE, BF16, SMALL), 297.95),
+    ("resnet-18", 32, (HYBRID, ADAMW, SMALL), 142.58),
     ("resnet-50", 8, (), 1682.09),
-    ("resnet-50", 32, (DDP,), 972.27),
-    ("resnet-50", 32, (ZERO1,), 879.64),
-    ("resnet-50", 32, (ZERO2, REPLICA), 879.82),
-    ("resnet-50", 32, (FSDP,), 865.87),
-    ("resnet-50", 32, (FSDP, TWICE), 646.71),
-    ("resnet-50", 32, (FSDP, {"parallel.reshard_after_forward": "false"}), 846.46),
-    ("resnet-50", 32, (ZERO1, ADAMW, {"train.accumulation": "4"}), 458.87),
-    ("resnet-50", 64, (HYBRID, BF16), 1578.41),
-    ("resnet-50", 64, (DDP, TWICE, BF16, REPLICA), 1168.50),
-    ("resnet-50", 16, (DDP, SMALL), 409.42),
-    ("resnet-50", 16, (ZERO1, SMALL), 179.69),
-    ("resnet-50", 32, (FSDP, TWICE, SMALL), 299.31),
+    ("resnet-50", 32, (DDP,), 636.19),
+    ("resnet-50", 32, (ZERO1,), 519.72),
+    ("resnet-50", 32, (ZERO2, REPLICA), 519.88),
+    ("resnet-50", 32, (FSDP,), 524.54),
+    ("resnet-50", 32, (FSDP, TWICE), 466.49),
+    ("resnet-50", 32, (FSDP, {"parallel.reshard_after_forward": "false"}), 496.06),
+    ("resnet-50", 32, (ZERO1, ADAMW, {"train.accumulation": "4"}), 370.47),
+    ("resnet-50", 64, (HYBRID, BF16), 885.38),
+    ("resnet-50", 16, (DDP, SMALL), 409.44),
+    ("resnet-50", 32, (FSDP, TWICE, SMALL), 287.29),
     ("resnet-50", 32, (DDP, TWICE, SMALL), 409.54),
-    ("resnet-50", 32, (DDP, TWICE, BF16, SMALL), 530.30),
-    ("resnet-50", 32, (HYBRID, ADAMW, SMALL), 315.44),
+    ("resnet-50", 32, (DDP, TWICE, BF16, SMALL), 516.06),
+    ("resnet-50", 32, (HYBRID, ADAMW, SMALL), 301.04),
 ]
 
 
@@ -104,15 +101,31 @@ def test_peaks_that_were_compiled(row: tuple[str, int, tuple[dict[str, str], ...
 
 def test_where_the_form_tells_too_little() -> None:
     """Weights that dwarf the activations of two small images are gathered forward and backward at once."""
-    assert 0.8 < planned(experiment("resnet-50", FSDP, SMALL, batch=16)) / 246.95e6 < 0.9
+    assert 0.75 < planned(experiment("resnet-50", FSDP, SMALL, batch=16)) / 246.87e6 < 0.85
 
 
-def test_what_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that leaves out what relu puts out, or the differences that batch norms keep on CPUs."""
-    monkeypatch.setitem(images.KEPT, "cpu", {"C": (1, 2), "A": (0, 0)})  # type: ignore[index]
-    assert planned(experiment("resnet-50", DDP, batch=32)) < 0.9 * 972.27e6
-    monkeypatch.setitem(images.KEPT, "cpu", {"C": (1, 1), "A": (1, 0)})  # type: ignore[index]
-    assert planned(experiment("resnet-50", DDP, batch=32)) < 0.9 * 972.27e6
+@pytest.mark.parametrize("row", [
+    ("resnet-18", 128, (DDP, TWICE, BF16, REPLICA), 482.27),
+    ("resnet-50", 64, (DDP, TWICE, BF16, REPLICA), 811.85),
+    ("resnet-50", 16, (ZERO1, SMALL), 165.98),
+], ids=lambda row: f"{row[0]} {name_of(row[2])}")  # fmt: skip
+def test_where_the_form_tells_too_much(row: tuple[str, int, tuple[dict[str, str], ...], float]) -> None:
+    """Microbatches in 16 bits, of batch norms of their own under ddp, and two small images under zero1."""
+    config, batch, case, peak = row
+    assert 1.1 < planned(experiment(config, *case, batch=batch)) / 1e6 / peak < 1.2
+
+
+@pytest.mark.parametrize("left", ["C", "A"])
+def test_what_is_not_kept_is_seen(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that leaves out what convolutions, or what relu puts out."""
+    monkeypatch.setattr(images, "KEPT", {**images.KEPT, left: (0, 0)})
+    assert planned(experiment("resnet-50", DDP, batch=32)) < 0.9 * 636.19e6
+
+
+def test_what_one_cpu_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that leaves out the differences that batch norms keep there, and several devices do not."""
+    monkeypatch.setattr(images, "KEPT_ON_A_CPU", images.KEPT)
+    assert planned(experiment("resnet-50", batch=8)) < 0.9 * 1682.09e6
 
 
 def test_blocks_are_in_order() -> None:

@@ -82,6 +82,15 @@ class Footprint(ABC):
     def gpu(self) -> bool:
         return self.platform == "gpu"
 
+    @property
+    def several(self) -> bool:
+        return math.prod(self.mesh.values()) > 1
+
+    @property
+    def several_cpus(self) -> bool:
+        """Whether reductions are XLA's own, which make what they read (`jaxdist/compiler.py`)."""
+        return self.platform == "cpu" and self.several
+
     @cached_property
     def numbers(self) -> Mapping[tuple[bool, bool], int]:
         """(of blocks, sharded as a strategy may) -> the trained parameters' numbers that a device has then."""

@@ -95,6 +95,7 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
     {"parallel.mesh": "2x4", "memory.remat": "full", "memory.offload": "optimizer,parameters,activations"},
     {"parallel.mesh": "8x1", "model.vocab": 4096},
+    {"parallel.mesh": "8x1", "data.sequence": 32, "train.batch": 64, "model.hidden": 2048},
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
     {"parallel.mesh": "2x4", "model": GPT2},
     {"parallel.mesh": "2x4", "model": GPT2, "memory.remat": "full"},
@@ -178,4 +179,5 @@ def test_what_platforms_differ_in() -> None:
     assert (cpu.compute, gpu.compute, tpu.compute) == (4, 2, 2)
     assert (cpu.scores, gpu.scores, tpu.scores) == (True, False, True)
     assert cpu.grouped > gpu.grouped > 0 == tpu.grouped
+    assert tpu.working == tpu.formulas != cpu.working and cpu.several_cpus
     assert gpu.peak[WORKSPACE] > 0 == tpu.peak[WORKSPACE]

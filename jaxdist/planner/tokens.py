@@ -1,7 +1,7 @@
 """What a decoder holds within a step: activations, logits, and what a mixture, a ring or a pipeline has at work."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -73,10 +73,23 @@ ON_GPUS: Mapping[str, Arrays] = {
     # gradients. F: gate, up, the product and its gradient.
     "llama": {"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
 }
+# And on several CPUs, where reductions make what they read. R: the input, and the sum after attention. D: what the
+# products read.
+ON_CPUS: Mapping[str, Arrays] = {
+    # F: gate, up, the product and its gradient.
+    "llama": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (4, 0)},
+    # F: what goes into GELU, its tanh and its slope.
+    "gpt2": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (0, 2), "S": (0, 1), "F": (3, 0)},
+    # F, d: as above, what grouped products read and write.
+    "mixture": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0), "d": (4, 0)},
+}
 # Sums over tensor, backward before attention and before the MLP, that are under way: what goes in, and what comes out.
 UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
+# The same on several CPUs: while attention is at work, R the input and two gradients, S probabilities and their
+# gradient; and while the MLP is, F gate, up and their gradients.
+TAKEN_ON_CPUS: Sequence[Arrays] = ({"R": (3, 0), "S": (0, 2)}, {"R": (2, 0), "D": (2, 0), "F": (4, 0)})
 # What products by blocks of rows have beside these: rows and results with room for one block more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
 # Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
@@ -183,6 +196,8 @@ class TokenFootprint(Footprint):
     @property
     def working(self) -> Arrays:
         """What is there of a block that is computed again."""
+        if self.several_cpus:
+            return self.gathered(self.attending(ON_CPUS[self.family]))
         if not self.gpu or self.family not in ON_GPUS:
             return self.formulas
         table = ON_GPUS[self.family]
@@ -272,13 +287,16 @@ class TokenFootprint(Footprint):
         }
         taken = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
         if taken:
-            arrays = {w: a for w, a in TAKEN.items() if w != "S" or self.scores}
+            attention, *mlp = TAKEN_ON_CPUS if self.several_cpus and self.scores else [TAKEN]
+            arrays = {w: a for w, a in attention.items() if w != "S" or self.scores}
             yield block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
+            yield from (block | {TAKEN_ONE: self.arrays(arrays)} for arrays in mlp)
         elif self.ring:
             yield block | {INSIDE: self.attention}
         else:
             cast = ITEMSIZE[str(e.precision.compute)] < 4  # probabilities, as values are multiplied by them
-            inside = self.scores * self.arrays({"S": (cast, 1.75)})
+            probabilities = (0, 2) if self.several_cpus else (cast, 1.75)  # and their gradient
+            inside = self.scores * self.arrays({"S": probabilities})
             yield block | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
         yield always | self.updating
 
