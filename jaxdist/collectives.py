@@ -68,10 +68,15 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="varying")
 
 
+def differing(x: jax.Array) -> frozenset[str]:
+    """The mesh axes along which `x` differs between devices, by its type."""
+    varying: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return varying
+
+
 def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
     """`x`, typed as differing wherever one of `others` does."""
-    own, *theirs = (jax.typeof(a).manual_axis_type.varying for a in (x, *others))
-    axes = frozenset().union(*theirs) - own
+    axes = frozenset().union(*map(differing, others)) - differing(x)
     return vary(x, tuple(sorted(axes))) if axes else x
 
 

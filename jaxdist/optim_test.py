@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxdist.compiler import on_cpus
 from jaxdist.config import Optimizer
 from jaxdist.conftest import tiny
 from jaxdist.mesh import make_mesh
-from jaxdist.optim import averaged, clip_by_norm, kept_of, learning_rate, optimizer, rule
+from jaxdist.optim import averaged, clip_by_norm, kept_of, learning_rate, optimizer, rule, sum_of_squares
 from jaxdist.sharding import Layout
 
 
@@ -34,6 +35,36 @@ def test_learning_rate(decay: Any, step: int, rate: float) -> None:
 
 def test_no_warmup_starts_at_the_peak() -> None:
     assert float(learning_rate(Optimizer(learning_rate=1.0, warmup=0, decay="constant"), 10, jnp.asarray(1))) == 1.0
+
+
+SIZES = (3, 5), (512,), (7, 1, 512), (4, 100, 37), ()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sum_of_squares(dtype: Any) -> None:
+    """Of sizes that 32 sums of 16 squares divide, and of others. Each square goes through 31 additions, and as many in
+    each of the at most three steps in which XLA adds up sums: 124 roundings, of half an epsilon."""
+    arrays = [np.asarray(np.random.default_rng(0).normal(size=size), dtype) for size in SIZES]
+    exact = sum(np.square(x.astype(np.longdouble)).sum() for x in arrays)
+    total, bound = jax.jit(sum_of_squares)([jnp.asarray(x) for x in arrays]), 62 * np.finfo(dtype).eps * exact
+    assert total.dtype == dtype and abs(np.longdouble(total) - exact) <= bound
+    assert np.square(arrays[0]).sum() > 10 * bound  # so one left out would be found
+
+
+def plain(arrays: Any) -> jax.Array:
+    return optax.tree.norm(arrays, squared=True)
+
+
+@pytest.mark.parametrize(("which", "written"), [(sum_of_squares, False), (plain, True)])
+def test_no_squares_are_written_on_several_devices(which: Any, written: bool) -> None:
+    """Sums of 32 are; XLA's own sum first writes all."""
+    mesh, _ = make_mesh(tiny(parallel={"mesh": "fsdp=2"}), "cpu")
+    arrays = [jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)] * 2
+    compiled = jax.jit(which, compiler_options=on_cpus(mesh)).lower(arrays).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    share = analysis.temp_size_in_bytes / (2 * 4 * 256 * 512 * 4)
+    assert share >= 1 if written else share < 0.1
 
 
 @pytest.mark.parametrize("norm", [0.5, 1.0, 2.0, 1e6])

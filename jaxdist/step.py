@@ -12,13 +12,13 @@ from flax import nnx
 from jax import lax
 
 from jaxdist import loss_scale
-from jaxdist.collectives import Parallel, Stages, gather, one_stage, scatter, vary, wide
+from jaxdist.collectives import Parallel, Stages, differing, gather, one_stage, scatter, vary, wide
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
 from jaxdist.models.loss import chunked, cross_entropy
-from jaxdist.optim import steps_done
+from jaxdist.optim import steps_done, sum_of_squares
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.sharding import PARTS, TOKENS, Cut, Layout
 
@@ -183,11 +183,12 @@ class Step:
 
     def norm(self, gradients: Arrays) -> jax.Array:
         """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
-        sums: dict[tuple[str, ...], Any] = {}
-        for name, g in gradients.items():
-            axes = tuple(sorted(self.layouts[name].mesh_axes(self.parallel.strategy.optimizer)))
-            sums[axes] = sums.get(axes, 0.0) + jnp.sum(wide(g) ** 2)
-        return jnp.sqrt(sum(lax.psum(total, axes) if axes else total for axes, total in sums.items()))
+        alike: dict[frozenset[str], list[jax.Array]] = {}
+        for g in gradients.values():
+            split = frozenset(axis for axis in differing(g) if lax.axis_size(axis) > 1)
+            alike.setdefault(split, []).append(wide(g))
+        sums = [sum_of_squares(of) for of in alike.values()]
+        return jnp.sqrt(sum(lax.psum(total, tuple(sorted(differing(total)))) for total in sums))
 
     def pieces(self, parameters: Arrays) -> Arrays:
         """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""
