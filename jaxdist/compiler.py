@@ -1,5 +1,5 @@
 """What XLA's compiler is told: of communication DDP's buckets and the overlap with computation, under its own names;
-and on CPUs which threads and whose kernels compute.
+and on several CPU devices whose kernels compute.
 
 GPUs heed the options of communication; the compilers of CPUs and TPUs take them and go by their own rules, or do not
 know them.
@@ -23,7 +23,6 @@ from jax._src.lib.mlir import ir
 from jax.sharding import Mesh
 
 from jaxdist.config import Parallel
-from jaxdist.processes import world
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 # Collectives of one kind are sent as one until they come to so many bytes; torch: bucket_cap_mb.
@@ -32,7 +31,6 @@ MOST = 2**40  # bytes, more than any device has
 # Collectives are begun early and awaited late, across iterations of a loop too; torch: DDP's hooks, FSDP2's prefetch.
 OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", *(f"xla_gpu_enable_pipelined_{op}" for op in OPS))
 
-EIGEN = "xla_cpu_multi_thread_eigen"
 # What XLA leaves to YNNPACK by default in jax 0.10 to 0.12, but for reductions: in its first step each device would
 # plan each of these.
 YNN = {
@@ -50,14 +48,11 @@ def options(parallel: Parallel) -> dict[str, Any]:
 
 
 def on_cpus(mesh: Mesh) -> dict[str, Any]:
-    """On several CPU devices no reductions by YNNPACK; where they are as many as a machine's cores, or more, no product
-    divided among threads. Every supported version has these options; those of XLA_FLAGS go before them."""
-    if mesh.devices.flat[0].platform != "cpu":
+    """On several CPU devices no reductions by YNNPACK. Every supported version has the option; one of XLA_FLAGS goes
+    before it."""
+    if mesh.devices.flat[0].platform != "cpu" or mesh.devices.size == 1:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    crowded = len(mesh.local_devices) * len(world().neighbours) >= cores
-    told = (YNN if mesh.devices.size > 1 else {}) | ({EIGEN: False} if crowded else {})
-    return {name: value for name, value in told.items() if name not in os.environ.get("XLA_FLAGS", "")}
+    return {name: value for name, value in YNN.items() if name not in os.environ.get("XLA_FLAGS", "")}
 
 
 @cache

@@ -159,7 +159,7 @@ def awaited(case: dict[str, Any]) -> int:
     p = built(case)
     program = [e for e, *_ in equations(p.step.trace(p.abstract, p.abstract_batch).jaxpr)]
     barriers = [e for e in program if e.primitive.name == "optimization_barrier"]
-    waiting = {e.outvars[0]: e.invars[1].aval.shape for e in barriers}
+    waiting = {e.outvars[0]: e.invars[1].aval.shape for e in barriers if len(e.invars) == 2}
     fetched = [v for e in program if e.primitive.name == "device_put" for v in e.invars]
     return sum(waiting.get(variable) == () for variable in fetched)
 

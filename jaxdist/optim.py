@@ -50,21 +50,22 @@ def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-SUMMED = 32, 16  # squares a sum, and sums side by side, on CPUs
+STEP, LANES = 32, 16  # on CPUs: squares in a sum, and sums side by side
 
 
 def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     """The sum of all squares in `arrays`, of one dtype.
 
-    XLA's CPU compiler adds up more than 32 numbers in steps, and writes what it is to add so: all squares. There sums
-    of 32 each, for which it reads the arrays alone, 16 at a time as vectors, are written and added up instead.
+    XLA's CPU compiler adds up more than 32 numbers in steps, and first writes them: all squares. Sums of 32 it makes as
+    it reads, 16 side by side as a vector. On CPUs these alone are written, and then added up.
     """
 
     def in_parts(*arrays: jax.Array) -> jax.Array:
         parts = []
         for x in arrays:
-            squares, cut = jnp.square(x.ravel()), x.size - x.size % math.prod(SUMMED)
-            parts += [squares[:cut].reshape(-1, *SUMMED).sum(1).ravel(), squares[cut:]]
+            squares = jnp.square(x.ravel())
+            most, rest = jnp.split(squares, [x.size - x.size % (STEP * LANES)])
+            parts += [most.reshape(-1, STEP, LANES).sum(1).ravel(), rest]
         return jnp.sum(lax.optimization_barrier(jnp.concatenate(parts)))  # without it XLA would make one sum of both
 
     def whole(*arrays: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.collectives import vary_like, wide
+from jaxdist.models.layers import transposed
 
 WORTH = 512  # rows: products of fewer take a GPU less time than their start
 Kernel = Callable[[jax.Array, jax.Array], jax.Array]  # a block's rows and its group's kernel -> its results
@@ -100,7 +101,8 @@ def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, Non
 
     def add(total: jax.Array, block: Block, x_MI: jax.Array, outer_MO: jax.Array) -> jax.Array:
         mine = (jnp.arange(len(x_MI)) < block.own)[:, None]
-        product = jnp.einsum("MI,MO->IO", jnp.where(mine, x_MI, 0), outer_MO, preferred_element_type=total.dtype)
+        own_IM = transposed(jnp.where(mine, x_MI, 0))
+        product = jnp.matmul(own_IM, outer_MO, preferred_element_type=total.dtype)
         return total.at[block.group].add(product)
 
     zeros = jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.collectives import Parallel, wide
+from jaxdist.collectives import Parallel, vary_like, wide
 from jaxdist.config import Rotary
 from jaxdist.memory import Rematerialize
 from jaxdist.sharding import Layout
@@ -74,9 +74,45 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
     return par.stages(lambda x_BTD: lax.scan(body, x_BTD, weights)[0], x_BTD)
 
 
+def written(x: jax.Array) -> jax.Array:
+    """`x`, which several CPU devices write out as it is, where XLA would rather change the product beside it."""
+    if jax.sharding.get_abstract_mesh().size <= 1:
+        return x
+    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
+def transposed(x: jax.Array) -> jax.Array:
+    """x[..., M, N] as [..., N, M], for a product that sums over M.
+
+    XLA leaves a product on CPUs to YNNPACK only if its left side is summed over the last dimension, for which it has to
+    be written. Else it is Eigen's, of whose many tasks the threads of several devices wait for each other. To one
+    device Eigen's is as fast or faster.
+    """
+    return written(x.mT)
+
+
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x[..., I] · kernel[I, O]. Tokens are flattened: XLA's weight gradient over two dimensions is slow on CPU."""
-    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    x_NI = x.reshape(-1, x.shape[-1])
+    return _product(vary_like(x_NI, kernel), vary_like(kernel, x)).reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+@jax.custom_vjp
+def _product(x_NI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    return x_NI @ kernel_IO
+
+
+def _product_forward(x_NI: jax.Array, kernel_IO: jax.Array) -> Any:
+    return x_NI @ kernel_IO, (x_NI, kernel_IO)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], outer_NO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_NI, kernel_IO = kept
+    # Written, or a tied head's would be made as its transpose, with `outer_NO` on the left.
+    return outer_NO @ kernel_IO.T, written(transposed(x_NI) @ outer_NO)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -213,12 +249,12 @@ def _attend_backward(window: int, kept: Any, outer_BTHC: jax.Array) -> tuple[jax
     q_BKNC, k_BKSC, v_BKSC, probabilities = kept
     T, scale, dtype = outer_BTHC.shape[1], q_BKNC.shape[-1] ** -0.5, probabilities.dtype
     outer_BKNC = _by_heads(outer_BTHC, k_BKSC.shape[1])
-    v_bar = jnp.einsum("BKNS,BKNC->BKSC", probabilities.astype(v_BKSC.dtype), outer_BKNC)
+    v_bar_BKCS = transposed(outer_BKNC) @ probabilities.astype(v_BKSC.dtype)  # the smaller of the two is transposed
     p_bar = jnp.einsum("BKNC,BKSC->BKNS", outer_BKNC, v_BKSC).astype(dtype)
     s_bar = probabilities * (p_bar - (probabilities * p_bar).sum(-1, keepdims=True)) * scale
     q_bar = jnp.einsum("BKNS,BKSC->BKNC", s_bar, wide(k_BKSC)).astype(q_BKNC.dtype)
-    k_bar = jnp.einsum("BKNS,BKNC->BKSC", s_bar, wide(q_BKNC)).astype(k_BKSC.dtype)
-    return _by_times(q_bar, T), _by_times(k_bar, T), _by_times(v_bar, T)
+    k_bar_BKCS = (transposed(wide(q_BKNC)) @ s_bar).astype(k_BKSC.dtype)
+    return _by_times(q_bar, T), jnp.moveaxis(k_bar_BKCS, 3, 1), jnp.moveaxis(v_bar_BKCS, 3, 1)
 
 
 attend.defvjp(_attend_forward, _attend_backward)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxdist.collectives import Parallel, held, highest_of_vocabulary, local, of_vocabulary, vary_like, wide
 from jaxdist.data import IGNORED
-from jaxdist.models.layers import ColumnLinear, Embedding, dot
+from jaxdist.models.layers import ColumnLinear, Embedding, dot, transposed
 
 
 def head(
@@ -111,7 +111,7 @@ def _chunks_backward(kept: Any, outer_SN: jax.Array) -> tuple[jax.Array, jax.Arr
     def chunk(kernel_bar: jax.Array, of_chunk: Any) -> Any:
         x_ND, outer_N, *of_tokens = of_chunk
         logits_bar, _ = _nats_backward((x_ND @ kernel_DV, *of_tokens), outer_N)
-        own = jnp.einsum("ND,NV->DV", x_ND, logits_bar, preferred_element_type=kernel_bar.dtype)
+        own = jnp.matmul(transposed(x_ND), logits_bar, preferred_element_type=kernel_bar.dtype)
         return kernel_bar + own, logits_bar @ kernel_DV.T
 
     kernel_bar, x_bar = lax.scan(chunk, jnp.zeros_like(wide(kernel_DV)), (x_SND, outer_SN, *of_tokens))
