@@ -13,6 +13,7 @@ from jaxdist.config import Parallel
 from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.mesh import make_mesh
 from jaxdist.models import layers
+from jaxdist.planner.overlap import computations
 from jaxdist.program import Program
 from jaxdist.step_test import train
 
@@ -113,12 +114,8 @@ def not_ynnpacks(**fields: Any) -> list[str]:
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     text = program.step.lower(program.abstract, program.abstract_batch).compile().as_text()
     ynnpacks = set(re.findall(r"calls=%([\w.-]+).*__ynn_fusion", text))
-    computations = re.split(r"^(?:ENTRY )?%([\w.-]+) .*{$", text, flags=re.MULTILINE)[1:]
     products = [
-        (name, line)
-        for name, body in zip(computations[::2], computations[1::2], strict=True)
-        for line in body.splitlines()
-        if " dot(" in line and ROUTER not in line
+        (name, line) for name, lines in computations(text) for line in lines if " dot(" in line and ROUTER not in line
     ]
     assert len(products) > 20
     return [line for name, line in products if name not in ynnpacks]
