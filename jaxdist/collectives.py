@@ -18,11 +18,15 @@ a strategy shards over fsdp it shards over expert and context too, but for exper
 | `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
 | `of_images`, but `replica` | all-reduce of 2C numbers a batch norm, over all axes that split images | the same |
 | `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
-| `own_times` | nothing | nothing |
+| `own_times` | nothing | nothing, but see below |
 | `lookup` | nothing (its caller leaves) | nothing |
 | `highest_of_vocabulary`, `of_vocabulary` | all-reduces of 3 floats a token of the loss over tensor | nothing |
 
-No verb asks whether an axis has size 1: a collective over one device is free, and one path is one thing to test.
+A weight that is whole on each tensor device, which uses it for its own heads or, under sequence parallelism, times, has
+its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
+
+No verb asks whether an axis has size 1: a collective over one device costs a copy at most, and one path is one thing to
+test.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,8 @@ On CPUs each collective of a program gets a number of its own. JAX gives all the
 the devices of a process find each other. XLA begins collectives in one order on all devices, but takes a loop for begun
 as soon as it waits for its first iteration: on a busy machine a collective after a loop, or another loop's, may be in
 flight together with those within, and devices would take one's numbers for the other's, or wait for each other forever.
-Those of a group of one device, which models do not know from others, are left out of programs for CPUs, where XLA
-copies what they are given.
+Those of a group of one device, which models do not know from others, are left out of programs for CPUs with jax 0.10,
+where XLA copies what they are given.
 """
 
 import os

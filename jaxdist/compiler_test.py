@@ -1,4 +1,4 @@
-"""Options of the compiler reach it, and change no number."""
+"""Options of the compiler reach it, and what a CPU's does with them; its collectives and products."""
 
 import re
 from typing import Any
@@ -44,7 +44,8 @@ def test_they_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         program.step.lower(program.abstract, program.abstract_batch).compile()
 
 
-def test_no_number_changes(batches: Any) -> None:
+def test_on_cpus_no_number_changes(batches: Any) -> None:
+    """Whose compiler takes the options of GPUs and goes by its own rules."""
     plain, knobs = (train(tiny(parallel={"mesh": "4x2"} | more), batches, steps=3) for more in ({}, KNOBS))
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(knobs), strict=True))
 

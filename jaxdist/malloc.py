@@ -1,6 +1,6 @@
 """glibc's malloc, told how steps on CPUs use it: XLA allocates their temporary memory anew each time, and frees it.
 
-Other C libraries have no such call, and go without.
+Other C libraries of Linux and macOS have no such call, and go without.
 """
 
 import ctypes

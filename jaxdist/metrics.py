@@ -29,12 +29,12 @@ def parameter_count(layouts: Mapping[str, Layout]) -> int:
 
 
 def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
-    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 6·L·H·C·T for causal attention.
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
 
-    Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are halved for
-    the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E experts those k
-    multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at every
-    place of what it puts out.
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
+    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
+    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
+    every place of what it puts out.
     """
     model = experiment.model
     if isinstance(model, ResNet):
@@ -47,13 +47,14 @@ def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> fl
         for name, layout in layouts.items()
         if name not in looked_up
     )
-    return 6.0 * multiplying + 6.0 * model.layers * model.heads * model.head_dim * experiment.data.sequence
+    return 6.0 * multiplying + 12.0 * model.layers * model.heads * model.head_dim * model.keys(experiment.data.sequence)
 
 
 def utilization(program: Program, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: arithmetic done over the devices' bfloat16 peak; None where the peak is unknown."""
+    """Model FLOPs utilization: arithmetic done over the devices' peak in the dtype of products; None where that is
+    unknown."""
     kind = program.mesh.devices.flat[0].device_kind
-    if (peak := peak_flops(kind)) is None:
+    if (peak := peak_flops(kind, program.experiment.precision.compute)) is None:
         return None
     return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
 

@@ -16,8 +16,9 @@ from rich.table import Column, Table
 
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.arguments import Parser, add_fields, count, load, user_path
-from jaxdist.config.display import aside, console, megabytes, say
+from jaxdist.config.display import aside, console, megabytes, microbatches, say
 from jaxdist.config.errors import writes_to
+from jaxdist.config.folder import make
 from jaxdist.config.hardware import hardware, shipped
 from jaxdist.planner.compiled import Compiled, compile_plan
 from jaxdist.planner.overlap import Overlap
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = load(a.config, a.fields)
     if a.output and (missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]):
         raise ConfigError(f"--output {a.output}: draws with {' and '.join(missing)}: pip install 'jaxdist[report]'")
+    if a.output:
+        make(a.output, f"--output {a.output}")
     with aside(a.json):
         if a.recommend:
             plans = recommend(experiment, a.devices, device)
@@ -105,9 +108,8 @@ def verdict(plan: Plan, change: str) -> str:
     held, limit = megabytes(plan.memory["peak"]), f"{USABLE:.0%} of {megabytes(plan.hardware.memory)}"
     if plan.fits:
         return f"fits: {held} of {limit}"
-    return f"does not fit: {held}, of {limit}; the smallest change that makes it fit: " + (
-        change or "no single one does; --recommend ranks what does"
-    )
+    fix = f"the smallest change that makes it fit: {change}" if change else "no single change does, see --recommend"
+    return f"does not fit: {held} of {limit}; {fix}"
 
 
 def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
@@ -116,7 +118,7 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
     say(
         f"{e.model.family}, {' × '.join(f'{a} {n}' for a, n in plan.mesh.items() if n > 1) or 'one device'}, "
         f"{e.parallel.strategy}, {e.precision.policy}, remat {e.memory.remat}, {e.train.batch} rows of the batch in "
-        f"{e.train.accumulation} microbatch(es), on {plan.devices:,} × {plan.hardware.name}"
+        f"{microbatches(e)}, on {plan.devices:,} × {plan.hardware.name}"
     )
     target = plan.hardware.known_as if compiled and compiled.platform == "gpu" else "CPUs"
     held = Table("memory of a device", "closed form", *[f"compiled for {target}"] * bool(compiled))
@@ -124,6 +126,8 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
         if size or name == "peak":
             held.add_row(name.replace("_", " "), megabytes(size), *beside(compiled.memory if compiled else None, name))
     console.print(held)
+    if compiled and compiled.platform != plan.hardware.platform:
+        say("CPUs keep attention's scores, and hold 16 bits as 32; jaxdist[cuda12] compiles for NVIDIA GPUs")
     sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
     for axis, size in plan.traffic.items():
         sent.add_row(axis, str(plan.mesh[axis]), megabytes(size), *beside(compiled.traffic if compiled else None, axis))
@@ -133,7 +137,7 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
         show_overlaps(compiled.overlaps)
     taken = Table("time of a step", "seconds")
     for name, title in TIMES.items():
-        if seconds := getattr(plan.time, name):
+        if (seconds := getattr(plan.time, name)) > 1e-9:  # less is what rounding leaves
             taken.add_row(title, f"{-seconds if name == 'hidden' else seconds:.4g}")
     taken.add_row("all", f"{plan.time.step:.4g}")
     console.print(taken)
@@ -163,20 +167,19 @@ def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
 
 def show_ranking(plans: Sequence[Plan], count: int) -> None:
     """The plans as a table, and why the first is first."""
-    names = ("mesh", "strategy", "remat", "parts", "step, s", "MFU", "memory")
-    columns = (Column(name, no_wrap=True) for name in names)
+    names = ("strategy", "remat", "parts", "step, s", "MFU", "memory")
     say(f"the fastest {len(plans)} of {count} that fit; parts are microbatches")
-    table = Table(*columns)
+    table = Table("mesh", *(Column(name, no_wrap=True) for name in names))
     for plan in plans:
         e = plan.experiment
         table.add_row(
-            e.parallel.mesh, e.parallel.strategy, e.memory.remat, str(e.train.accumulation), f"{plan.time.step:.3g}",
-            f"{plan.mfu:.1%}", megabytes(plan.memory["peak"]),
+            e.parallel.mesh.replace(",", ", "), e.parallel.strategy, e.memory.remat, str(e.train.accumulation),
+            f"{plan.time.step:.3g}", f"{plan.mfu:.1%}", megabytes(plan.memory["peak"]),
         )  # fmt: skip
     console.print(table)
     for reason in reasons(plans[0]):
         say(f"- {reason}")
-    say(f"to train so: {command(plans[0])}")
+    say(f"to train so, add to the command line: {command(plans[0])}")
 
 
 def command(plan: Plan) -> str:

@@ -10,6 +10,7 @@ import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import FILE, hardware, peak_flops, read, shipped
+from jaxdist.config.precision import Dtype
 from jaxdist.plan import main
 from jaxdist.planner.plans import Plan, smallest_change
 from jaxdist.planner.recommend import candidates, reasons, recommend
@@ -58,10 +59,10 @@ def test_what_makes_it_fit(capsys: Capsys) -> None:
     argv = ["--config", "llama-3.1-8b", "--mesh", "8x1", "--train.accumulation", "1", "--train.batch", "24"]
     main(argv)
     said = capsys.readouterr().out
-    assert "does not fit: 95.25 GB, of 95% of 80.00 GB" in said
+    assert "does not fit: 95.25 GB of 95% of 80.00 GB" in said
     main([*argv, *said.strip().rpartition("makes it fit: ")[2].split()])
     assert "\nfits: " in capsys.readouterr().out
-    assert "no single one does; --recommend" in run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1")
+    assert "no single change does, see --recommend" in run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1")
 
 
 def run(capsys: Capsys, *argv: str) -> str:
@@ -97,7 +98,7 @@ def test_recommend(capsys: Capsys) -> None:
     assert len(plans) == 5 and all(p["fits"] and p["devices"] == 64 for p in plans)
     assert [p["step_seconds"] for p in plans] == sorted(p["step_seconds"] for p in plans)
     assert any("under ddp, and would not fit" in reason for reason in found["reasons"])
-    assert "to train so: --mesh" in run(capsys, "--recommend", "--devices", "4")
+    assert "to train so, add to the command line: --mesh" in run(capsys, "--recommend", "--devices", "4")
 
 
 def test_a_small_model_is_not_sharded() -> None:
@@ -136,7 +137,7 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--hardware", "h10"], r"--hardware h10: no such device; did you mean 'h100'"),
+        (["--hardware", "h10"], r"--hardware h10: neither a shipped device nor a .toml file; did you mean 'h100'"),
         (["--memory", "80"], r"--memory.*'80' is no size; give it as 80GB"),
         (["--recommend"], r"--recommend and --devices N go together"),
         (["--devices", "8"], r"--recommend and --devices N go together"),
@@ -174,6 +175,8 @@ def test_a_device_of_ones_own(tmp_path: Path, capsys: Capsys) -> None:
 
 
 def test_devices_are_known_by_the_names_of_their_drivers() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("TPU v5 lite") == 197e12
-    assert peak_flops("TPU v5") == 459e12 and peak_flops("cpu") is None
+    bf16: Dtype = "bfloat16"
+    assert peak_flops("NVIDIA H100 80GB HBM3", bf16) == 989e12 and peak_flops("TPU v5 lite", bf16) == 197e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == 67e12
+    assert peak_flops("TPU v5", bf16) == 459e12 and peak_flops("TPU v5", "float64") is peak_flops("cpu", bf16) is None
     assert {d.name for d in shipped().values()} >= {"a100", "h100", "h200", "b200", "tpu-v5p", "tpu-v6e"}

@@ -107,7 +107,7 @@ class Layout:
     def cut(self) -> Cut:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
-        dim = (self.axes.index("embed") if "embed" in self.axes else len(self.axes) - 1) - len(self.axes)
+        dim = next((i - len(self.axes) for i, axis in enumerate(self.axes) if RULES.get(axis) == "fsdp"), -1)
         whole = self.statistic or self.axes in [(axis,) for axis in WHOLE]
         shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.given)
         return Cut(dim, shards, tuple(axis for axis in PARTS if axis not in (*shards, *self.given)))

@@ -3,15 +3,14 @@
 import pytest
 
 from jaxdist.planner import time
-from parity_tests.published import Run, planned, runs
+from parity_tests.published import RATES, TITAN, Run, planned, ratio, runs
 
 RUNS = list(runs())
 
 
 def away(run: Run) -> float:
     """Share by which the planned pace differs from the measured."""
-    _, tokens, flops = planned(run)
-    return abs((tokens / run.tokens if run.tokens else flops / (run.flops or 1)) - 1)
+    return abs(ratio(run) - 1)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
@@ -20,6 +19,13 @@ def test_pace_and_memory(run: Run) -> None:
     assert away(run) < 0.25
     if run.memory:
         assert 0.8 < planned(run)[0].memory["peak"] / 2**30 / run.memory < 0.88
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.source == TITAN], ids=lambda run: run.name)
+def test_what_is_not_known_of_torchtitans_gpus(run: Run) -> None:
+    """At the ends of what their rate may be, the plan is within 25 % at one and beyond at the other, as is told."""
+    least, most = (ratio(run, rate=rate) for rate in RATES)
+    assert 1.15 < least < ratio(run) < 1.25 < most < 1.32
 
 
 def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ WARM_UP = 2  # steps left out of medians
 
 
 def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: arithmetic done over the GPUs' bfloat16 peak; None where the peak is unknown."""
+    """Model FLOPs utilization: arithmetic done over the GPUs' peak in the dtype of products; None where that is
+    unknown."""
     kind = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    if (peak := peak_flops(kind)) is None:
+    if (peak := peak_flops(kind, experiment.precision.compute)) is None:
         return None
     return tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
 
@@ -32,12 +33,12 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
-    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, 6·L·H·C·T for causal attention.
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
 
-    Lookups do not multiply; a tied embedding does, as the head. Attention's two products over T keys are
-    halved for the causal mask: 12·L·H·C·T / 2 (arXiv:2204.02311, appendix B, counts the whole square). Of E
-    experts those k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel
-    multiplies at every place of what it puts out.
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
+    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
+    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
+    every place of what it puts out.
     """
     c = experiment.model
     if isinstance(c, ResNet):
@@ -48,7 +49,7 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
     multiplying = sum(
         p.numel() * (chosen if ".experts." in name else 1.0) for name, p in named(model) if name not in looked_up
     )
-    return 6.0 * multiplying + 6.0 * c.layers * c.heads * c.head_dim * experiment.data.sequence
+    return 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:

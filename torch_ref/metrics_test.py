@@ -14,17 +14,19 @@ from torch_ref.train import notes
 EXPERIMENT = Experiment()
 
 
-def mfu(kind: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> float | None:
+def mfu(kind: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", policy: str = "bf16") -> float | None:
     """Of two devices of one kind that process a million tokens a second."""
+    experiment = Experiment.parse({"precision": {"policy": policy}}, "test")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: kind)
     mesh: Any = SimpleNamespace(device_type=device, size=lambda: 2)
-    return utilization(EXPERIMENT, build(EXPERIMENT.model), mesh, 1e6)
+    return utilization(experiment, build(experiment.model), mesh, 1e6)
 
 
 def test_utilization_is_of_all_devices_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     arithmetic = 1e6 * flops_per_token(EXPERIMENT, build(EXPERIMENT.model))
     assert mfu("NVIDIA H100 80GB HBM3", monkeypatch) == pytest.approx(arithmetic / (2 * 989e12))
     assert mfu("NVIDIA A100-SXM4-80GB", monkeypatch) == pytest.approx(arithmetic / (2 * 312e12))
+    assert mfu("NVIDIA H100 80GB HBM3", monkeypatch, policy="fp32") == pytest.approx(arithmetic / (2 * 67e12))
 
 
 def test_utilization_is_none_where_the_peak_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,12 @@ from jaxdist.bench import decoders, facts, figures, inputs, pace, readme, saving
 from jaxdist.bench.effort import DEFAULT, FULL, QUICK, Bench
 from jaxdist.bench.figures import Figure, Section, Sections
 from jaxdist.bench.stamp import Others, stamp
-from jaxdist.config import ConfigError, check_writable, exit_codes
+from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config import folder as files
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import aside, console, say
 from jaxdist.config.errors import writes_to
+from jaxdist.config.folder import make
 
 RESULTS, PAGE = "bench.json", "bench.html"
 # Each with its title; in the order in which they are measured and shown.
@@ -37,7 +38,6 @@ SECTIONS: dict[str, tuple[str, Callable[[Bench], Iterator[Figure]]]] = {
     "inputs": ("Batches, over the steps that consume them", inputs.measure),
     "saving": ("Saving every 50 steps, at ten times as many parameters", saving.measure),
 }
-EXACT = "facts"  # the section in which nothing is timed
 BUSY = 0.03  # of the machine's time, for others: what is timed is the worse for it
 
 
@@ -45,15 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Arguments -> sections, measured or read -> tables, or with --json one object; files that were asked for."""
     a = arguments(sys.argv[1:] if argv is None else argv)
     kept = known(a.output) if a.output else {}
-    earlier = figures.read(a.compare, "--compare") if a.compare else {}
+    earlier = result(a.compare, "--compare") if a.compare else {}
     with aside(a.json):
-        found = figures.read(a.results, "--results") if a.results else measured(a, kept)
+        found = result(a.results, "--results") if a.results else measured(a, kept)
         found = {name: found[name] for name in SECTIONS if name in found}
-        if a.results and not found:
-            raise ConfigError(
-                f"--results {a.results}: has none of the sections {', '.join(SECTIONS)}; give the bench.json of an "
-                "earlier --output"
-            )
         for name, section in found.items():
             show(SECTIONS[name][0], section)
         differences = figures.compare(earlier, found)
@@ -73,9 +68,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps({"sections": figures.to_json(found), "compared": compared}))
 
 
+def result(file: Path, option: str) -> Sections:
+    """The sections of a result that `option` asked for. Raises ConfigError as `read`, and where none is ours."""
+    found = figures.read(file, option)
+    if found.keys().isdisjoint(SECTIONS):
+        raise ConfigError(
+            f"{option} {file}: has none of the sections {', '.join(SECTIONS)}; give the bench.json of an earlier "
+            "--output"
+        )
+    return found
+
+
 def known(folder: Path) -> Sections:
     """What an earlier run left in `folder`. Raises ConfigError where it is no place for results."""
-    check_writable(folder, f"--output {folder}")
+    make(folder, f"--output {folder}")
     found = figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
     return {name: section for name, section in found.items() if name in SECTIONS}  # not those of an older benchmark
 
@@ -102,7 +108,7 @@ def measured(a: Any, kept: Sections) -> Sections:
                 taken.append(figure)
                 say(f"  {figure.name}: {figure}")
         own = replace(before, others=others.share)
-        if taken and name != EXACT and (own.others or 0) > BUSY:
+        if taken and name != figures.EXACT and (own.others or 0) > BUSY:
             bench.notes.append(f"other processes took {own.others:.0%} of this machine meanwhile")
         if taken or bench.notes:
             found[name] = Section(tuple(taken), own, tuple(bench.notes))
@@ -170,7 +176,8 @@ def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
     parser = Parser(
         prog="python -m jaxdist.bench",
-        usage="%(prog)s [--quick|--full] [--only NAME ...] [--device auto|cpu|gpu] [--output DIR] [--compare FILE]",
+        usage="%(prog)s [--quick|--full] [--only NAME ...] [--device auto|cpu|gpu] [--output DIR] [--compare FILE]\n"
+        "       %(prog)s --results FILE [--readme FILE] [--compare FILE] [--json]",
         description=__doc__,
         allow_abbrev=False,
     )

@@ -132,8 +132,9 @@ def test_a_result_without_sections_is_refused(names: Sequence[str], result: Path
     pace = json.loads(result.read_text())["pace"]
     (empty := tmp_path / "empty.json").write_text(json.dumps(dict.fromkeys(names, pace)))
     (file := tmp_path / "README.md").write_text(f"{readme.BEGIN}\nearlier\n{readme.END}\n")
-    with pytest.raises(ConfigError, match=r"--results .*empty.json: has none of the sections facts, .*; give the"):
-        command.main(["--results", str(empty), "--readme", str(file)])
+    for option in "--results", "--compare":
+        with pytest.raises(ConfigError, match=rf"{option} .*empty.json: has none of the sections facts, .*; give the"):
+            command.main([option, str(empty), "--readme", str(file)])
     assert "earlier" in file.read_text()
 
 

@@ -23,7 +23,7 @@ class Effort:
 
 QUICK = Effort(pairs=2, large=0, large_mesh=0, gpu=1, starts=1, compiles=1, savings=0, every_row=False)
 DEFAULT = Effort(pairs=3, large=2, large_mesh=0, gpu=2, starts=3, compiles=3, savings=1, every_row=True)
-FULL = Effort(pairs=3, large=3, large_mesh=2, gpu=3, starts=3, compiles=3, savings=2, every_row=True)
+FULL = Effort(pairs=3, large=3, large_mesh=2, gpu=3, starts=5, compiles=7, savings=2, every_row=True)
 
 
 @dataclass

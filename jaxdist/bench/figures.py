@@ -27,6 +27,9 @@ class Goal:
         return f"{'≥' if self.side == 'at least' else '≤'} {self.value:g}"
 
 
+EXACT = "facts"  # the section in which nothing is timed
+
+
 @dataclass(frozen=True)
 class Figure:
     """One quantity. `values`: of each pair of runs, one where it is exact; `beside`: medians that it was made of."""
@@ -123,7 +126,7 @@ def read(file: Path, option: str) -> Sections:
 @dataclass(frozen=True)
 class Difference:
     """A figure of two results. `ratio`: median now over median then; `differs`: no value of one lies among the
-    other's, the only thing that is said of so few runs."""
+    other's, the only thing that is said of so few runs, and of one run nothing is, unless it is EXACT."""
 
     section: str
     then: Figure
@@ -135,7 +138,8 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        return self.now.low > self.then.high or self.now.high < self.then.low
+        apart = self.now.low > self.then.high or self.now.high < self.then.low
+        return apart and (self.section == EXACT or min(len(self.then.values), len(self.now.values)) > 1)
 
 
 def compare(then: Sections, now: Sections) -> list[Difference]:

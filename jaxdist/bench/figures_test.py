@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.bench.figures import Difference, Figure, Goal, Section, compare, ratios, read, to_json
+from jaxdist.bench.figures import EXACT, Difference, Figure, Goal, Section, compare, ratios, read, to_json
 from jaxdist.bench.stamp import Machine, Stamp
 from jaxdist.config import ConfigError
 
@@ -43,6 +43,8 @@ def test_only_what_lies_apart_differs() -> None:
     apart = Difference("pace", Figure("x", (1.0, 1.2)), Figure("x", (1.3, 1.5)))
     among = Difference("pace", Figure("x", (1.0, 1.4)), Figure("x", (1.3, 1.5)))
     assert apart.differs and not among.differs and apart.ratio == pytest.approx(1.4 / 1.1)
+    for section, differs in ("start", False), (EXACT, True):  # one run has no spread
+        assert Difference(section, Figure("x", (1.0,)), Figure("x", (1.001,))).differs is differs
 
 
 def test_seconds_of_another_machine_are_not_compared() -> None:

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxdist.config.errors import printable
 from jaxdist.config.experiment import Experiment
@@ -46,6 +46,12 @@ def megabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
+def microbatches(experiment: Experiment) -> str:
+    """How many a step has, in words."""
+    count = experiment.train.accumulation
+    return f"{count} microbatch{'es' if count > 1 else ''}"
+
+
 def perplexity(loss: float) -> float:
     """exp(loss), of a loss in nats per token; infinite where no float holds it."""
     return math.inf if loss > 709 else math.exp(loss)
@@ -71,9 +77,9 @@ def show_start(
         "mesh": " × ".join(f"{axis} {size}" for axis, size in axes.items()),
         "strategy": e.parallel.strategy,
         "precision": f"{p.policy} (weights {p.parameters}, compute {p.compute}, reduce {p.reduce})",
-        "batch": f"{e.train.batch} {rows_of}, {e.train.accumulation} microbatch(es)",
+        "batch": f"{e.train.batch} {rows_of}, {microbatches(e)}",
     }
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
     for name, value in (rows | dict(notes)).items():
         table.add_row(name, value)
     console.print(table)

@@ -194,7 +194,8 @@ class Experiment(Section):
             )
         if model.layers % self.memory.remat_every:
             raise ValueError(
-                f"memory.remat_every = {self.memory.remat_every} does not divide model.layers = {model.layers}"
+                f"memory.remat_every = {self.memory.remat_every} does not divide model.layers = {model.layers}; use "
+                f"{math.gcd(self.memory.remat_every, model.layers)}"
             )
         if train.batch % train.accumulation:
             raise ValueError(
@@ -416,7 +417,8 @@ def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # tomllib's own errors are ValueErrors
-        raise ConfigError(f"{source} {path}: {error}; give a readable TOML file") from None
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{source} {path}: {problem}; give a readable TOML file") from None
 
 
 def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:

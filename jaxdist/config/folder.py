@@ -255,8 +255,15 @@ def check_new(path: Path, what: str) -> None:
 
 
 def make_new(path: Path, what: str) -> None:
-    """Make the folder `path`, or take an empty one. Raises ConfigError as `check_new`, and where it cannot be made."""
+    """Make the folder `path`, or take an empty one. Raises ConfigError as `check_new` and `make`."""
     check_new(path, what)
+    make(path, what)
+
+
+def make(path: Path, what: str) -> None:
+    """Make the folder `path`, which `what` asked for, or take the one that is there. Raises ConfigError where it cannot
+    be made or written to."""
+    check_writable(path, what)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

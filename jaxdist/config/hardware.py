@@ -93,7 +93,7 @@ def hardware(name: str) -> Hardware:
             raise ConfigError(f"--hardware {name}: has {len(own)} devices; give a file with one table")
         return next(iter(own.values()))
     if name not in shipped():
-        raise ConfigError(f"--hardware {name}: no such device; {nearest(name, shipped())}, or give a file.toml")
+        raise ConfigError(f"--hardware {name}: neither a shipped device nor a .toml file; {nearest(name, shipped())}")
     return shipped()[name]
 
 
@@ -111,6 +111,6 @@ def known(kind: str) -> Hardware | None:
     return next((d for d in shipped().values() if re.search(rf"\b{d.known_as}\b", kind)), None)
 
 
-def peak_flops(kind: str) -> float | None:
-    """The bfloat16 rate of the device that is called so; None where it is unknown."""
-    return found.flops["bfloat16"] if (found := known(kind)) else None
+def peak_flops(kind: str, dtype: Dtype) -> float | None:
+    """The rate of products of this dtype of the device that is called so; None where it is unknown."""
+    return found.flops.get(dtype) if (found := known(kind)) else None

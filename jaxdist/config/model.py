@@ -101,6 +101,10 @@ class Decoder(Model):
     tied: bool = False
     """The output head is the embedding itself."""
 
+    def keys(self, times: int) -> float:
+        """How many keys a query of a sequence sees under the causal mask, the mean over its times: half of them."""
+        return times / 2
+
     @model_validator(mode="after")
     def _depth(self) -> Self:
         if self.layers > MOST_LAYERS:
@@ -135,6 +139,11 @@ class Rotary(Decoder):
     """Bias on the attention's output projection."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotation (Qwen3)."""
+
+    def keys(self, times: int) -> float:
+        """How many keys a query sees: with a window of w, w of them but for the first w queries, which see half."""
+        window = min(self.window or times, times)
+        return window - window**2 / (2 * times)
 
     @model_validator(mode="after")
     def _groups(self) -> Self:

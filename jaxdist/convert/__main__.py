@@ -95,13 +95,14 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     if a.ema:
         content = content.averaged(a.source)
     elif source.state and not target.state:
-        say(f"a {target.title} holds weights alone: moments and step, if there are any, stay behind")
+        say(f"a {target.title} holds weights alone: what else training needs stays behind")
     content = content if target.state else content.weights()
     conversion = Conversion(content, target.naming_of(content), dtype=a.dtype)
-    state = f"step {content.step}" + (
-        f", with the state of {content.experiment.optimizer.name}" if content.updates is not None else ""
-    )
-    what = f"{content.experiment.model.family}, {summary(conversion)}, {state}"
+    what = f"{content.experiment.model.family}, {summary(conversion)}"
+    if target.state:
+        what += f", step {content.step}"
+    if content.updates is not None:
+        what += f", with the state of {content.experiment.optimizer.name}"
     say(f"{source.title} {a.source} -> {target.title} {a.target}: {what}")
     if left := content.origin.left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""

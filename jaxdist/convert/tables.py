@@ -135,9 +135,6 @@ class Table(NamedTuple):
         return name if name.startswith((self.prefix, self.head)) else self.prefix + name
 
 
-EMBEDDING = "embed.embedding"
-
-
 def _attention(theirs: str) -> list[Row]:
     """Llama's and all that have it."""
     return [

@@ -92,7 +92,8 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x[..., I] · kernel[I, O]. Tokens are flattened: XLA's weight gradient over two dimensions is slow on CPU."""
+    """x[..., I] · kernel[I, O]. Tokens are flattened, so that the kernel's gradient sums over one dimension: over two
+    XLA is slow on CPUs."""
     x_NI = x.reshape(-1, x.shape[-1])
     # Typed alike out here, where JAX sums gradients over axes that one lacks: a rule of our own must return its types.
     return _product(vary_like(x_NI, kernel), vary_like(kernel, x)).reshape(*x.shape[:-1], kernel.shape[-1])

@@ -2,7 +2,7 @@
 
 A roofline with a model of the links. Products, attention and everything else are kernels one after the other, each as
 fast as what bounds it; collectives of parameters may run beside them, those of activations wait for each other. The
-shares of the data sheets' rates that kernels reach were measured on one H200; nothing is fitted to runs of others.
+shares of the data sheets' rates that kernels reach were measured on one H200; none is fitted to runs of others.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.sharding import strategy
 
 PRODUCTS, MOVED = 0.80, 0.90  # of the data sheet: 790 TFLOP/s of large bf16 products, 4.3 TB/s
-ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 than at 4096, heads of 64
+ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 than at 4096, with heads of 64 alone
 # How often what a block keeps goes through memory: written and read forward, read backward, its gradient written and
 # read; and what is computed again written and read once more. Logits are passed over so often in all.
 PASSES, AGAIN, LOGITS = 5, 2, 7
@@ -66,7 +66,7 @@ def of_tokens(f: TokenFootprint) -> Work:
     attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
     kept, least = f.arrays(f.formulas), f.arrays(f.least)
     moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
-    if chunked:  # each reads the head twice, and adds to its gradient
+    if chunked:  # each reads the head for its logits, for them again and for their gradient, and adds to its own
         moved += p.both * chunks * head * (2 * max(f.compute, 4) + 3 * f.compute)
     moved += (p.both * (LOGITS + AGAIN * chunked) + p.forward * p.told * LOGITS) * f.arrays({"V": (0, 1)})
     # Of each pass the weights are read forward and backward, their gradients written and added to what there is.

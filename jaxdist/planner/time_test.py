@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, Llama
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import hardware
 from jaxdist.planner.plans import Plan
@@ -45,6 +45,28 @@ def test_arithmetic_is_what_a_run_reports() -> None:
     many = plan("llama-1b", memory__remat="none", train__batch=8, parallel__mesh="4x2")
     assert work(many.footprint).products == pytest.approx(done.products / 8, rel=1e-3)
     assert work(plan("llama-1b", memory__remat="full", train__batch=8).footprint).products > 1.2 * done.products
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 8, 20])
+def test_keys_are_counted_as_the_mask_has_them(window: int) -> None:
+    """But for what the convention of T/2 leaves out: half a key where all are seen."""
+    times, model = 8, load(None, {"model.window": window}).model
+    assert isinstance(model, Llama)
+    seen = sum(0 <= t - s < (window or times) for t in range(times) for s in range(times)) / times
+    assert model.keys(times) == pytest.approx(seen - min(window or times, times) / (2 * times))
+
+
+def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
+    """In products and attention together a device never does more than its rate."""
+    fields: dict[str, Any] = {"memory__remat": "none", "data__sequence": 32768, "model__positions": 32768}
+    whole, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
+    tokens = 8 * 32768
+    for one in whole, windowed:
+        done = work(one.footprint)
+        assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
+        assert one.mfu < 0.8
+    layers = 12 * 32 * 32 * 128
+    assert whole.flops_per_token - windowed.flops_per_token == pytest.approx(layers * (16384 - (4096 - 256)))
 
 
 def test_of_experts_those_multiply_that_a_token_goes_to() -> None:

@@ -170,12 +170,9 @@ class TokenFootprint(Footprint):
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of attention forward, of one token in one block: two products with half of all keys, or a window."""
+        """FLOPs of attention forward, of one token in one block: two products with the keys that it sees."""
         m = self.decoder
-        keys = self.experiment.data.sequence / 2
-        if window := getattr(m, "window", 0):
-            keys = min(keys, window)
-        return 4.0 * m.heads * m.head_dim / self.mesh["tensor"] * keys
+        return 4.0 * m.heads * m.head_dim / self.mesh["tensor"] * m.keys(self.experiment.data.sequence)
 
     def arrays(self, arrays: Arrays) -> float:
         """Bytes of `arrays` over the tokens of a microbatch."""

@@ -1,4 +1,5 @@
-"""Models by family: plain modules, without a line of distributed code."""
+"""Models by family: plain modules. What is split over ranks they meet as `context`, `dispatch` and `images`, which
+`parallelize` gives them, and as DTensors."""
 
 from torch import nn
 
