@@ -50,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if a.recommend:
             plans = recommend(experiment, a.devices, device)
             found: Any = {"hardware": device.name, "devices": a.devices, "plans": [told(p) for p in plans[: a.top]]}
-            found["reasons"] = reasons(plans[0])
-            notes = found["reasons"]
+            found["reasons"] = notes = reasons(plans[0])
             if not a.json:
-                show_ranking(plans[: a.top], len(plans))
+                show_ranking(plans[: a.top], len(plans), notes)
         else:
             plan = Plan(experiment, device)
             compiled = compile_plan(experiment, device) if a.compiled else None
@@ -165,8 +164,8 @@ def beside(compiled: Mapping[str, float] | None, name: str) -> list[str]:
     return [] if compiled is None else [megabytes(compiled[name]) if name in compiled else ""]
 
 
-def show_ranking(plans: Sequence[Plan], count: int) -> None:
-    """The plans as a table, and why the first is first."""
+def show_ranking(plans: Sequence[Plan], count: int, why: Sequence[str]) -> None:
+    """The plans, of `count` that fit, as a table, and why the first is first."""
     names = ("strategy", "remat", "parts", "step, s", "MFU", "memory")
     say(f"the fastest {len(plans)} of {count} that fit; parts are microbatches")
     table = Table("mesh", *(Column(name, no_wrap=True) for name in names))
@@ -177,7 +176,7 @@ def show_ranking(plans: Sequence[Plan], count: int) -> None:
             f"{plan.time.step:.3g}", f"{plan.mfu:.1%}", megabytes(plan.memory["peak"]),
         )  # fmt: skip
     console.print(table)
-    for reason in reasons(plans[0]):
+    for reason in why:
         say(f"- {reason}")
     say(f"to train so, add to the command line: {command(plans[0])}")
 

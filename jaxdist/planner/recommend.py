@@ -1,26 +1,38 @@
 """Which mesh, strategy, rematerialization and microbatches to take: all that fit, ranked by their predicted time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from jaxdist.config import ConfigError, Experiment, Mixture, ResNet
-from jaxdist.config.display import console
-from jaxdist.config.hardware import Hardware
+from jaxdist import sharding
+from jaxdist.config import AXES, STRATEGIES, ConfigError, Experiment, Mixture, ResNet
+from jaxdist.config.display import console, megabytes
+from jaxdist.config.hardware import USABLE, Hardware
 from jaxdist.planner.plans import Plan, changed, written
+from jaxdist.sharding import BATCH, SHARDS, TOKENS
 
 REMATS = ("none", "selective", "full")  # the fastest first
 LONG = 16384  # tokens: below that nobody splits sequences
+Shape = tuple[dict[str, int], str]  # sizes of the mesh axes, and a strategy
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
 
 
-def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[tuple[dict[str, int], str]]:
+def ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    """Devices along these axes of a mesh together."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+# ---- the search
+
+
+def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Shape]:
     """Sizes of the mesh axes over so many devices, and a strategy, that may be worth a look.
 
     Tensor stays within the fast links, as it waits for each of its sums; stages divide the layers; sequences are split
@@ -30,7 +42,7 @@ def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[tuple[di
     if isinstance(m, ResNet):
         tensors, stages, contexts, experts = [1], [1], [1], [1]
     else:
-        tensors = [t for t in divisors(m.kv_heads) if t <= hardware.group and devices % t == 0]
+        tensors = [t for t in divisors(m.kv_heads) if devices % t == 0 and min(devices, hardware.group) % t == 0]
         stages = [p for p in divisors(m.layers) if p <= 16 and devices % p == 0]
         contexts = [c for c in (1, 2, 4, 8, 16) if devices % c == 0 and (c == 1 or e.data.sequence >= LONG)]
         experts = [x for x in divisors(m.experts) if devices % x == 0] if isinstance(m, Mixture) else [1]
@@ -40,36 +52,52 @@ def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[tuple[di
             continue
         for fsdp in divisors(rest):
             axes = {"pipeline": pipeline, "data": rest // fsdp, "fsdp": fsdp, "expert": expert, "context": context}
-            shares = fsdp * expert * context > 1
-            for strategy in ("fsdp", "zero1") if shares else ("ddp",):
-                yield axes | {"tensor": tensor}, strategy
+            shares = ways(axes, SHARDS) > 1
+            for name in ("ddp",) * (fsdp == 1) + ("fsdp", "zero2", "zero1") * shares:
+                yield axes | {"tensor": tensor}, name
+
+
+def built(e: Experiment, shape: Shape, remat: str, accumulation: int, hardware: Hardware) -> Plan:
+    """The plan of an experiment so laid out. Raises ConfigError where something does not divide, or go together."""
+    axes, name = shape
+    fields: dict[str, Any] = {"mesh": written(axes), "strategy": name, "sequence": axes["tensor"] > 1}
+    if name != "fsdp":
+        fields |= {"reshard_after_forward": True, "reduce": "auto"}
+    fields = {f"parallel__{field}": value for field, value in fields.items()}
+    fields |= {"memory__remat": remat, "memory__remat_every": 1, "train__accumulation": accumulation}
+    return Plan(changed(e, **fields), hardware)
+
+
+def tried(e: Experiment, shape: Shape, hardware: Hardware) -> Iterator[Plan]:
+    """Plans of a mesh and strategy, by mode of rematerialization and number of microbatches, whether or not they fit.
+
+    More microbatches than it takes to fit are slower, but in a pipeline; and where one row to each does not fit, no
+    number between that and the fewest does, so these are left out.
+    """
+    axes, _ = shape
+    rows, left = divmod(e.train.batch, ways(axes, BATCH))
+    parts = [] if left else [n for n in divisors(rows) if n >= axes["pipeline"]]
+    for remat in REMATS if e.model.takes == "tokens" else REMATS[:1]:
+        for accumulation in [*parts[:1], *parts[1:][-1:], *parts[1:-1]]:
+            try:
+                plan = built(e, shape, remat, accumulation, hardware)
+            except ConfigError:
+                continue
+            yield plan
+            most = accumulation == parts[-1]
+            if (most and not plan.fits) or (plan.fits and not most and axes["pipeline"] == 1):
+                break
+
+
+def fastest(plans: Iterable[Plan]) -> Plan | None:
+    """Of the plans that fit."""
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.time.step, default=None)
 
 
 def candidates(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Plan]:
     """Of each mesh and strategy the fastest that fits, by mode of rematerialization and number of microbatches."""
-    for axes, strategy in meshes(e, devices, hardware):
-        rows, left = divmod(e.train.batch, axes["data"] * axes["fsdp"] * axes["expert"])
-        if left or not rows:
-            continue
-        fields: dict[str, Any] = {"mesh": written(axes), "strategy": strategy, "sequence": axes["tensor"] > 1}
-        if strategy != "fsdp":
-            fields |= {"reshard_after_forward": True, "reduce": "auto"}
-        fields = {f"parallel__{name}": value for name, value in fields.items()} | {"memory__remat_every": 1}
-        best: Plan | None = None
-        for remat in REMATS if e.model.takes == "tokens" else ("none",):
-            for accumulation in divisors(rows):
-                if axes["pipeline"] > 1 and accumulation < axes["pipeline"]:
-                    continue
-                try:
-                    plan = Plan(changed(e, **fields, memory__remat=remat, train__accumulation=accumulation), hardware)
-                except ConfigError:  # something does not divide, or go together
-                    continue
-                if plan.fits:
-                    if best is None or plan.time.step < best.time.step:
-                        best = plan
-                    if axes["pipeline"] == 1:
-                        break  # more microbatches are slower
-        if best:
+    for shape in meshes(e, devices, hardware):
+        if best := fastest(tried(e, shape, hardware)):
             yield best
 
 
@@ -79,55 +107,162 @@ def recommend(e: Experiment, devices: int, hardware: Hardware) -> list[Plan]:
     shown = track(found, description="comparing", console=console, disable=not console.is_terminal)
     plans = sorted(shown, key=lambda plan: plan.time.step)
     if not plans:
-        raise ConfigError(
-            f"--devices {devices}: {told_why(e, devices, hardware)}; give more devices, or devices with more memory"
-        )
+        raise ConfigError(why_none(e, devices, hardware))
     return plans
 
 
-def told_why(e: Experiment, devices: int, hardware: Hardware) -> str:
-    """Why no mesh serves: the batch, or memory."""
-    splits = [math.prod((a["data"], a["fsdp"], a["expert"])) for a, _ in meshes(e, devices, hardware)]
-    rows = "sequences" if e.model.takes == "tokens" else "images"
-    if not any(e.train.batch % ways == 0 for ways in splits):
-        return f"train.batch = {e.train.batch} {rows} cannot be divided over any mesh of them"
-    return f"no mesh, strategy and rematerialization fits in {hardware.memory / 1e9:.0f} GB of each"
+# ---- why none fits
+
+
+def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
+    """Why nothing fits: the batch, if another serves, which is named; else memory. Raises ConfigError where the
+    experiment has no plan on any mesh, whatever its batch.
+
+    One row for each microbatch takes the least memory, so of each mesh two batches tell: the least from the one that is
+    given, and the least of all. Both are multiples of the experiment's own microbatches, to be given by themselves.
+    """
+
+    def least(shape: Shape, rows: int) -> int:
+        axes, own = shape[0], e.train.accumulation
+        step = math.lcm(ways(axes, BATCH), own)
+        return step * math.ceil(max(rows, ways(axes, BATCH) * axes["pipeline"]) / step)
+
+    shapes, room, peaks = list(meshes(e, devices, hardware)), megabytes(hardware.memory), []
+    for rows in (e.train.batch, 1):
+        for batch, shape in sorted(((least(shape, rows), shape) for shape in shapes), key=lambda pair: pair[0]):
+            plans = list(tried(changed(e, train__batch=batch), shape, hardware))
+            if fastest(plans):
+                divides = any(True for shape in shapes for _ in tried(e, shape, hardware))
+                how = f"{devices} devices so that a step fits in {USABLE:.0%} of {room} each"
+                return (
+                    f"train.batch = {e.train.batch} {'sequences' if e.model.takes == 'tokens' else 'images'} cannot be "
+                    f"divided over {how if divides else f'any mesh of {devices} devices'}; use --train.batch {batch}"
+                )
+            peaks += [plan.memory["peak"] for plan in plans]
+    if not peaks:
+        built(e, shapes[0], REMATS[0], 1, hardware)
+    return (
+        f"--devices {devices}: no mesh, strategy and rematerialization fits in {USABLE:.0%} of {room} each, whatever "
+        f"train.batch is, as {megabytes(min(peaks))} are the least; give more devices, or devices with more memory"
+    )
+
+
+# ---- why the first is first
+
+
+class Choice(NamedTuple):
+    """A setting of a plan: how its `facts` tell it, and what else it might be, as that is called -> its values."""
+
+    told: str
+    others: Callable[[Plan], dict[str, Container[Any]]]
+
+
+def undivided(axis: str) -> Callable[[Plan], dict[str, Container[Any]]]:
+    return lambda plan: {f"{axis} = 1": (1,)} if plan.mesh[axis] > 1 else {}
+
+
+CHOICES = {
+    "tensor": Choice(
+        "tensor = {tensor} within the {group} devices that fast links join, as its sums are waited for, {of_tensor} a "
+        "step",
+        undivided("tensor"),
+    ),
+    "expert": Choice("expert = {expert} groups of experts, {of_expert} a step between them", undivided("expert")),
+    "context": Choice(
+        "context = {context} parts of {length:,} tokens of each sequence, {of_context} a step between them",
+        undivided("context"),
+    ),
+    "pipeline": Choice("pipeline = {pipeline} stages, idle {idle:.0%} of the time", undivided("pipeline")),
+    "strategy": Choice(
+        "{strategy} {divides} over {ways} devices{across}, with {share:.0%} of the step for traffic of parameters and "
+        "gradients",
+        lambda plan: (
+            {name: (name,) for name in STRATEGIES if name != plan.experiment.parallel.strategy}
+            if ways(plan.mesh, TOKENS) > 1
+            else {}
+        ),
+    ),
+    "data": Choice(
+        "data = {data} replicas, between which gradients alone are summed",
+        lambda plan: undivided("data")(plan) if ways(plan.mesh, SHARDS) > 1 else {},
+    ),
+    "remat": Choice(
+        "remat = {remat}",
+        lambda plan: {f"remat = {name}": (name,) for name in REMATS[: REMATS.index(plan.experiment.memory.remat)]},
+    ),
+    "accumulation": Choice(
+        "accumulation = {accumulation}",
+        lambda plan: {"fewer microbatches": range(1, plan.experiment.train.accumulation)},
+    ),
+}
+
+
+COMPARED = (
+    "compared is the fastest of each other kind that fits on as many devices, with tensor, expert, context and "
+    "pipeline else as they are here"
+)
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """By what plans of an experiment on so many devices differ."""
+    e = plan.experiment
+    own = {"strategy": e.parallel.strategy, "remat": e.memory.remat, "accumulation": e.train.accumulation}
+    return {**plan.mesh, **own}
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """What CHOICES tell of a plan."""
+    e, mesh, time, row = plan.experiment, plan.mesh, plan.time, sharding.strategy(plan.experiment.parallel)
+    parts = {"parameters": row.parameters, "gradients": row.gradients, "optimizer state": row.optimizer}
+    divided = " and ".join(", ".join(part for part, there in parts.items() if there).rsplit(", ", 1))
+    axes = SHARDS if divided else TOKENS
+    bubble = mesh["pipeline"] - 1
+    return {
+        **settings(plan),
+        **{f"of_{axis}": megabytes(plan.traffic.get(axis, 0.0)) for axis in mesh},
+        "group": plan.hardware.group,
+        "length": e.data.sequence // mesh["context"],
+        "idle": bubble / (e.train.accumulation * e.parallel.virtual_stages + bubble),
+        "divides": f"divides {divided}" if divided else "suffices, which sums gradients alone",
+        "ways": ways(mesh, axes),
+        "across": f" across groups of {plan.hardware.group}" * (ways(mesh, (*axes, "tensor")) > plan.hardware.group),
+        "share": (time.parameters - time.hidden) / time.step,
+    }
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Why a plan is as it is, in the terms of those who choose."""
-    mesh, time, e = plan.mesh, plan.time, plan.experiment
-    found = []
-    group = plan.hardware.group
-    if mesh["tensor"] > 1:
-        found.append(
-            f"tensor = {mesh['tensor']} within the {group} devices that the fast links join: its sums wait for each "
-            f"other, {plan.traffic.get('tensor', 0) / 1e9:.1f} GB a step"
-        )
-    sharded = mesh["fsdp"] * mesh["expert"] * mesh["context"]
-    f = plan.footprint
-    state = 2 * f.held(False) * f.at_rest + f.optimizer_states(False)
-    if e.parallel.strategy == "fsdp" and sharded > 1:
-        share = (time.parameters - time.hidden) / time.step
-        fits = "would not fit" if state > plan.room else "would fit"
-        found.append(
-            f"fsdp, as parameters, gradients and optimizer state by themselves would be {state / 1e9:.0f} GB on each "
-            f"device under ddp, and {fits}; its traffic takes {share:.0%} of the step"
-        )
-    if e.parallel.strategy in ("ddp", "zero1"):
-        found.append(
-            f"{e.parallel.strategy}: the model fits on each device, and gradients cross them once a step instead of "
-            "parameters twice a microbatch"
-        )
-    if mesh["data"] > 1 and sharded > 1:
-        found.append(f"data = {mesh['data']} replicas of {sharded} devices: between them gradients alone are summed")
-    if mesh["pipeline"] > 1:
-        idle = (mesh["pipeline"] - 1) / (e.train.accumulation + mesh["pipeline"] - 1)
-        found.append(f"pipeline = {mesh['pipeline']}: layers as they fit, {idle:.0%} of the time idle")
-    if mesh["context"] > 1:
-        found.append(f"context = {mesh['context']}: sequences of {e.data.sequence:,} tokens, for their activations")
-    if e.memory.remat != "none":
-        found.append(f"remat = {e.memory.remat}: with less computed again activations would not fit")
-    if e.train.accumulation > 1 and mesh["pipeline"] == 1:
-        found.append(f"accumulation = {e.train.accumulation}: with fewer microbatches activations would not fit")
-    return found
+    """Why a plan is as it is, in the terms of those who choose: each choice with what any other would come to, and how
+    that was COMPARED; nothing where there was no choice."""
+    known, found = facts(plan), []
+    for name, choice in CHOICES.items():
+        verdicts = [verdict(plan, name, called, values) for called, values in choice.others(plan).items()]
+        if told := "; ".join(filter(None, verdicts)):
+            found.append(f"{choice.told.format(**known)}: {told}")
+    return [*found, COMPARED] if found else []
+
+
+def verdict(plan: Plan, name: str, called: str, values: Container[Any]) -> str:
+    """What it would come to if the setting `name` had one of these values: of the plans that are COMPARED what the
+    fastest takes and holds, or why there is none; empty where that is not known."""
+    e, hardware, own = plan.experiment, plan.hardware, settings(plan)
+    allowed = {axis: (own[axis],) for axis in AXES if axis not in ("data", "fsdp")} | {name: values}
+
+    def meant(found: Mapping[str, Any]) -> bool:
+        return all(value in allowed.get(setting, (value,)) for setting, value in found.items())
+
+    shapes = [shape for shape in meshes(e, plan.devices, hardware) if meant({**shape[0], "strategy": shape[1]})]
+    plans = [other for shape in shapes for other in tried(e, shape, hardware) if meant(settings(other))]
+    if best := fastest(plans):
+        longer = best.time.step / plan.time.step - 1
+        took = f"{abs(longer):.1%} {'longer' if longer > 0 else 'less'}" if abs(longer) >= 0.0005 else "as long"
+        new = (f"{setting} = {value}" for setting, value in settings(best).items() if value != own[setting])
+        also = ", ".join(told for told in new if told not in (called, f"strategy = {called}"))
+        return f"{called} would take {took}{also and f' ({also})'} and hold {megabytes(best.memory['peak'])}"
+    if plans:
+        return f"{called} would not fit, as it holds at least {megabytes(min(p.memory['peak'] for p in plans))}"
+    try:
+        for shape in shapes[:1]:
+            built(e, shape, own["remat"], shape[0]["pipeline"], hardware)
+    except ConfigError as error:
+        return f"{called} cannot be, as {str(error).partition(';')[0]}"
+    return ""

@@ -150,8 +150,9 @@ def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
 
     Over tensor the loss finds the highest logits and then its sums; each of its chunks more does so once more.
     """
-    e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
-    own = (p.both * 3 * (p.layers + 1) if strategy(e.parallel).gradients else 2) * (not e.parallel.overlap)
+    e, p, row = f.experiment, traffic.passes(f.experiment, f.mesh), strategy(f.experiment.parallel)
+    often, once = row.gradients + 2 * row.reshards, (not row.gradients) + (not row.reshards)
+    own = (often * p.both * (p.layers + 1) + once) * (not e.parallel.overlap)
     for link in sent:
         if link.axis == "pipeline":
             yield link, p.both + p.forward
