@@ -42,6 +42,7 @@ NAMES = (
     LAST := "activations of the last norm",
     LOGITS := "logits and their gradient",
     WORKSPACE := "workspaces of cuBLAS",
+    COPIED := "moments in bfloat16 once more, and weights of blocks as float32: XLA on CPUs",
     UPDATE := "the update of one parameter",
     FETCHED := "parameters and moments that are fetched from the host for the update",
 )

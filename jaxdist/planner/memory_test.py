@@ -52,6 +52,13 @@ def footprint(e: Experiment) -> Footprint:
     return form_of(e, e.parallel.axes())
 
 
+def of_compiled(case: dict[str, Any]) -> float:
+    """The form's peak as a share of the compiled program's, which leaves out what lies on the host."""
+    e = experiment(**case)
+    held, form = compile_plan(e).memory, footprint(e)
+    return (form.parameters + form.optimizer_state + sum(form.peak.values()) - held["host"]) / held["peak"]
+
+
 STATE: list[dict[str, Any]] = [
     {"parallel.mesh": "2x4"},
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"},
@@ -81,6 +88,7 @@ def test_what_stays_between_steps_is_exact(case: dict[str, Any]) -> None:
     assert form.optimizer_state == metrics.held(program.abstract.optimizer)
 
 
+LONG = {"model.dim": 512, "model.head_dim": 64, "data.sequence": 4096, "model.positions": 4096, "model.vocab": 4096}
 CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "1x1"},
     {"parallel.mesh": "2x4"},
@@ -124,38 +132,37 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "1x1", "model": WIDER},
     {"parallel.mesh": "8x1", "model": WIDER, "memory.remat": "full"},
     {"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "memory.remat": "selective"},
+    {"parallel.mesh": "1x1", "precision.policy": "bf16", "memory.remat": "full", "data.sequence": 512},
+    {"parallel.mesh": "2x4", "precision.policy": "bf16", "memory.remat": "full", "data.sequence": 512},
+    {"parallel.mesh": "8x1", "precision.policy": "bf16-true", "train.accumulation": 2},
+    {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "precision.policy": "bf16-true", "memory.remat": "full"}
+    | WEIGHTS,
+    {"parallel.mesh": "8x1", "precision.policy": "16-true", "optimizer.eps": 1e-4} | WEIGHTS,
+    {"parallel.mesh": "2x4", "model": GPT2, "precision.policy": "bf16-true", "memory.remat": "selective"},
+    {"parallel.mesh": "data=2,fsdp=2,tensor=2", "parallel.strategy": "zero1", "train.accumulation": 2}
+    | {"model": WIDER, "precision.policy": "bf16-true", "memory.remat": "full"},
+    {"parallel.mesh": "fsdp=4,context=2", "parallel.strategy": "zero2", "train.accumulation": 4}
+    | {"data.sequence": 512, "memory.remat": "selective"},
+    {"parallel.mesh": "fsdp=4,context=2", "precision.policy": "bf16", "memory.remat": "full", "data.sequence": 512},
+    {"parallel.mesh": "context=2,tensor=2", "data.sequence": 1024},
+    {"parallel.mesh": "fsdp=2,context=4", "memory.remat": "selective"} | LONG,
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_peak_of_a_compiled_step(case: dict[str, Any]) -> None:
-    e = experiment(**case)
-    held, form = compile_plan(e).memory, footprint(e)
-    predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
-    assert predicted == pytest.approx(held["peak"], rel=0.1)
+    assert of_compiled(case) == pytest.approx(1, rel=0.1)
 
 
-LONG = {"model.dim": 512, "model.head_dim": 64, "data.sequence": 4096, "model.positions": 4096, "model.vocab": 4096}
-FAR: list[dict[str, Any]] = [
-    {"parallel.mesh": "fsdp=2,context=4", "memory.remat": "selective"} | LONG,
-    {"parallel.mesh": "pipeline=2,fsdp=4"} | DEEP | WIDE,
-]
-
-
-@pytest.mark.parametrize("case", FAR, ids=name_of)
-def test_where_the_form_tells_too_little(case: dict[str, Any]) -> None:
-    """XLA holds more of a ring's pairs of chunks at once than the form has; and of two stages, whose last tick it
-    unrolls, embedding and head once more."""
-    e = experiment(**case)
-    held, form = compile_plan(e).memory, footprint(e)
-    predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
-    assert 0.65 * held["peak"] < predicted < 0.9 * held["peak"]
+def test_where_the_form_tells_too_little() -> None:
+    """Of two stages, whose last tick XLA unrolls, it holds embedding and head once more."""
+    assert 0.65 < of_compiled({"parallel.mesh": "pipeline=2,fsdp=4"} | DEEP | WIDE) < 0.9
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_kept_activations_are_seen(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form says what a mode of rematerialization leaves, not what the program happens to take."""
-    e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})
+    e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode, "data.sequence": 256})
     form = footprint(e)
     predicted = form.parameters + form.optimizer_state + sum(form.peak.values())
     monkeypatch.setitem(rematerialization.POLICIES, mode, rematerialization.POLICIES["none"])

@@ -1,7 +1,7 @@
 """What a decoder holds within a step: activations, logits, and what a mixture, a ring or a pipeline has at work."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -13,6 +13,7 @@ from jaxdist.planner.memory import (
     AGAIN_ONE,
     BATCH,
     BLOCKS,
+    COPIED,
     ENDS,
     FRESH,
     GRADIENTS,
@@ -73,25 +74,31 @@ ON_GPUS: Mapping[str, Arrays] = {
     # gradients. F: gate, up, the product and its gradient.
     "llama": {"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
 }
-# And on several CPUs, where reductions make what they read. R: the input, and the sum after attention. D: what the
-# products read.
+# And on several CPUs, where reductions make what they read, while the MLP is at work. R: the input, and the sum after
+# attention. D: what the products read, turned. S: exponentials and probabilities, or these in 16 bits.
 ON_CPUS: Mapping[str, Arrays] = {
-    # F: gate, up, the product and its gradient.
-    "llama": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (4, 0)},
-    # F: what goes into GELU, its tanh and its slope.
-    "gpt2": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (0, 2), "S": (0, 1), "F": (3, 0)},
-    # F, d: as above, what grouped products read and write.
-    "mixture": {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0), "d": (4, 0)},
+    # F: gate, up, the product and what makes it, and gradients.
+    "llama": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
+    # F: what goes into GELU, its tanh and its gradient, and the result, turned.
+    "gpt2": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (4, 0)},
+    # F, d: what grouped products read and write, beside BY_BLOCKS.
+    "mixture": {"R": (2, 0), "D": (0, 3), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (3, 0), "d": (2, 0)},
 }
+# While attention is. S: probabilities, their gradient and that of scores.
+ATTENTION_ON_CPUS: Arrays = {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 3)}
+# And forward. S: scores, exponentials, probabilities and the mask, a byte each.
+FORWARD_ON_CPUS: Arrays = {"R": (1, 0), "K": (1, 0), "S": (0, 3.25)}
+IN_STACKS = ("F", "S", "d")  # what a block has of these it reads where it is kept; of all else XLA copies what it reads
 # Sums over tensor, backward before attention and before the MLP, that are under way: what goes in, and what comes out.
 UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
-# The same on several CPUs: while attention is at work, R the input and two gradients, S probabilities and their
-# gradient; and while the MLP is, F gate, up and their gradients.
-TAKEN_ON_CPUS: Sequence[Arrays] = ({"R": (3, 0), "S": (0, 2)}, {"R": (2, 0), "D": (2, 0), "F": (4, 0)})
 # What products by blocks of rows have beside these: rows and results with room for one block more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
+# Of those of a block that several CPUs compute again: what loops over blocks of rows write, 16 bits where these are
+# computed in, and all that has room for one block more.
+BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
+WITH_ROOM: Arrays = {"d": (5, 0), "F": (6, 0)}
 # Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
 # received, all at once. Of each scores and the gradient of probabilities, and as the products after them take both.
 PAIRS = (5 * 2, 5 * 2)
@@ -121,6 +128,11 @@ class TokenFootprint(Footprint):
     def ring(self) -> bool:
         """Whether attention is the ring, which keeps no scores and has those of two chunks at a time."""
         return self.mesh["context"] > 1 and self.experiment.parallel.context == "ring"
+
+    @property
+    def looping(self) -> bool:
+        """Whether keys and values go round in a loop: XLA has none of one turn."""
+        return self.mesh["context"] > 2
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -174,6 +186,11 @@ class TokenFootprint(Footprint):
         m = self.decoder
         return 4.0 * m.heads * m.head_dim / self.mesh["tensor"] * m.keys(self.experiment.data.sequence)
 
+    @property
+    def unwidened(self) -> int:
+        """Bytes of a number of the compute dtype where XLA on a CPU does not yet hold it as float32."""
+        return ITEMSIZE[str(self.experiment.precision.compute)]
+
     def arrays(self, arrays: Arrays) -> float:
         """Bytes of `arrays` over the tokens of a microbatch."""
         return self.tokens * amount(arrays, self.sizes, self.compute)
@@ -206,7 +223,7 @@ class TokenFootprint(Footprint):
         """`arrays` of a family with norms of queries and keys, where the model has such, and without scores where
         attention keeps none."""
         if getattr(self.experiment.model, "qk_norm", False):
-            arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK"}}
+            arrays = {**arrays, **{w: (arrays[w][0], arrays[w][1] + 2) for w in "QK" if w in arrays}}
         return arrays if self.scores else {**arrays, "S": (0, 0)}
 
     def gathered(self, arrays: Arrays) -> Arrays:
@@ -228,9 +245,14 @@ class TokenFootprint(Footprint):
     @property
     def kept(self) -> float:
         """What the blocks keep that a microbatch passes through at once, from forward to backward."""
+        return self.kept_in(self.compute)
+
+    def kept_in(self, compute: int) -> float:
+        """The same where a number of the compute dtype takes so many bytes."""
         layers = passes(self.experiment, self.mesh).layers
         recomputed = layers / self.experiment.memory.remat_every
-        return recomputed * self.arrays(self.least) + (layers - recomputed) * self.arrays(self.whole)
+        least, whole = (self.tokens * amount(arrays, self.sizes, compute) for arrays in (self.least, self.whole))
+        return recomputed * least + (layers - recomputed) * whole
 
     @property
     def at_once(self) -> int:
@@ -262,14 +284,16 @@ class TokenFootprint(Footprint):
 
     def _moments(self) -> Iterator[dict[str, float]]:
         e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
-        recomputed = self.arrays(self.working) - self.arrays(self.least)
-        again, stages = self.at_once * recomputed * (e.memory.remat != "none"), self.mesh["pipeline"]
+        again = self.beside_kept(self.working, self.sizes) * (e.memory.remat != "none")
+        stages = self.mesh["pipeline"]
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
             GRADIENTS: self.gradients,
+            COPIED: self.copied_moments,
             WORKSPACE: XLA_WORKSPACE * self.gpu,
         }
         during = always | {
+            COPIED: self.copied_moments + self.widened,
             FRESH: self.fresh,
             WAITING: self.waiting,
             ENDS: self.weights(False) * self.compute * (row.reshards and n > 1),
@@ -279,23 +303,36 @@ class TokenFootprint(Footprint):
         yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
         block = during | {
             WEIGHTS: self.weights(True) * stages / e.model.layers * self.compute,
-            AGAIN_ONE: again,
+            AGAIN_ONE: self.at_once * again,
             GROUPED: self.grouped,
         }
-        taken = e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1)
-        if taken:
-            attention, *mlp = TAKEN_ON_CPUS if self.several_cpus and self.scores else [TAKEN]
-            arrays = {w: a for w, a in attention.items() if w != "S" or self.scores}
+        if self.several_cpus:
+            yield from self._on_cpus(block)
+        elif e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1):
+            arrays = {w: a for w, a in TAKEN.items() if w != "S" or self.scores}
             yield block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
-            yield from (block | {TAKEN_ONE: self.arrays(arrays)} for arrays in mlp)
         elif self.ring:
             yield block | {INSIDE: self.attention}
         else:
-            cast = ITEMSIZE[str(e.precision.compute)] < 4  # probabilities, as values are multiplied by them
-            probabilities = (0, 2) if self.several_cpus else (cast, 1.75)  # and their gradient
-            inside = self.scores * self.arrays({"S": probabilities})
+            inside = self.scores * self.arrays({"S": self.beside_probabilities})
             yield block | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
         yield always | self.updating
+
+    def _on_cpus(self, block: Mapping[str, float]) -> Iterator[dict[str, float]]:
+        """Moments of a block on several CPUs: forward, while what is kept in 16 bits is not yet widened; backward in
+        attention; and in the MLP, when the ring has scores already."""
+        cause = TAKEN_ONE if self.experiment.memory.remat == "none" else AGAIN_ONE
+        if cause == TAKEN_ONE:
+            kept = self.at_once * self.kept_in(self.unwidened)
+            yield {**block, BLOCKS: kept, cause: self.arrays(self.attending(FORWARD_ON_CPUS))}
+        attention = self.beside_kept(self.attending(ATTENTION_ON_CPUS), IN_STACKS)
+        yield {**block, cause: attention, GROUPED: 0.0, INSIDE: self.attention if self.ring else 0.0}
+        yield {**block, cause: self.beside_kept(self.working, IN_STACKS), INSIDE: self.paired(False)}
+
+    def beside_kept(self, arrays: Arrays, sizes: Collection[str]) -> float:
+        """Bytes of `arrays`, without what a block keeps of `sizes`."""
+        kept = {w: a for w, a in self.least.items() if w in sizes and w in arrays}
+        return self.arrays(arrays) - self.arrays(kept)
 
     @property
     def logits(self) -> float:
@@ -310,6 +347,23 @@ class TokenFootprint(Footprint):
         scattered = (sharded and not cpu) * head * ITEMSIZE[str(e.precision.reduce)]
         copies = 2 if kept or padded else 1
         return self.arrays({"V": (0, copies) if cpu else (copies, 0)}) / chunks + added + scattered
+
+    @property
+    def widens(self) -> bool:
+        """Whether parameters are in the dtype that XLA on CPUs does not compute in."""
+        return self.platform == "cpu" and str(self.experiment.precision.parameters) == "bfloat16"
+
+    @property
+    def widened(self) -> float:
+        """Weights of all blocks as float32, made ahead of the loops over them."""
+        return self.widens * self.numbers[True, strategy(self.experiment.parallel).parameters] * self.compute
+
+    @property
+    def copied_moments(self) -> float:
+        """Moments that XLA copies where it widens, and adds up gradients in their place that are laid out alike."""
+        row = strategy(self.experiment.parallel)
+        placed = self.gradients * (self.held(row.gradients) == self.held(row.optimizer))
+        return self.widens * max(self.optimizer_state - placed, 0)
 
     @property
     def fresh(self) -> float:
@@ -327,10 +381,37 @@ class TokenFootprint(Footprint):
         Of the ring scores of pairs of chunks, and gradients as they are collected, of keys and values as they travel.
         """
         if self.ring:
-            return self.arrays({"P": (0, 4) if self.platform == "cpu" else PAIRS, "Q": (0, 2), "K": (4, 4)})
+            collected = self.arrays({"Q": (0, 2), "K": (4, 4)})
+            if self.platform == "cpu":
+                return self.paired(True) + self.looping * collected
+            return self.arrays({"P": PAIRS}) + collected
         if not self.scores:
             return self.arrays({"D": (2, 0), "F": (2, 0)})
         return self.arrays({"S": (0, 1)}) + self.tokens * self.sizes["S"]
+
+    def paired(self, attending: bool) -> float:
+        """Bytes of scores of the ring's pairs of chunks on CPUs. XLA has those of all of a device's own pairs at once,
+        and of those with what it received where that is one turn, with no loop. While the MLP is at work these are
+        weights, and as values are multiplied by them; in attention gradients as well, two of them as products take
+        them. Under `selective`, where the MLP waits for nothing of attention, scores come on top."""
+        if not self.ring:
+            return 0.0
+        pairs, selective = 3 if self.looping else 5, self.experiment.memory.remat == "selective"
+        narrow = pairs * (self.unwidened < 4)
+        if attending:
+            narrow = pairs if selective else 2
+        arrays = {"P": (narrow, pairs * (1 + (attending or selective)))}
+        return self.tokens * amount(arrays, self.sizes, self.unwidened)
+
+    @property
+    def beside_probabilities(self) -> tuple[float, float]:
+        """Arrays of scores in the backward pass of a block that is computed again: probabilities as values are
+        multiplied by them, and a gradient; on one CPU, while the MLP is at work, exponentials, and under `selective`,
+        where that waits for nothing of attention, scores."""
+        narrow = self.unwidened < 4
+        if self.platform == "cpu":
+            return 0, 1 + (narrow or self.experiment.memory.remat == "selective")
+        return narrow, 1.75
 
     @property
     def grouped(self) -> float:
@@ -339,5 +420,9 @@ class TokenFootprint(Footprint):
         m, mesh = self.experiment.model, self.mesh
         if not isinstance(m, Mixture) or self.platform == "tpu":
             return 0.0
-        kernel = m.dim * m.hidden * m.experts / mesh["expert"] / mesh["tensor"]
-        return self.arrays(PADDED) + 2 * kernel * max(self.compute, 4)
+        experts, rows = m.experts // mesh["expert"], self.tokens * self.rows
+        kernels = 2 * m.dim * m.hidden * experts / mesh["tensor"] * max(self.compute, 4)
+        if not self.several_cpus or self.experiment.memory.remat == "none":
+            return self.arrays(PADDED) + kernels
+        written = self.tokens * amount(BY_BLOCKS, self.sizes, self.unwidened)
+        return written + self.arrays(WITH_ROOM) * rows_of(int(rows), experts) / rows + kernels
