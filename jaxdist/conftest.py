@@ -54,7 +54,7 @@ def tiny(**sections: Any) -> Experiment:
     return Experiment.parse(values, source="test")
 
 
-def often(cases: Iterable[str], quick: Collection[str]) -> list[Any]:
+def often(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Parameters of a test, those that are not `quick` marked slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 

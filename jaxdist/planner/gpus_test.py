@@ -12,7 +12,7 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import shipped
-from jaxdist.conftest import tiny
+from jaxdist.conftest import often, tiny
 from jaxdist.planner import gpus
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.plans import Plan
@@ -50,19 +50,19 @@ def test_a_gpu_without_its_chip_is_not_taken_for_a_cpu(monkeypatch: pytest.Monke
 PEAKS: list[tuple[str, dict[str, str], float]] = [
     ("llama-1b", {"parallel.mesh": "1x1"}, 90.70),
     ("llama-1b", {"parallel.mesh": "1x1", "train.batch": "8", "memory.remat": "full"}, 31.26),
-    ("llama-1b", {"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 27.63),
-    ("llama-1b", {"parallel.mesh": "8x1", "parallel.strategy": "zero1"}, 20.00),
+    ("llama-1b", {"parallel.mesh": "8x1", "parallel.strategy": "ddp"}, 27.72),
+    ("llama-1b", {"parallel.mesh": "8x1", "parallel.strategy": "zero1"}, 19.07),
     ("llama-1b", {"parallel.mesh": "8x1", "memory.remat": "selective"}, 12.76),
     ("llama-1b", {"parallel.mesh": "8x1", "memory.remat": "full"}, 7.32),
     ("llama-1b", {"parallel.mesh": "2x4"}, 15.43),
     ("llama-1b", {"parallel.mesh": "2x4", "parallel.sequence": "true", "memory.remat": "selective"}, 12.37),
     ("llama-1b", {"parallel.mesh": "8x1", "parallel.overlap": "true"}, 11.83),
     ("llama-3.1-8b", {"parallel.mesh": "8x1"}, 48.21),
-    ("llama-3.1-8b", {"parallel.mesh": "8x1", "memory.remat": "selective"}, 48.21),
+    ("llama-3.1-8b", {"parallel.mesh": "8x1", "memory.remat": "full"}, 28.23),
     ("llama-3.1-8b", {"parallel.mesh": "8x8", "parallel.sequence": "true"}, 6.43),
     ("llama-3.1-8b", {"parallel.mesh": "128x1", "train.batch": "256"}, 28.54),
     ("mistral-7b", {"parallel.mesh": "8x1"}, 64.78),
-    ("mistral-7b", {"parallel.mesh": "4x2", "memory.remat": "full"}, 28.73),
+    ("mistral-7b", {"parallel.mesh": "4x2", "memory.remat": "full"}, 28.78),
     ("llama-1b", {"parallel.mesh": "pipeline=4,fsdp=2", "train.accumulation": "4"}, 10.14),
     ("llama-3.1-70b", {"parallel.mesh": "16x8"}, 96.57),
     ("qwen3-0.6b", {"parallel.mesh": "8x1"}, 10.43),
@@ -82,10 +82,27 @@ PEAKS: list[tuple[str, dict[str, str], float]] = [
     ("llama-1b", {"parallel.mesh": "2x4", "memory.remat": "full", "memory.loss_chunks": "8"}, 6.88),
     ("llama-3.1-8b", {"parallel.mesh": "8x1", "memory.remat": "full", "memory.loss_chunks": "8"}, 30.17),
     ("qwen3-0.6b", {"parallel.mesh": "8x1", "memory.loss_chunks": "8"}, 8.70),
-    ("gpt2", {"parallel.mesh": "8x1"}, 1.27),
-    ("gpt2", {"parallel.mesh": "8x1", "model.vocab": "50272"}, 1.08),
+    ("gpt2", {"parallel.mesh": "8x1"}, 1.273),
+    ("gpt2", {"parallel.mesh": "8x1", "model.vocab": "50272"}, 1.079),
+]
+TRUE = {"precision.policy": "bf16-true"}
+FULL = {"memory.remat": "full"}
+NARROW: list[tuple[str, dict[str, str], float]] = [
+    ("llama-1b", {"parallel.mesh": "8x1"} | TRUE, 11.49),
+    ("llama-1b", {"parallel.mesh": "4x2"} | TRUE | FULL, 6.25),
+    ("llama-1b", {"parallel.mesh": "2x4"} | TRUE, 14.28),
+    ("llama-1b", {"parallel.mesh": "2x4"} | TRUE | FULL, 7.48),
+    ("llama-1b", {"parallel.mesh": "2x4", "parallel.sequence": "true"} | TRUE | FULL, 6.05),
+    ("llama-1b", {"parallel.mesh": "2x4", "parallel.strategy": "ddp"} | TRUE | FULL, 8.29),
+    ("llama-3.1-8b", {"parallel.mesh": "8x1"} | TRUE, 39.27),
+    ("llama-3.1-8b", {"parallel.mesh": "2x4"} | TRUE | FULL, 23.60),
+    ("llama-3.1-8b", {"parallel.mesh": "8x8", "parallel.sequence": "true"} | TRUE | FULL, 2.504),
+    ("mistral-7b", {"parallel.mesh": "4x2"} | TRUE | FULL, 21.06),
+    ("llama-3.1-70b", {"parallel.mesh": "16x8"} | TRUE, 104.25),
+    ("qwen3-0.6b", {"parallel.mesh": "2x4"} | TRUE | FULL, 5.763),
 ]
 BF16 = {"precision.policy": "bf16"}
+FP32 = {"precision.policy": "fp32"}
 IMAGES: list[tuple[str, dict[str, str], float]] = [
     ("resnet-18", {"parallel.mesh": "1x1"} | BF16, 2.505),
     ("resnet-18", {"parallel.mesh": "8x1"}, 0.896),
@@ -103,14 +120,30 @@ IMAGES: list[tuple[str, dict[str, str], float]] = [
     ("resnet-50", {"parallel.mesh": "data=2,fsdp=4", "train.batch": "2048", "optimizer.name": "adamw"} | BF16, 12.763),
 ]  # fmt: skip
 # Of these XLA holds more than the closed form has: gradients of many small experts, and the logits' beside those of the
-# last block; gradients of two stages' last tick, which it unrolls; of images, few enough, differences from a batch
-# norm's mean that its fusions keep.
+# last block; gradients of two stages' last tick, which it unrolls; in float32, without fused attention, the logits'
+# gradient beside the last block's scores, with the mask and what it fills in, and logits once more where it pads them;
+# of narrow parameters float32 zeros for the embedding's gradient from before the blocks' backward pass, and beside the
+# ring the logits' gradient; of images, few enough, differences from a batch norm's mean that its fusions keep.
 FAR: list[tuple[str, dict[str, str], float]] = [
-    ("qwen3-30b-a3b", {"parallel.mesh": "fsdp=4,expert=2", "model.layers": "4"}, 16.72),
+    ("qwen3-30b-a3b", {"parallel.mesh": "fsdp=4,expert=2", "model.layers": "4"}, 16.70),
     ("llama-1b", {"parallel.mesh": "pipeline=2", "train.accumulation": "8"}, 27.15),
+    ("llama-1b", {"parallel.mesh": "8x1"} | FP32, 34.47),
+    ("gpt2", {"parallel.mesh": "8x1"} | FP32, 2.289),
+    ("llama-1b", {"parallel.mesh": "8x1"} | TRUE | FULL, 6.105),
+    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"} | TRUE | FULL, 6.373),
+    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4"} | TRUE | FULL, 8.734),
     ("resnet-50", {"parallel.mesh": "8x1", "train.accumulation": "4"} | BF16, 0.599),
     ("resnet-digits", {"parallel.mesh": "4x1", "train.batch": "4096"} | BF16, 0.01156),
 ]
+# Of these less: one-tick phases of two stages over fsdp, and a mixture whose parameters are narrow.
+MUCH: list[tuple[str, dict[str, str], float]] = [
+    ("llama-1b", {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}, 8.05),
+    ("mixtral-8x7b", {"parallel.mesh": "fsdp=8,expert=8", "train.batch": "64"} | TRUE, 24.30),
+]
+
+
+def named(row: tuple[str, dict[str, str], float]) -> str:
+    return f"{row[0]} {' '.join(row[1].values())}"
 
 
 def ratio(config: str, fields: dict[str, str], peak: float) -> float:
@@ -118,26 +151,30 @@ def ratio(config: str, fields: dict[str, str], peak: float) -> float:
     return Plan(load(config, fields), shipped()["h100"]).memory["peak"] / 1e9 / peak
 
 
-@pytest.mark.parametrize("row", PEAKS, ids=lambda row: f"{row[0]} {' '.join(row[1].values())}")
+@pytest.mark.parametrize("row", PEAKS, ids=named)
 def test_the_closed_form_on_gpus(row: tuple[str, dict[str, str], float]) -> None:
     assert ratio(*row) == pytest.approx(1, rel=0.08)
 
 
-@pytest.mark.parametrize("row", IMAGES, ids=lambda row: f"{row[0]} {' '.join(row[1].values())}")
+@pytest.mark.parametrize("row", NARROW, ids=named)
+def test_the_closed_form_of_narrow_parameters(row: tuple[str, dict[str, str], float]) -> None:
+    assert ratio(*row) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize("row", IMAGES, ids=named)
 def test_the_closed_form_of_images(row: tuple[str, dict[str, str], float]) -> None:
     """cuDNN's workspaces are not in it, nor are they in what is compiled without a GPU, which has none chosen."""
     assert ratio(*row) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("row", FAR, ids=lambda row: f"{row[0]} {' '.join(row[1].values())}")
+@pytest.mark.parametrize("row", FAR, ids=named)
 def test_where_it_tells_too_little(row: tuple[str, dict[str, str], float]) -> None:
     assert 0.65 < ratio(*row) < 0.9
 
 
-def test_where_it_tells_too_much() -> None:
-    """Of two stages over fsdp: their one-tick phases hold less than in the form."""
-    fields = {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}
-    assert 1.1 < ratio("llama-1b", fields, 8.05) < 1.25
+@pytest.mark.parametrize("row", MUCH, ids=named)
+def test_where_it_tells_too_much(row: tuple[str, dict[str, str], float]) -> None:
+    assert 1.1 < ratio(*row) < 1.25
 
 
 def test_logits_that_are_held_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,16 +190,17 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 
 needed = pytest.mark.skipif(not gpus.installed(), reason="JAX's CUDA plugin is not installed: jaxdist[cuda12]")
-AGAIN = (PEAKS[3], PEAKS[5], FAR[-1])  # which take the least time
+ROWS = [*PEAKS, *NARROW, *IMAGES, *FAR, *MUCH]
+AGAIN = (PEAKS[3], PEAKS[5], FAR[-1])  # in every run
 
 
 @needed
 @pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the record is of jax 0.10")
-@pytest.mark.parametrize("row", AGAIN, ids=lambda row: f"{row[0]} {' '.join(row[1].values())}")
+@pytest.mark.parametrize("row", often(ROWS, AGAIN), ids=named)
 def test_the_record_is_of_what_is_compiled(row: tuple[str, dict[str, str], float]) -> None:
     config, fields, peak = row
     line = [text for name, value in fields.items() for text in (f"--{name}", value)]
-    assert compiled("--config", config, *line)["compiled"]["memory"]["peak"] / 1e9 == pytest.approx(peak, abs=0.006)
+    assert compiled("--config", config, *line)["compiled"]["memory"]["peak"] / 1e9 == pytest.approx(peak, rel=1e-3)
 
 
 LLAMA = ("--config", "llama-3.1-8b", "--model.layers", "4", "--train.accumulation", "1", "--parallel.overlap")

@@ -315,7 +315,11 @@ class TokenFootprint(Footprint):
             yield block | {INSIDE: self.attention}
         else:
             inside = self.scores * self.arrays({"S": self.beside_probabilities})
-            yield block | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
+            # XLA takes the last block out of the loop over blocks on several GPUs. Where the head's gradient is cast to
+            # no wider dtype its product comes after that block's, and the logits' gradient waits for it.
+            waits = self.gpu and self.several and self.at_rest < 4 and e.memory.loss_chunks == 1
+            beside = {LOGITS: waits * self.arrays({"V": (1, 0)})}
+            yield block | beside | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
         yield always | self.updating
 
     def _on_cpus(self, block: Mapping[str, float]) -> Iterator[dict[str, float]]:
