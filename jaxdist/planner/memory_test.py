@@ -132,6 +132,7 @@ CASES: list[dict[str, Any]] = [
     | (DEEP | WIDE | {"parallel.virtual_stages": 2, "train.accumulation": 4}),
     {"parallel.mesh": "expert=2,fsdp=2", "model": MIXTRAL},
     {"parallel.mesh": "1x1", "model": WIDER},
+    *({"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "precision.policy": policy} for policy in ("fp32", "bf16")),
     {"parallel.mesh": "8x1", "model": WIDER, "memory.remat": "full"},
     {"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "memory.remat": "selective"},
     {"parallel.mesh": "1x1", "precision.policy": "bf16", "memory.remat": "full", "data.sequence": 512},

@@ -95,8 +95,8 @@ UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
 # What products by blocks of rows have beside these: rows and results with room for one block more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
-# Of those of a block that several CPUs compute again: what loops over blocks of rows write, 16 bits where these are
-# computed in, and all that has room for one block more.
+# Of those of several CPUs: what loops over blocks of rows write, in a block that is computed again in 16 bits where
+# these are computed in, and all that has room for one block of rows more.
 BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
 WITH_ROOM: Arrays = {"d": (5, 0), "F": (6, 0)}
 # Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
@@ -426,7 +426,8 @@ class TokenFootprint(Footprint):
             return 0.0
         experts, rows = m.experts // mesh["expert"], self.tokens * self.rows
         kernels = 2 * m.dim * m.hidden * experts / mesh["tensor"] * max(self.compute, 4)
-        if not self.several_cpus or self.experiment.memory.remat == "none":
+        if not self.several_cpus:
             return self.arrays(PADDED) + kernels
-        written = self.tokens * amount(BY_BLOCKS, self.sizes, self.unwidened)
+        again = self.experiment.memory.remat != "none"
+        written = self.tokens * amount(BY_BLOCKS, self.sizes, self.unwidened if again else self.compute)
         return written + self.arrays(WITH_ROOM) * rows_of(int(rows), experts) / rows + kernels
