@@ -126,7 +126,8 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
             held.add_row(name.replace("_", " "), megabytes(size), *beside(compiled.memory if compiled else None, name))
     console.print(held)
     if compiled and compiled.platform != plan.hardware.platform:
-        say("CPUs keep attention's scores, and hold 16 bits as 32; jaxdist[cuda12] compiles for NVIDIA GPUs")
+        more = "; jaxdist[cuda12] compiles for NVIDIA GPUs" if plan.hardware.platform == "gpu" else ""
+        say(f"CPUs keep attention's scores, and hold 16 bits as 32{more}")
     sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
     for axis, size in plan.traffic.items():
         sent.add_row(axis, str(plan.mesh[axis]), megabytes(size), *beside(compiled.traffic if compiled else None, axis))

@@ -64,7 +64,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     less often than Python has it at what a trace makes, hardly any of it garbage.
     """
     gc.freeze()  # what is imported stays: the first collection while a step is traced would look at all of it
-    gc.set_threshold(50_000)
+    gc.set_threshold(200_000)
     gc.enable()
     exit_codes(lambda: _one_of_many(main))
 

@@ -1,11 +1,14 @@
 """The planner against published runs, and that a planner that is wrong would be told."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxdist.planner import time
 from parity_tests.published import RATES, TITAN, Run, planned, ratio, runs
 
 RUNS = list(runs())
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def away(run: Run) -> float:
@@ -26,6 +29,13 @@ def test_what_is_not_known_of_torchtitans_gpus(run: Run) -> None:
     """At the ends of what their rate may be, the plan is within 25 % at one and beyond at the other, as is told."""
     least, most = (ratio(run, rate=rate) for rate in RATES)
     assert 1.15 < least < ratio(run) < 1.25 < most < 1.32
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_readme_has_both_ratios(run: Run) -> None:
+    told = f"| {run.tokens:,.0f} tokens/s |" if run.tokens else f"| {(run.flops or 0) / 1e12:.0f} TFLOP/s |"
+    row = next(line for line in README.read_text(encoding="utf-8").splitlines() if told in line)
+    assert f"| {ratio(run):.2f} | {ratio(run, overlap=True):.2f} |" in row
 
 
 def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

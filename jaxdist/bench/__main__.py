@@ -80,7 +80,7 @@ def result(file: Path, option: str) -> Sections:
 
 
 def known(folder: Path) -> Sections:
-    """What an earlier run left in `folder`. Raises ConfigError where it is no place for results."""
+    """What an earlier run left in `folder`, which is made. Raises ConfigError where it is no place for results."""
     make(folder, f"--output {folder}")
     found = figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
     return {name: section for name, section in found.items() if name in SECTIONS}  # not those of an older benchmark
@@ -153,7 +153,7 @@ def show_differences(differences: Sequence[figures.Difference], then: Sections, 
         say("measured on another machine or with other versions: seconds are not compared")
     table = Table(Column("", overflow="fold"), "then", "now", "now / then", "", title="compared", title_justify="left")
     for d in differences:
-        verdict = "differs by more than the spread" if d.differs else ""
+        verdict = "differs by more than the spread" if d.differs else "" if d.judged else "one run, no spread"
         table.add_row(d.now.name, str(d.then), str(d.now), figures.number(d.ratio), verdict)
     console.print(table)
     few = sum(d.differs for d in differences)
@@ -200,6 +200,8 @@ def arguments(argv: Sequence[str]) -> Any:
     a = parser.parse_args(argv)
     if a.results and (a.only or a.quick or a.full):
         raise ConfigError("--results measures nothing: --only, --quick and --full are of what is measured; give either")
+    if a.device == "gpu" and "gpu" in (a.only or ()) and decoders.here() is None:
+        raise ConfigError(f"--device gpu: {decoders.UNKNOWN}; use --device cpu, or leave the section gpu out by --only")
     if a.readme:
         readme.check(a.readme)
     return a

@@ -154,6 +154,7 @@ def test_the_projects_own_readme_has_a_place() -> None:
         (["--compare", "nowhere.json"], r"--compare nowhere.json: No such file"),
         (["--readme", "nowhere.md"], r"--readme nowhere.md: .*give a file"),
         (["--output", __file__], r"is a file; give a folder"),
+        (["--only", "gpu", "--device", "gpu"], r"--device gpu: nvidia-smi names no GPU of .*; use --device cpu, or"),
     ],
 )
 def test_bad_input(line: Sequence[str], says: str) -> None:

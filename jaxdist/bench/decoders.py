@@ -19,7 +19,7 @@ from jaxdist.bench.figures import Figure, Goal, ratios
 from jaxdist.bench.pace import COMPILED, JAX, in_turns
 from jaxdist.bench.runs import WARM_UP, Run, apart
 from jaxdist.bench.stamp import gpus
-from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config import TrainingError
 from jaxdist.config.arguments import load
 from jaxdist.config.hardware import Hardware, known
 
@@ -28,13 +28,13 @@ Runs = Mapping[str, Sequence[Run]]  # by side, those of one pair at one place
 STEPS = 6
 PACE, MEMORY, SHARE = Goal("at least", 1.05), Goal("at most", 1.0), Goal("at least", 0.6)
 SIZE = 8192  # of the ceiling's matrices
-# The first that has room is taken: with float32 weights where they do, then with the least that is computed again.
+UNKNOWN = "nvidia-smi names no GPU of jaxdist/config/hardware.toml"
+# The first that there is room for is taken: with float32 weights where that is, then with the least computed again.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"precision.policy": policy, "memory.remat": remat}
     for policy in ("bf16", "bf16-true") for remat in ("selective", "full")
 )  # fmt: skip
-
-ROOM = 0.8  # of the memory is for JAX's planned peak: torch, on the same line, takes about a fifth more
+ROOM = 0.8  # of a device's memory, for JAX's peak by the planner: torch takes about a fifth more for the same step
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,9 @@ ROWS = (Row("llama-1b", tokens=16384), Row("mistral-7b", tokens=8192, share=SHAR
 
 def measure(bench: Bench) -> Iterator[Figure]:
     """Of each row and length three figures. Without a GPU whose memory is known there is nothing to measure."""
-    device = None if bench.device == "cpu" else known(gpus()[0])
+    device = None if bench.device == "cpu" else here()
     if device is None:
-        no_gpu = "nvidia-smi names no GPU of jaxdist/config/hardware.toml"
-        if bench.device == "gpu":
-            raise ConfigError(f"--device gpu: {no_gpu}; use --device cpu, or leave the section gpu out by --only")
-        bench.notes.append("left out by --device cpu" if bench.device == "cpu" else no_gpu)
+        bench.notes.append("left out by --device cpu" if bench.device == "cpu" else UNKNOWN)
         return
     bench = replace(bench, device="gpu")  # of both sides: neither is to fall back to CPUs
     with apart(JAX_PLATFORMS="cuda") as call:
@@ -67,6 +64,11 @@ def measure(bench: Bench) -> Iterator[Figure]:
     for row in ROWS:
         for length in row.lengths:
             yield from compare(bench, row, length, device, ceiling)
+
+
+def here() -> Hardware | None:
+    """This machine's first GPU, if its memory is known."""
+    return known(gpus()[0])
 
 
 def product(size: int, times: int = 50) -> float:
@@ -99,7 +101,7 @@ def compare(bench: Bench, row: Row, length: int, device: Hardware, ceiling: floa
     """JAX's share of the ceiling, and its pace and peak over torch's; of a side that fails what it says is noted."""
     name = f"{row.config}, T {length}"
     if (fields := fitting(row, length, device)) is None:
-        bench.notes.append(f"{name} does not fit into {device.known_as}")
+        bench.notes.append(f"{name} would leave torch no room on {device.known_as}")
         return
     line = ["--config", row.config, *(text for field, value in fields.items() for text in (f"--{field}", str(value)))]
     runs = defaultdict[str, list[Run]](list)

@@ -1,4 +1,4 @@
-"""What a compiled step sends and holds, over the least that a closed form knows: exact, the same on every machine.
+"""What a compiled step sends, over the least by a closed form, and what it holds, over the sum of its causes.
 
 Traffic is that of the program that is compiled, by mesh axis (`jaxdist/traffic.py`). Memory is the peak that the
 compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.

@@ -14,6 +14,7 @@ from jaxdist.bench.stamp import Stamp
 from jaxdist.config import ConfigError
 
 RATIO = "×"
+EXACT = "facts"  # the section in which nothing is timed
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,6 @@ class Goal:
 
     def __str__(self) -> str:
         return f"{'≥' if self.side == 'at least' else '≤'} {self.value:g}"
-
-
-EXACT = "facts"  # the section in which nothing is timed
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,8 @@ def read(file: Path, option: str) -> Sections:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of two results. `ratio`: median now over median then; `differs`: no value of one lies among the
-    other's, the only thing that is said of so few runs, and of one run nothing is, unless it is EXACT."""
+    """A figure of two results. `ratio`: median now over median then; `judged`: whether both have a spread, or are
+    EXACT; `differs`: no value of one lies among the other's, the only thing that is said of so few runs."""
 
     section: str
     then: Figure
@@ -138,8 +136,11 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        apart = self.now.low > self.then.high or self.now.high < self.then.low
-        return apart and (self.section == EXACT or min(len(self.then.values), len(self.now.values)) > 1)
+        return self.judged and (self.now.low > self.then.high or self.now.high < self.then.low)
+
+    @property
+    def judged(self) -> bool:
+        return self.section == EXACT or min(len(self.then.values), len(self.now.values)) > 1
 
 
 def compare(then: Sections, now: Sections) -> list[Difference]:

@@ -217,7 +217,7 @@ BAD: list[tuple[list[str], str]] = [
         ["--mesh", "4x2", "--memory.loss_chunks", "513"],
         r"memory.loss_chunks = 513 are more than the 512 tokens of a microbatch on a device; use at most 512",
     ),
-    (["--memory.remat_every", "3"], r"memory.remat_every = 3 does not divide model.layers = 4"),
+    (["--memory.remat_every", "3"], r"memory.remat_every = 3 does not divide model.layers = 4; use 1"),
     (["--memory.offload", "weights"], r"memory.offload.0 = 'weights': .* 'optimizer', 'parameters' or 'activations'"),
     (["--memory.offload", "activations"], r"memory.remat = none: .* use memory.remat = selective or full, or leave"),
     (["--model.family", "gpt3"], r"'gpt3'.*'llama', 'gpt2'"),

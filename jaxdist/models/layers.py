@@ -76,9 +76,9 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
 
 def written(x: jax.Array) -> jax.Array:
     """`x`, which several CPU devices write out as it is, where XLA would rather change the product beside it."""
-    if jax.sharding.get_abstract_mesh().size <= 1:
-        return x
-    return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
+    mesh = jax.sharding.get_abstract_mesh()
+    several = mesh.size > 1 and mesh.abstract_device and mesh.abstract_device.platform == "cpu"
+    return lax.optimization_barrier(x) if several else x
 
 
 def transposed(x: jax.Array) -> jax.Array:

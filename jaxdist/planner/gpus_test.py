@@ -119,30 +119,31 @@ IMAGES: list[tuple[str, dict[str, str], float]] = [
     ("resnet-50", {"parallel.mesh": "8x1"} | BF16, 1.691),
     ("resnet-50", {"parallel.mesh": "data=2,fsdp=4", "train.batch": "2048", "optimizer.name": "adamw"} | BF16, 12.763),
 ]  # fmt: skip
-# Of these XLA holds more than the closed form has: gradients of many small experts, and the logits' beside those of the
-# last block; gradients of two stages' last tick, which it unrolls; in float32, without fused attention, the logits'
-# gradient beside the last block's scores, with the mask and what it fills in, and logits once more where it pads them;
-# of narrow parameters float32 zeros for the embedding's gradient from before the blocks' backward pass, and beside the
-# ring the logits' gradient; of images, few enough, differences from a batch norm's mean that its fusions keep.
-FAR: list[tuple[str, dict[str, str], float]] = [
-    ("qwen3-30b-a3b", {"parallel.mesh": "fsdp=4,expert=2", "model.layers": "4"}, 16.70),
-    ("llama-1b", {"parallel.mesh": "pipeline=2", "train.accumulation": "8"}, 27.15),
-    ("llama-1b", {"parallel.mesh": "8x1"} | FP32, 34.47),
-    ("gpt2", {"parallel.mesh": "8x1"} | FP32, 2.289),
-    ("llama-1b", {"parallel.mesh": "8x1"} | TRUE | FULL, 6.105),
-    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"} | TRUE | FULL, 6.373),
-    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4"} | TRUE | FULL, 8.734),
-    ("resnet-50", {"parallel.mesh": "8x1", "train.accumulation": "4"} | BF16, 0.599),
-    ("resnet-digits", {"parallel.mesh": "4x1", "train.batch": "4096"} | BF16, 0.01156),
+# Of these XLA holds more than the closed form has, of which the last number is the share: gradients of many small
+# experts, and the logits' beside those of the last block; gradients of two stages' last tick, which it unrolls; in
+# float32, without fused attention, the logits' gradient beside the last block's scores, with the mask and what it fills
+# in, and logits once more where it pads them; of narrow parameters float32 zeros for the embedding's gradient from
+# before the blocks' backward pass, and beside the ring the logits' gradient; of images, few enough, differences from a
+# batch norm's mean that its fusions keep.
+FAR: list[tuple[str, dict[str, str], float, float]] = [
+    ("qwen3-30b-a3b", {"parallel.mesh": "fsdp=4,expert=2", "model.layers": "4"}, 16.70, 0.885),
+    ("llama-1b", {"parallel.mesh": "pipeline=2", "train.accumulation": "8"}, 27.15, 0.870),
+    ("llama-1b", {"parallel.mesh": "8x1"} | FP32, 34.47, 0.836),
+    ("gpt2", {"parallel.mesh": "8x1"} | FP32, 2.289, 0.745),
+    ("llama-1b", {"parallel.mesh": "8x1"} | TRUE | FULL, 6.105, 0.881),
+    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"} | TRUE | FULL, 6.373, 0.844),
+    ("llama-1b", {"parallel.mesh": "fsdp=2,context=4"} | TRUE | FULL, 8.734, 0.859),
+    ("resnet-50", {"parallel.mesh": "8x1", "train.accumulation": "4"} | BF16, 0.599, 0.882),
+    ("resnet-digits", {"parallel.mesh": "4x1", "train.batch": "4096"} | BF16, 0.01156, 0.783),
 ]
-# Of these less: one-tick phases of two stages over fsdp, and a mixture whose parameters are narrow.
-MUCH: list[tuple[str, dict[str, str], float]] = [
-    ("llama-1b", {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}, 8.05),
-    ("mixtral-8x7b", {"parallel.mesh": "fsdp=8,expert=8", "train.batch": "64"} | TRUE, 24.30),
+# Of these it holds less: of the one-tick phases of two stages over fsdp, and of a mixture whose parameters are narrow.
+MUCH: list[tuple[str, dict[str, str], float, float]] = [
+    ("llama-1b", {"parallel.mesh": "pipeline=2,fsdp=4", "train.accumulation": "4"}, 8.05, 1.200),
+    ("mixtral-8x7b", {"parallel.mesh": "fsdp=8,expert=8", "train.batch": "64"} | TRUE, 24.30, 1.126),
 ]
 
 
-def named(row: tuple[str, dict[str, str], float]) -> str:
+def named(row: tuple[Any, ...]) -> str:
     return f"{row[0]} {' '.join(row[1].values())}"
 
 
@@ -167,14 +168,9 @@ def test_the_closed_form_of_images(row: tuple[str, dict[str, str], float]) -> No
     assert ratio(*row) == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize("row", FAR, ids=named)
-def test_where_it_tells_too_little(row: tuple[str, dict[str, str], float]) -> None:
-    assert 0.65 < ratio(*row) < 0.9
-
-
-@pytest.mark.parametrize("row", MUCH, ids=named)
-def test_where_it_tells_too_much(row: tuple[str, dict[str, str], float]) -> None:
-    assert 1.1 < ratio(*row) < 1.25
+@pytest.mark.parametrize("row", [*FAR, *MUCH], ids=named)
+def test_where_it_tells_too_little_or_too_much(row: tuple[str, dict[str, str], float, float]) -> None:
+    assert ratio(*row[:3]) == pytest.approx(row[3], abs=0.01)
 
 
 def test_logits_that_are_held_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +186,8 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 
 needed = pytest.mark.skipif(not gpus.installed(), reason="JAX's CUDA plugin is not installed: jaxdist[cuda12]")
-ROWS = [*PEAKS, *NARROW, *IMAGES, *FAR, *MUCH]
-AGAIN = (PEAKS[3], PEAKS[5], FAR[-1])  # in every run
+ROWS = [row[:3] for row in (*PEAKS, *NARROW, *IMAGES, *FAR, *MUCH)]
+AGAIN = (PEAKS[3], PEAKS[5], FAR[-1][:3])  # in every run
 
 
 @needed

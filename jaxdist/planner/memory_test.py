@@ -1,4 +1,4 @@
-"""The closed form of what a device holds against shapes, compiled programs and a GPU's allocator."""
+"""The closed form of what a device holds against shapes and compiled programs."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -131,6 +131,7 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "pipeline=2,fsdp=4", "parallel.pipeline_schedule": "Interleaved1F1B", "memory.remat": "selective"}
     | (DEEP | WIDE | {"parallel.virtual_stages": 2, "train.accumulation": 4}),
     {"parallel.mesh": "expert=2,fsdp=2", "model": MIXTRAL},
+    {"parallel.mesh": "8x1", "memory.remat": "full", "memory.remat_every": 2},
     {"parallel.mesh": "1x1", "model": WIDER},
     *({"parallel.mesh": "expert=4,fsdp=2", "model": WIDER, "precision.policy": policy} for policy in ("fp32", "bf16")),
     {"parallel.mesh": "8x1", "model": WIDER, "memory.remat": "full"},
@@ -157,9 +158,17 @@ def test_the_peak_of_a_compiled_step(case: dict[str, Any]) -> None:
     assert of_compiled(case) == pytest.approx(1, rel=0.1)
 
 
-def test_where_the_form_tells_too_little() -> None:
-    """Of two stages, whose last tick XLA unrolls, it holds embedding and head once more."""
-    assert 0.65 < of_compiled({"parallel.mesh": "pipeline=2,fsdp=4"} | DEEP | WIDE) < 0.9
+# Of two stages, whose last tick XLA unrolls, it holds embedding and head once more; of a loop over two blocks, one of
+# which is computed again under `selective`, what the other keeps as well.
+FAR: list[tuple[dict[str, Any], float]] = [
+    ({"parallel.mesh": "pipeline=2,fsdp=4"} | DEEP | WIDE, 0.83),
+    ({"parallel.mesh": "8x1", "memory.remat": "selective", "memory.remat_every": 2}, 0.84),
+]
+
+
+@pytest.mark.parametrize(("case", "share"), FAR, ids=("stages", "every second"))
+def test_where_the_form_tells_too_little(case: dict[str, Any], share: float) -> None:
+    assert of_compiled(case) == pytest.approx(share, abs=0.02)
 
 
 DRAWN: dict[str, tuple[Any, ...]] = {
@@ -183,7 +192,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 
 
 def drawn(random: Random) -> dict[str, Any]:
-    """One of each, heads and hidden as wide as the model."""
+    """One of each, hidden and heads growing with the width of the model."""
     case = {name: random.choice(choices) for name, choices in DRAWN.items()}
     model, dim = case.pop("model"), case.pop("model.dim")
     sizes = {"layers": case.pop("model.layers"), "dim": dim, "hidden": model["hidden"] * dim // model["dim"]}
@@ -196,10 +205,12 @@ def drawn(random: Random) -> dict[str, Any]:
 def test_peaks_of_ordinary_configurations() -> None:
     """Of 60 drawn at random from those that are not refused, 19 of 20 are within 10 %, and all within 20 %."""
     random, off = Random(0), list[float]()
-    while len(off) < 60:
+    for _ in range(200):  # of which more than a half are refused
         with suppress(ConfigError):
             off.append(abs(of_compiled(drawn(random)) - 1))
-    assert sorted(off)[56] < 0.1 and max(off) < 0.2
+        if len(off) == 60:
+            break
+    assert len(off) == 60 and sorted(off)[56] < 0.1 and max(off) < 0.2
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

@@ -115,11 +115,12 @@ def recommend(e: Experiment, devices: int, hardware: Hardware) -> list[Plan]:
 
 
 def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
-    """Why nothing fits: the batch, if another serves, which is named; else memory. Raises ConfigError where the
-    experiment has no plan on any mesh, whatever its batch.
+    """Why nothing fits: the batch, if another serves, which is named; else memory. Raises ConfigError where none of
+    those that are tried makes a plan on any mesh, with what is in the way on the first.
 
-    One row for each microbatch takes the least memory, so of each mesh two batches tell: the least from the one that is
-    given, and the least of all. Both are multiples of the experiment's own microbatches, to be given by themselves.
+    One row for each microbatch takes the least memory, so of each mesh two batches are tried: the least from the one
+    that is given, and the least of all. Both are multiples of the experiment's own microbatches, to be given by
+    themselves.
     """
 
     def least(shape: Shape, rows: int) -> int:
@@ -131,7 +132,7 @@ def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
     for rows in (e.train.batch, 1):
         for batch, shape in sorted(((least(shape, rows), shape) for shape in shapes), key=lambda pair: pair[0]):
             plans = list(tried(changed(e, train__batch=batch), shape, hardware))
-            if fastest(plans):
+            if any(plan.fits for plan in plans):
                 divides = any(True for shape in shapes for _ in tried(e, shape, hardware))
                 how = f"{devices} devices so that a step fits in {USABLE:.0%} of {room} each"
                 return (
@@ -140,7 +141,7 @@ def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
                 )
             peaks += [plan.memory["peak"] for plan in plans]
     if not peaks:
-        built(e, shapes[0], REMATS[0], 1, hardware)
+        built(changed(e, train__batch=least(shapes[0], 1)), shapes[0], REMATS[0], 1, hardware)
     return (
         f"--devices {devices}: no mesh, strategy and rematerialization fits in {USABLE:.0%} of {room} each, whatever "
         f"train.batch is, as {megabytes(min(peaks))} are the least; give more devices, or devices with more memory"
@@ -198,8 +199,8 @@ CHOICES = {
 
 
 COMPARED = (
-    "compared is the fastest of each other kind that fits on as many devices, with tensor, expert, context and "
-    "pipeline else as they are here"
+    "each is compared with the fastest plan of the other kind that fits on as many devices; tensor, expert, context "
+    "and pipeline are otherwise as above"
 )
 
 

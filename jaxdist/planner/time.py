@@ -151,6 +151,7 @@ def rounds(f: Footprint, sent: list[Link]) -> Iterator[tuple[Link, float]]:
     Over tensor the loss finds the highest logits and then its sums; each of its chunks more does so once more.
     """
     e, p, row = f.experiment, traffic.passes(f.experiment, f.mesh), strategy(f.experiment.parallel)
+    # For each block of a pass gradients once and weights twice, or in a step once each; an all-reduce counts as both.
     often, once = row.gradients + 2 * row.reshards, (not row.gradients) + (not row.reshards)
     own = (often * p.both * (p.layers + 1) + once) * (not e.parallel.overlap)
     for link in sent:

@@ -1,7 +1,7 @@
 """What a decoder holds within a step: activations, logits, and what a mixture, a ring or a pipeline has at work."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -74,34 +74,37 @@ ON_GPUS: Mapping[str, Arrays] = {
     # gradients. F: gate, up, the product and its gradient.
     "llama": {"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
 }
-# And on several CPUs, where reductions make what they read, while the MLP is at work. R: the input, and the sum after
-# attention. D: what the products read, turned. S: exponentials and probabilities, or these in 16 bits.
+# And on several CPUs, where reductions make what they read, while the MLP is at work, whatever is computed again. R:
+# the input, and the sum after attention. D: what the products read, transposed. Q, K: as above. S: exponentials and
+# probabilities, or these in 16 bits.
 ON_CPUS: Mapping[str, Arrays] = {
-    # F: gate, up, the product and what makes it, and gradients.
+    # F: gate, up, the product and what makes it, and two gradients.
     "llama": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
-    # F: what goes into GELU, its tanh and its gradient, and the result, turned.
+    # F: what goes into GELU, its tanh and its gradient, and the result, transposed.
     "gpt2": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (4, 0)},
     # F, d: what grouped products read and write, beside BY_BLOCKS.
     "mixture": {"R": (2, 0), "D": (0, 3), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (3, 0), "d": (2, 0)},
 }
-# While attention is. S: probabilities, their gradient and that of scores.
+# While attention is, backward: R, D, Q, K as above. S: probabilities, their gradient and that of scores.
 ATTENTION_ON_CPUS: Arrays = {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 3)}
-# And forward. S: scores, exponentials, probabilities and the mask, a byte each.
+# And forward. R: the input. K: values. S: scores, exponentials, probabilities and the mask, a byte each.
 FORWARD_ON_CPUS: Arrays = {"R": (1, 0), "K": (1, 0), "S": (0, 3.25)}
 IN_STACKS = ("F", "S", "d")  # what a block has of these it reads where it is kept; of all else XLA copies what it reads
 # Sums over tensor, backward before attention and before the MLP, that are under way: what goes in, and what comes out.
 UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
-# What products by blocks of rows have beside these: rows and results with room for one block more.
+# What grouped products have beside what a block does, on several CPUs apart: rows and results with room for one block
+# of rows more.
 PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
-# Of those of several CPUs: what loops over blocks of rows write, in a block that is computed again in 16 bits where
-# these are computed in, and all that has room for one block of rows more.
+# The same on several CPUs: what the loops over blocks of rows write. These, and the mixture's of ON_CPUS, have room for
+# one block of rows more.
 BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
-WITH_ROOM: Arrays = {"d": (5, 0), "F": (6, 0)}
-# Pairs of the ring's chunks where XLA schedules around collectives: three of a device's own and two with what it has
-# received, all at once. Of each scores and the gradient of probabilities, and as the products after them take both.
-PAIRS = (5 * 2, 5 * 2)
+# Pairs of the ring's chunks: of a device's own, and with what it has received in one turn.
+OWN, RECEIVED = 3, 2
+# Scores of these where XLA schedules around collectives, all at once: of each scores and the gradient of probabilities,
+# and as the products after them take both.
+PAIRS = ((OWN + RECEIVED) * 2, (OWN + RECEIVED) * 2)
 PADS = 16  # XLA pads a product's sizes to multiples of it for the tensor cores
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
 
@@ -126,7 +129,7 @@ class TokenFootprint(Footprint):
 
     @property
     def ring(self) -> bool:
-        """Whether attention is the ring, which keeps no scores and has those of two chunks at a time."""
+        """Whether attention is the ring, which keeps no scores and has those of a few pairs of chunks."""
         return self.mesh["context"] > 1 and self.experiment.parallel.context == "ring"
 
     @property
@@ -209,7 +212,7 @@ class TokenFootprint(Footprint):
 
     @property
     def working(self) -> Arrays:
-        """What is there of a block that is computed again."""
+        """What is there of a block that is computed again; on several CPUs of any, while its MLP is at work."""
         if self.several_cpus:
             return self.gathered(self.attending(ON_CPUS[self.family]))
         if not self.gpu or self.family not in ON_GPUS:
@@ -284,7 +287,7 @@ class TokenFootprint(Footprint):
 
     def _moments(self) -> Iterator[dict[str, float]]:
         e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
-        again = self.beside_kept(self.working, self.sizes) * (e.memory.remat != "none")
+        again = (self.arrays(self.working) - self.arrays(self.least)) * (e.memory.remat != "none")
         stages = self.mesh["pipeline"]
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
@@ -303,7 +306,7 @@ class TokenFootprint(Footprint):
         yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
         block = during | {
             WEIGHTS: self.weights(True) * stages / e.model.layers * self.compute,
-            AGAIN_ONE: self.at_once * again,
+            AGAIN_ONE: self.at_once * again,  # which `_on_cpus` tells by moments of its own
             GROUPED: self.grouped,
         }
         if self.several_cpus:
@@ -328,14 +331,15 @@ class TokenFootprint(Footprint):
         cause = TAKEN_ONE if self.experiment.memory.remat == "none" else AGAIN_ONE
         if cause == TAKEN_ONE:
             kept = self.at_once * self.kept_in(self.unwidened)
-            yield {**block, BLOCKS: kept, cause: self.arrays(self.attending(FORWARD_ON_CPUS))}
-        attention = self.beside_kept(self.attending(ATTENTION_ON_CPUS), IN_STACKS)
+            forward = self.arrays(self.attending(FORWARD_ON_CPUS))
+            yield {**block, BLOCKS: kept, cause: forward, GROUPED: 0.0}
+        attention = self.outside_stacks(self.attending(ATTENTION_ON_CPUS))
         yield {**block, cause: attention, GROUPED: 0.0, INSIDE: self.attention if self.ring else 0.0}
-        yield {**block, cause: self.beside_kept(self.working, IN_STACKS), INSIDE: self.paired(False)}
+        yield {**block, cause: self.outside_stacks(self.working), INSIDE: self.paired(False)}
 
-    def beside_kept(self, arrays: Arrays, sizes: Collection[str]) -> float:
-        """Bytes of `arrays`, without what a block keeps of `sizes`."""
-        kept = {w: a for w, a in self.least.items() if w in sizes and w in arrays}
+    def outside_stacks(self, arrays: Arrays) -> float:
+        """Bytes of `arrays`, without what a block reads IN_STACKS of all blocks."""
+        kept = {w: a for w, a in self.least.items() if w in IN_STACKS and w in arrays}
         return self.arrays(arrays) - self.arrays(kept)
 
     @property
@@ -354,7 +358,8 @@ class TokenFootprint(Footprint):
 
     @property
     def widens(self) -> bool:
-        """Whether parameters are in the dtype that XLA on CPUs does not compute in."""
+        """Whether parameters are in bfloat16, whose sums and products XLA makes in float32 on CPUs; of float16 it
+        widens what products read alone."""
         return self.platform == "cpu" and str(self.experiment.precision.parameters) == "bfloat16"
 
     @property
@@ -364,7 +369,8 @@ class TokenFootprint(Footprint):
 
     @property
     def copied_moments(self) -> float:
-        """Moments that XLA copies where it widens, and adds up gradients in their place that are laid out alike."""
+        """Moments that XLA copies at the start of a step where it widens. Gradients that are laid out as they are, are
+        added up in their place."""
         row = strategy(self.experiment.parallel)
         placed = self.gradients * (self.held(row.gradients) == self.held(row.optimizer))
         return self.widens * max(self.optimizer_state - placed, 0)
@@ -382,7 +388,8 @@ class TokenFootprint(Footprint):
     def attention(self) -> float:
         """Bytes at work within attention's backward pass: scores and the mask, a byte each.
 
-        Of the ring scores of pairs of chunks, and gradients as they are collected, of keys and values as they travel.
+        Of the ring scores of pairs of chunks, and gradients as they are collected, of keys and values as they travel;
+        on CPUs in a loop alone, outside of which they are made where they are read.
         """
         if self.ring:
             collected = self.arrays({"Q": (0, 2), "K": (4, 4)})
@@ -394,13 +401,17 @@ class TokenFootprint(Footprint):
         return self.arrays({"S": (0, 1)}) + self.tokens * self.sizes["S"]
 
     def paired(self, attending: bool) -> float:
-        """Bytes of scores of the ring's pairs of chunks on CPUs. XLA has those of all of a device's own pairs at once,
-        and of those with what it received where that is one turn, with no loop. While the MLP is at work these are
-        weights, and as values are multiplied by them; in attention gradients as well, two of them as products take
-        them. Under `selective`, where the MLP waits for nothing of attention, scores come on top."""
+        """Bytes of scores of the ring's pairs of chunks on CPUs: of all OWN at once, and of those RECEIVED where that
+        is one turn, with no loop.
+
+        While the MLP is at work these are weights, and in 16 bits as values are multiplied by them; in attention also
+        gradients, of two of which there are copies for the products. Under `selective` the MLP waits for nothing of
+        attention: scores are there while it is at work, and of all pairs such copies.
+        """
         if not self.ring:
             return 0.0
-        pairs, selective = 3 if self.looping else 5, self.experiment.memory.remat == "selective"
+        pairs = OWN if self.looping else OWN + RECEIVED
+        selective = self.experiment.memory.remat == "selective"
         narrow = pairs * (self.unwidened < 4)
         if attending:
             narrow = pairs if selective else 2
@@ -409,9 +420,10 @@ class TokenFootprint(Footprint):
 
     @property
     def beside_probabilities(self) -> tuple[float, float]:
-        """Arrays of scores in the backward pass of a block that is computed again: probabilities as values are
-        multiplied by them, and a gradient; on one CPU, while the MLP is at work, exponentials, and under `selective`,
-        where that waits for nothing of attention, scores."""
+        """Arrays of scores in a block's backward pass beside its probabilities. On GPUs these in 16 bits, as values are
+        multiplied by them, and 1.75 of their gradient and what is made of it. On one CPU, while the MLP is at
+        work, exponentials; in 16 bits, and under `selective`, where the MLP waits for nothing of attention, one more.
+        """
         narrow = self.unwidened < 4
         if self.platform == "cpu":
             return 0, 1 + (narrow or self.experiment.memory.remat == "selective")
@@ -419,8 +431,8 @@ class TokenFootprint(Footprint):
 
     @property
     def grouped(self) -> float:
-        """Bytes at work in products by blocks of rows: PADDED, and gradients of two kernels of all of a device's
-        experts."""
+        """Bytes at work in products by blocks of rows: what these have beside a block's, and gradients of two kernels
+        of all of a device's experts. What is kept in 16 bits is float32 by then, if it is not computed again."""
         m, mesh = self.experiment.model, self.mesh
         if not isinstance(m, Mixture) or self.platform == "tpu":
             return 0.0
@@ -430,4 +442,5 @@ class TokenFootprint(Footprint):
             return self.arrays(PADDED) + kernels
         again = self.experiment.memory.remat != "none"
         written = self.tokens * amount(BY_BLOCKS, self.sizes, self.unwidened if again else self.compute)
-        return written + self.arrays(WITH_ROOM) * rows_of(int(rows), experts) / rows + kernels
+        with_room = {w: (ON_CPUS["mixture"][w][0] + n, 0) for w, (n, _) in BY_BLOCKS.items()}
+        return written + self.arrays(with_room) * rows_of(int(rows), experts) / rows + kernels
