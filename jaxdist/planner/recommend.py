@@ -141,7 +141,7 @@ def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
                 )
             peaks += [plan.memory["peak"] for plan in plans]
     if not peaks:
-        built(changed(e, train__batch=least(shapes[0], 1)), shapes[0], REMATS[0], 1, hardware)
+        built(changed(e, train__batch=least(shapes[0], e.train.batch)), shapes[0], REMATS[0], 1, hardware)
     return (
         f"--devices {devices}: no mesh, strategy and rematerialization fits in {USABLE:.0%} of {room} each, whatever "
         f"train.batch is, as {megabytes(min(peaks))} are the least; give more devices, or devices with more memory"
