@@ -6,7 +6,6 @@ kernels of its own. Two things are not known of them, and told beside: the rate 
 middle is taken of what it may be, and how much of what these programs send is hidden, which is taken for nothing.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,18 +23,19 @@ LLAMA2 = {"model.kv_heads": 32, "model.hidden": 11008, "model.vocab": 32000, "mo
 TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 RATES = (835e12, 989e12)  # between which torchtitan says that of its GPUs lies: those of an H100 NVL and SXM
 MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext, src/maxtext/configs/gpu/a3/llama_2_7b/README.md"
+TOKENS, TFLOPS = "tokens/s", "TFLOP/s"
 
 
 class Run(NamedTuple):
-    """A published run: what it measured a device, in tokens/s or FLOP/s, and GiB of memory, if it says."""
+    """A published run: what it measured a device, in tokens/s or TFLOP/s, and GiB of memory, if it says."""
 
     name: str
     source: str
     device: str
     fields: dict[str, Any]
-    tokens: float | None
-    flops: float | None
-    memory: float | None
+    pace: float
+    unit: str
+    memory: float | None = None
 
 
 def runs() -> Iterator[Run]:
@@ -43,14 +43,14 @@ def runs() -> Iterator[Run]:
     device, sharded within machines and replicated between them."""
     for devices, tokens, memory in ((8, 6667, 77.0), (128, 6514, 62.0)):
         fields = {"parallel.mesh": f"{devices}x1", "train.batch": 2 * devices}
-        yield Run(f"Llama 3.1 8B, {devices} GPUs", TITAN, "h100-500w.toml", fields, tokens, None, memory)
+        yield Run(f"Llama 3.1 8B, {devices} GPUs", TITAN, "h100-500w.toml", fields, tokens, TOKENS, memory)
     for machines, flops in ((1, 492), (2, 422), (4, 407), (8, 409), (16, 375)):
         fields = LLAMA2 | {"parallel.mesh": f"data={machines},fsdp=8", "train.batch": 32 * machines}
-        yield Run(f"Llama 2 7B, {8 * machines} GPUs", MAXTEXT, "h100-a3.toml", fields, None, flops * 1e12, None)
+        yield Run(f"Llama 2 7B, {8 * machines} GPUs", MAXTEXT, "h100-a3.toml", fields, flops, TFLOPS)
 
 
-def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple[Plan, float, float]:
-    """The plan, and by it tokens/s and FLOP/s of a device; their FLOPs count the whole square of attention. `rate`: of
+def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple[Plan, float]:
+    """The plan, and by it the pace of a device in the run's unit; FLOPs count the whole square of attention. `rate`: of
     bfloat16, where it is not what the device's file says."""
     device = hardware(str(DEVICES / run.device))
     if rate:
@@ -59,23 +59,21 @@ def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple
     plan = Plan(load("llama-3.1-8b", fields), device)
     m, tokens = plan.experiment.model, plan.tokens_per_second / plan.devices
     square = 6.0 * m.layers * m.heads * m.head_dim * plan.experiment.data.sequence  # type: ignore[union-attr]
-    return plan, tokens, tokens * (plan.flops_per_token + square)
+    return plan, tokens if run.unit == TOKENS else tokens * (plan.flops_per_token + square) / 1e12
 
 
 def ratio(run: Run, overlap: bool = False, rate: float | None = None) -> float:
     """The planned pace over the measured."""
-    _, tokens, flops = planned(run, overlap, rate)
-    return tokens / run.tokens if run.tokens else flops / (run.flops or math.nan)
+    return planned(run, overlap, rate)[1] / run.pace
 
 
 def main() -> None:
-    names = ("run", "measured", "planned", "ratio", "overlapped", "GiB", "planned")
-    table = Table(*(Column(name, no_wrap=True) for name in names))
+    names = ("measured", "planned", "ratio", "overlapped", "GiB", "planned")
+    table = Table("run", *(Column(name, no_wrap=True) for name in names))
     for run in runs():
-        plan, tokens, flops = planned(run)
-        told = f"{run.tokens:,.0f} tok/s" if run.tokens else f"{(run.flops or math.nan) / 1e12:,.0f} TFLOP/s"
+        plan, pace = planned(run)
         table.add_row(
-            run.name, told, f"{tokens if run.tokens else flops / 1e12:,.0f}", f"{ratio(run):.2f}",
+            run.name, f"{run.pace:,.0f} {run.unit}", f"{pace:,.0f}", f"{pace / run.pace:.2f}",
             f"{ratio(run, overlap=True):.2f}",
             f"{run.memory:.1f}" if run.memory else "", f"{plan.memory['peak'] / 2**30:.1f}" if run.memory else "",
         )  # fmt: skip

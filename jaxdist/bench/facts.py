@@ -80,10 +80,8 @@ def of_row(name: str) -> Ratios:
     compiled = compile_plan(e)
     least = {axis: size for axis, size in traffic.least(e, declared, mesh).items() if size}
     sent = [compiled.traffic.get(axis, 0.0) / size for axis, size in least.items()]
-    form = footprint(e, mesh)
-    held = form.parameters + form.optimizer_state + sum(form.peak.values())
     return Ratios(
         max(sum(compiled.traffic.values()) / sum(least.values()), *sent),
-        compiled.memory["peak"] / held,
+        compiled.memory["peak"] / footprint(e, mesh).total,
         compiled.memory["peak"],
     )

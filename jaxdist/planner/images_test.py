@@ -30,8 +30,7 @@ def experiment(config: str, *fields: dict[str, str], batch: int = 64) -> Experim
 
 
 def planned(e: Experiment) -> float:
-    form = footprint(e, e.parallel.axes())
-    return form.parameters + form.optimizer_state + sum(form.peak.values())
+    return footprint(e, e.parallel.axes()).total
 
 
 def name_of(case: tuple[dict[str, str], ...]) -> str:

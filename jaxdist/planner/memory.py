@@ -197,3 +197,8 @@ class Footprint(ABC):
     def peak(self) -> Mapping[str, float]:
         """The causes at the moment that takes the most."""
         return max(self.moments, key=lambda moment: sum(moment.values()))
+
+    @property
+    def total(self) -> float:
+        """Bytes at that moment, those of the state that lie on the host included."""
+        return self.parameters + self.optimizer_state + sum(self.peak.values())

@@ -158,6 +158,12 @@ class TokenFootprint(Footprint):
         return m.experts * m.room(times) / times if m.capacity else m.top_k * self.mesh["expert"]
 
     @property
+    def rows_of_a_block(self) -> int:
+        """Rows that a mixture's grouped products multiply at a time."""
+        m = cast(Mixture, self.experiment.model)
+        return rows_of(int(self.tokens * self.rows), m.experts // self.mesh["expert"])
+
+    @property
     def scores(self) -> bool:
         """Whether attention keeps its scores, as no fused kernel does, nor the ring."""
         fused = self.gpu and has_kernel(self.experiment.precision.compute, self.experiment.model.head_dim)
@@ -173,7 +179,7 @@ class TokenFootprint(Footprint):
         if isinstance(m, Mixture) and self.platform != "tpu":
             experts = m.experts // self.mesh["expert"]
             own = self.tokens * (self.rows if m.capacity else m.top_k)
-            spare += experts * rows_of(int(self.tokens * self.rows), experts) / 2 / own  # half of each last block
+            spare += experts * self.rows_of_a_block / 2 / own  # half of each last block
         for name, layout in self.layouts.items():
             chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
             share = chosen / (t if "tensor" in layout.given else 1)
@@ -194,9 +200,9 @@ class TokenFootprint(Footprint):
         """Bytes of a number of the compute dtype where XLA on a CPU does not yet hold it as float32."""
         return ITEMSIZE[str(self.experiment.precision.compute)]
 
-    def arrays(self, arrays: Arrays) -> float:
-        """Bytes of `arrays` over the tokens of a microbatch."""
-        return self.tokens * amount(arrays, self.sizes, self.compute)
+    def arrays(self, arrays: Arrays, compute: int | None = None) -> float:
+        """Bytes of `arrays` over the tokens of a microbatch, a number of the compute dtype taking so many."""
+        return self.tokens * amount(arrays, self.sizes, compute or self.compute)
 
     # ---- blocks
 
@@ -254,8 +260,7 @@ class TokenFootprint(Footprint):
         """The same where a number of the compute dtype takes so many bytes."""
         layers = passes(self.experiment, self.mesh).layers
         recomputed = layers / self.experiment.memory.remat_every
-        least, whole = (self.tokens * amount(arrays, self.sizes, compute) for arrays in (self.least, self.whole))
-        return recomputed * least + (layers - recomputed) * whole
+        return recomputed * self.arrays(self.least, compute) + (layers - recomputed) * self.arrays(self.whole, compute)
 
     @property
     def at_once(self) -> int:
@@ -287,8 +292,6 @@ class TokenFootprint(Footprint):
 
     def _moments(self) -> Iterator[dict[str, float]]:
         e, n, row = self.experiment, self.shards, strategy(self.experiment.parallel)
-        again = (self.arrays(self.working) - self.arrays(self.least)) * (e.memory.remat != "none")
-        stages = self.mesh["pipeline"]
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 4.0,
             GRADIENTS: self.gradients,
@@ -305,25 +308,28 @@ class TokenFootprint(Footprint):
         }
         yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
         block = during | {
-            WEIGHTS: self.weights(True) * stages / e.model.layers * self.compute,
-            AGAIN_ONE: self.at_once * again,  # which `_on_cpus` tells by moments of its own
+            WEIGHTS: self.weights(True) * self.mesh["pipeline"] / e.model.layers * self.compute,
             GROUPED: self.grouped,
         }
-        if self.several_cpus:
-            yield from self._on_cpus(block)
-        elif e.model.layers > 1 and (e.memory.remat == "none" or e.memory.remat_every > 1):
-            arrays = {w: a for w, a in TAKEN.items() if w != "S" or self.scores}
-            yield block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
-        elif self.ring:
-            yield block | {INSIDE: self.attention}
-        else:
-            inside = self.scores * self.arrays({"S": self.beside_probabilities})
-            # XLA takes the last block out of the loop over blocks on several GPUs. Where the head's gradient is cast to
-            # no wider dtype its product comes after that block's, and the logits' gradient waits for it.
-            waits = self.gpu and self.several and self.at_rest < 4 and e.memory.loss_chunks == 1
-            beside = {LOGITS: waits * self.arrays({"V": (1, 0)})}
-            yield block | beside | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
+        yield from self._on_cpus(block) if self.several_cpus else [block | self._in_a_block()]
         yield always | self.updating
+
+    def _in_a_block(self) -> dict[str, float]:
+        """What is at work in a block, backward; on several CPUs it is told by moments of its own."""
+        memory = self.experiment.memory
+        again = (self.arrays(self.working) - self.arrays(self.least)) * (memory.remat != "none")
+        block = {AGAIN_ONE: self.at_once * again}
+        if self.experiment.model.layers > 1 and (memory.remat == "none" or memory.remat_every > 1):
+            arrays = {w: a for w, a in TAKEN.items() if w != "S" or self.scores}
+            return block | {TAKEN_ONE: self.arrays(arrays), INSIDE: self.attention}
+        if self.ring:
+            return block | {INSIDE: self.attention}
+        inside = self.scores * self.arrays({"S": self.beside_probabilities})
+        # XLA takes the last block out of the loop over blocks on several GPUs. Where the head's gradient is cast to no
+        # wider dtype its product comes after that block's, and the logits' gradient waits for it.
+        waits = self.gpu and self.several and self.at_rest < 4 and memory.loss_chunks == 1
+        beside = {LOGITS: waits * self.arrays({"V": (1, 0)})}
+        return block | beside | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
 
     def _on_cpus(self, block: Mapping[str, float]) -> Iterator[dict[str, float]]:
         """Moments of a block on several CPUs: forward, while what is kept in 16 bits is not yet widened; backward in
@@ -416,7 +422,7 @@ class TokenFootprint(Footprint):
         if attending:
             narrow = pairs if selective else 2
         arrays = {"P": (narrow, pairs * (1 + (attending or selective)))}
-        return self.tokens * amount(arrays, self.sizes, self.unwidened)
+        return self.arrays(arrays, self.unwidened)
 
     @property
     def beside_probabilities(self) -> tuple[float, float]:
@@ -436,11 +442,10 @@ class TokenFootprint(Footprint):
         m, mesh = self.experiment.model, self.mesh
         if not isinstance(m, Mixture) or self.platform == "tpu":
             return 0.0
-        experts, rows = m.experts // mesh["expert"], self.tokens * self.rows
-        kernels = 2 * m.dim * m.hidden * experts / mesh["tensor"] * max(self.compute, 4)
+        kernels = 2 * m.dim * m.hidden * m.experts / mesh["expert"] / mesh["tensor"] * max(self.compute, 4)
         if not self.several_cpus:
             return self.arrays(PADDED) + kernels
         again = self.experiment.memory.remat != "none"
-        written = self.tokens * amount(BY_BLOCKS, self.sizes, self.unwidened if again else self.compute)
+        written = self.arrays(BY_BLOCKS, self.unwidened if again else self.compute)
         with_room = {w: (ON_CPUS["mixture"][w][0] + n, 0) for w, (n, _) in BY_BLOCKS.items()}
-        return written + self.arrays(with_room) * rows_of(int(rows), experts) / rows + kernels
+        return written + self.arrays(with_room) * self.rows_of_a_block / (self.tokens * self.rows) + kernels
