@@ -94,9 +94,9 @@ def check_files(folder: Path) -> None:
                 raise ValueError(f"{name[:100]!r}: {error}") from None
 
 
-def indexed(folder: Path) -> dict[str, Path] | None:
-    """Tensor -> file in `folder`, as its index has it; None where it has no index. Raises ConfigError."""
-    index = folder / INDEX
+def indexed(folder: Path, name: str = INDEX) -> dict[str, Path] | None:
+    """Tensor -> file in `folder`, as its index of that `name` has it; None without an index. Raises ConfigError."""
+    index = folder / name
     if not index.exists():
         return None
     try:
@@ -109,7 +109,7 @@ def indexed(folder: Path) -> dict[str, Path] | None:
         ) from None
 
 
-def check_index(folder: Path, places: Mapping[str, Path] | None, found: Mapping[str, Path]) -> None:
+def check_index(folder: Path, places: Mapping[str, Path] | None, found: Mapping[str, Path], index: str = INDEX) -> None:
     """Raises ConfigError where the index of `folder` has a tensor in another file than it was `found` in, or in none.
 
     None is the index of a folder without one.
@@ -118,7 +118,7 @@ def check_index(folder: Path, places: Mapping[str, Path] | None, found: Mapping[
         if found.get(name) != file:
             there = f"it is in {found[name].name}" if name in found else "no file of the folder has it"
             raise ConfigError(
-                f"{folder / INDEX}: its weight_map has tensor {name[:200]} in {file.name}, and {there}; "
+                f"{folder / index}: its weight_map has tensor {name[:200]} in {file.name}, and {there}; "
                 "give the index that belongs to these files"
             )
 

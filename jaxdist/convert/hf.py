@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -58,17 +59,24 @@ def leaves(tensors: Tensors) -> dict[str, Leaf]:
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
-    found = experiment_for(read_model(path).model_dump(), source=str(path))
-    experiment = agreed(str(path), found, wanted)
     tensors = Tensors(path)
-    table, there = HUGGINGFACE[experiment.model.family], leaves(tensors)
+    left = [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
+    origin = Origin("hf", "huggingface", metadata=tensors.metadata, index=_index(path), left=left)
+    return of_folder(path, leaves(tensors), tensors.files, origin, wanted)
+
+
+def of_folder(
+    path: Path, there: Mapping[str, Leaf], read: Collection[str], origin: Origin, wanted: Experiment | None = None
+) -> Content:
+    """The weights `there` of a folder with config.json, which were `read` from those files. Raises ConfigError."""
+    experiment = agreed(str(path), experiment_for(read_model(path).model_dump(), source=str(path)), wanted)
+    table = HUGGINGFACE[experiment.model.family]
     names = inverted(str(path), there, "huggingface", experiment.model)
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
     kept = carried(names, "huggingface", experiment.model)
-    files, left = files_of(path, tensors.files)
-    left += [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
+    files, left = files_of(path, read)
     first = str(groups[PARAMETERS][table.rows[0].theirs].dtype) if table.rows[0].theirs in names else ""
-    origin = Origin("hf", "huggingface", kept, tensors.metadata, _index(path), files, dtype=first, left=left)
+    origin = replace(origin, names=kept, files=files, dtype=first, left=[*origin.left, *left])
     return Content(experiment, "huggingface", groups, origin=origin).checked(path)
 
 

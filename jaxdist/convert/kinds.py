@@ -10,6 +10,7 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment, checkpoint_in
 from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
+from jaxdist.convert.folders import is_bin_folder, part_of
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.tables import LAYERS
@@ -89,6 +90,7 @@ KINDS = {
     "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
     "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
     "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
+    "bin": Kind("folder with pytorch_model.bin", is_bin_folder, "bin_files", "", state=False),
 }
 TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
@@ -103,8 +105,11 @@ def kind_at(path: Path) -> str | None:
 
 
 def kind_of(path: Path) -> str:
-    """The kind of checkpoint at `path`. Raises ConfigError where it is of none."""
+    """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
     found = kind_at(path)
+    if part := part_of(path):
+        folder = f"give its folder {path.parent}" if kind_at(path.parent) else f"give a folder with {part.needs}"
+        raise ConfigError(f"{path} is {part.title}; {folder}")
     if found is None and path.suffix == ".safetensors" and path.is_file():
         raise ConfigError(
             f"{path}: a safetensors file does not say what model it is; give its folder {path.parent}, with "
@@ -116,7 +121,8 @@ def kind_of(path: Path) -> str:
             missing += f", it was being replaced when a conversion was killed, and lies in {old}"
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
-            "*.safetensors, a torch file, or a folder with .metadata of torch.distributed.checkpoint"
+            "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "
+            "torch.distributed.checkpoint"
         )
     return found
 

@@ -1,0 +1,43 @@
+"""Folders with config.json and pytorch_model.bin, or its shards and their index, as transformers wrote before
+safetensors and DeepSpeed's zero_to_fp32.py writes still. No pickle is executed."""
+
+from pathlib import Path
+
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.foreign import check_index, indexed, within
+from jaxdist.convert import torch_files
+from jaxdist.convert.content import Content, Leaf, Origin
+from jaxdist.convert.folders import BIN, BIN_INDEX
+from jaxdist.convert.hf import of_folder
+
+
+def described(path: Path) -> dict[str, Leaf]:
+    """Every tensor of the folder, under the names of its files. Raises ConfigError."""
+    return _read(path)[0]
+
+
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+    """The content of a folder: weights, with its config.json and tokenizer. Raises ConfigError."""
+    there, files = _read(path)
+    return of_folder(path, there, files, Origin("hf", "huggingface"), wanted)
+
+
+def _read(path: Path) -> tuple[dict[str, Leaf], set[str]]:
+    """The tensors and the names of the files that hold them. transformers takes a single file before an index, too.
+
+    Raises ConfigError, also where the index does not belong to the shards.
+    """
+    index = None if (path / BIN).exists() else indexed(path, BIN_INDEX)
+    try:
+        files = [within(path, BIN)] if index is None else sorted({*index.values()})
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
+    found: dict[str, Leaf] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        for name, leaf in torch_files.described(file).items():
+            if name in found:
+                raise ConfigError(f"{file}: tensor {name} is in {places[name].name} too; give each tensor once")
+            found[name], places[name] = leaf, file
+    check_index(path, index, places, BIN_INDEX)
+    return found, {*(file.name for file in files), *([BIN_INDEX] if index else [])}
