@@ -52,7 +52,7 @@ def on_device(arrays: Any, after: jax.Array | None = None) -> Any:
 # cheaper to repeat than to store: the products that read one norm would each keep a copy of it. So are formulas of one
 # number at a time, which XLA makes where they are read.
 TRANSIENT = {"slice", "squeeze", "reshape", "custom_vjp_call", "pvary", "convert_element_type"} | {
-    "add", "sub", "mul", "neg", "integer_pow", "logistic", "tanh", "rsqrt", "split", "concatenate"
+    "add", "sub", "mul", "neg", "integer_pow", "logistic", "tanh", "erfc", "rsqrt", "split", "concatenate"
 }  # fmt: skip
 
 

@@ -131,6 +131,12 @@ GPT2_KEYS = {
     "tied": Key("tie_word_embeddings", FLAG, True),
     "init_std": Key("initializer_range", NUMBER, 0.02),
 }
+# Names of GELU in transformers -> model.gelu; those of one value differ in rounding alone. quick_gelu and gelu_10 are
+# other functions. The first of each is written.
+GELUS = {
+    "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_python_tanh": "tanh", "gelu_fast": "tanh",
+    "gelu_accurate": "tanh", "gelu": "exact", "gelu_python": "exact",
+}  # fmt: skip
 # Other names for the same of transformers, which reads them too; the number of heads shows in no tensor.
 GPT2_OTHER_NAMES = {
     "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
@@ -244,7 +250,7 @@ def _demand(settings: Settings, name: str, *allowed: Any) -> None:
 
 
 def _from_gpt2(settings: Settings) -> Settings:
-    _demand(settings, "activation_function", "gelu_new", "gelu_pytorch_tanh")
+    _demand(settings, "activation_function", *GELUS)
     _demand(settings, "scale_attn_weights", True)
     _demand(settings, "scale_attn_by_inverse_layer_idx", False)
     _demand(settings, "add_cross_attention", False)
@@ -252,13 +258,20 @@ def _from_gpt2(settings: Settings) -> Settings:
     for other, name in GPT2_OTHER_NAMES.items():
         if other in settings and settings[other] != settings.get(name):
             raise ConfigError(f"{other} = {SHOWN.repr(settings[other])}; give it as {name}, as transformers writes it")
-    return {"family": "gpt2", **values, "hidden": _value(settings, "n_inner", COUNT, 4 * values["dim"])}
+    gelu = GELUS[settings.get("activation_function", "gelu_new")]
+    return {"family": "gpt2", **values, "hidden": _value(settings, "n_inner", COUNT, 4 * values["dim"]), "gelu": gelu}
 
 
 def _to_gpt2(model: GPT2) -> Settings:
+    if not model.bias:
+        raise ConfigError(
+            f"model.bias = false: {GPT2_ARCHITECTURE} has biases always; keep the weights as a torch file (--to torch) "
+            "or an Orbax checkpoint (--to orbax)"
+        )
     settings = {key.name: getattr(model, field) for field, key in GPT2_KEYS.items()}
     named: Settings = {"architectures": [GPT2_ARCHITECTURE], "model_type": "gpt2"}
-    return named | settings | {"n_inner": model.hidden, "activation_function": "gelu_new"}
+    gelu = next(name for name, gelu in GELUS.items() if gelu == model.gelu)
+    return named | settings | {"n_inner": model.hidden, "activation_function": gelu}
 
 
 def _from_resnet(settings: Settings) -> Settings:

@@ -209,14 +209,17 @@ class Mixture(Rotary):
 
 
 class GPT2(Decoder):
-    """GPT-2: LayerNorm, learned positions, biases everywhere, tanh-approximated GELU."""
+    """GPT-2 and nanoGPT: LayerNorm, learned positions, biases everywhere or nowhere, GELU by tanh or exact."""
 
     family: Literal["gpt2"]
     """gpt2: learned positions, LayerNorm, biases."""
     tied: bool = True
     """The output head is the embedding itself."""
-    qkv_bias: ClassVar[bool] = True
-    mlp_bias: ClassVar[bool] = True
+    gelu: Literal["tanh", "exact"] = "tanh"
+    """GELU (arXiv:1606.08415): tanh, its approximation, as OpenAI, Hugging Face's gelu_new and llm.c compute it; exact,
+    by the error function, as nanoGPT and torch's default do."""
+    bias: bool = True
+    """Biases of every projection and LayerNorm; false: none of them has one (nanoGPT's bias=False)."""
     qk_norm: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -231,6 +234,14 @@ class GPT2(Decoder):
     @property
     def kv_heads(self) -> int:
         return self.heads
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        return self.bias
 
     @property
     def head_dim(self) -> int:

@@ -46,7 +46,7 @@ MODELS: dict[str, Family] = {
     "MixtralForCausalLM": Mixture(**SMALL, family="mixtral", experts=5, window=5),
     "Qwen3MoeForCausalLM": Mixture(**SMALL, family="qwen3_moe", experts=4, top_k=3, norm_topk_prob=False, qk_norm=True),
     "GPT2LMHeadModel": GPT2(**SMALL_GPT2),
-    "GPT2LMHeadModel untied": GPT2(**SMALL_GPT2, tied=False),
+    "GPT2LMHeadModel untied exact": GPT2(**SMALL_GPT2, tied=False, gelu="exact"),
 }  # fmt: skip
 
 
@@ -290,8 +290,8 @@ class TestConfig:
             ),
             (QWEN | {"layer_types": None, "max_window_layers": 1}, r"mix full_attention, sliding"),
             (
-                HF_GPT2 | {"activation_function": "gelu"},
-                r"activation_function = 'gelu'; jaxdist computes 'gelu_new'",
+                HF_GPT2 | {"activation_function": "quick_gelu"},
+                r"activation_function = 'quick_gelu'; jaxdist computes 'gelu_new'",
             ),
             (
                 HF_GPT2 | {"scale_attn_by_inverse_layer_idx": True},

@@ -1,24 +1,58 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, GELU by tanh. Twin: torch_ref/models/gpt2.py."""
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases or none, GELU by tanh or exact.
+
+Twin: torch_ref/models/gpt2.py.
+"""
+
+import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
-from jaxdist.collectives import Parallel
+from jaxdist.collectives import Parallel, wide
 from jaxdist.config import GPT2 as Config
 from jaxdist.memory import Rematerialize
 from jaxdist.models.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, add_bias, scan_layers, stacked
 from jaxdist.models.loss import head
 
 
+@jax.custom_vjp
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """x·Φ(x), Φ the normal distribution's, in float32 or wider, rounded once.
+
+    Its backward pass needs x alone; the one that JAX derives would keep exp(-x²/2) of every block as well.
+    """
+    return (wide(x) * _normal(wide(x))).astype(x.dtype)
+
+
+def _normal(x: jax.Array) -> jax.Array:
+    return 0.5 * lax.erfc(-math.sqrt(0.5) * x)
+
+
+def _gelu_forward(x: jax.Array) -> Any:
+    return exact_gelu(x), x
+
+
+def _gelu_backward(x: jax.Array, outer: jax.Array) -> tuple[jax.Array]:
+    y = wide(x)
+    slope = _normal(y) + y * jnp.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
+    return ((wide(outer) * slope).astype(x.dtype),)
+
+
+exact_gelu.defvjp(_gelu_forward, _gelu_backward)
+
+
 class Attention(nnx.Module):
-    """Multi-head attention with biases."""
+    """Multi-head attention."""
 
     def __init__(self, c: Config):
         out_std = c.init_std / (2 * c.layers) ** 0.5
-        self.q_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
-        self.k_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
-        self.v_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, bias=True)
-        self.o_proj = RowLinear(c.dim, c.dim, ("heads", "embed"), out_std, bias=True)
+        self.q_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, c.bias)
+        self.k_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, c.bias)
+        self.v_proj = ColumnLinear(c.dim, c.dim, ("embed", "heads"), c.init_std, c.bias)
+        self.o_proj = RowLinear(c.dim, c.dim, ("heads", "embed"), out_std, c.bias)
         self.head_dim = c.head_dim
 
     def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
@@ -35,20 +69,22 @@ class MLP(nnx.Module):
 
     def __init__(self, c: Config):
         out_std = c.init_std / (2 * c.layers) ** 0.5
-        self.up_proj = ColumnLinear(c.dim, c.hidden, ("embed", "hidden"), c.init_std, bias=True)
-        self.down_proj = RowLinear(c.hidden, c.dim, ("hidden", "embed"), out_std, bias=True)
+        self.up_proj = ColumnLinear(c.dim, c.hidden, ("embed", "hidden"), c.init_std, c.bias)
+        self.down_proj = RowLinear(c.hidden, c.dim, ("hidden", "embed"), out_std, c.bias)
+        self.exact = c.gelu == "exact"
 
     def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
-        return self.down_proj(par, jax.nn.gelu(self.up_proj(x_BTD), approximate=True))
+        up_BTF = self.up_proj(x_BTD)
+        return self.down_proj(par, exact_gelu(up_BTF) if self.exact else jax.nn.gelu(up_BTF, approximate=True))
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, c: Config):
-        self.attention_norm = LayerNorm(c.dim, c.norm_eps)
+        self.attention_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.attention = Attention(c)
-        self.mlp_norm = LayerNorm(c.dim, c.norm_eps)
+        self.mlp_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.mlp = MLP(c)
 
     def __call__(self, par: Parallel, x_BTD: jax.Array) -> jax.Array:
@@ -63,7 +99,7 @@ class GPT2(nnx.Module):
         self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
         self.positions = Embedding(c.positions, c.dim, "positions", c.init_std)
         self.layers = stacked(c.layers, Block(c))
-        self.norm = LayerNorm(c.dim, c.norm_eps)
+        self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
 
     def __call__(

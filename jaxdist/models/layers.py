@@ -172,16 +172,17 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(var + eps) · scale + bias (arXiv:1607.06450), in float32 or wider, rounded once at the end."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, bias: bool = True):
         self.scale = parameter((size,), ("embed",), mean=1.0)
-        self.bias = parameter((size,), ("embed",))
+        self.bias = parameter((size,), ("embed",)) if bias else None
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = wide(x)
         y = y - y.mean(-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * wide(self.scale[...]) + wide(self.bias[...])).astype(x.dtype)
+        y = y * wide(self.scale[...])
+        return (y if self.bias is None else y + wide(self.bias[...])).astype(x.dtype)
 
 
 Rotation = tuple[jax.Array, jax.Array]

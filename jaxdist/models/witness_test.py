@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist import sharding
 from jaxdist.collectives import Parallel
-from jaxdist.config import Experiment
+from jaxdist.config import GPT2 as GPT2_CONFIG
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.hf import GELUS, from_settings, to_settings
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.convert.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
-from jaxdist.models import layers, llama, mixtral
+from jaxdist.models import gpt2, layers, llama, mixtral
 from jaxdist.parallel import context
 from jaxdist.program import Program
 
@@ -59,6 +62,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 square": ("Qwen3", {**SIZES, **SQUARE}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 square": ("GPT2", {**GPT2, "n_inner": 36}),
+    "gpt2 exact": ("GPT2", {**GPT2, "activation_function": "gelu"}),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
     "mixtral": ("Mixtral", {**MIXTRAL, "sliding_window": 7}),
     "mixtral square": ("Mixtral", {**MIXTRAL, **SQUARE}),
@@ -202,6 +206,28 @@ def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
 
 
 _gelu = jax.nn.gelu
+
+
+GELUS_OF_TRANSFORMERS = [name for name in transformers.activations.ACT2FN if "gelu" in name]
+
+
+@pytest.mark.parametrize("name", GELUS_OF_TRANSFORMERS)
+def test_every_gelu_of_transformers_is_decided(name: str) -> None:
+    """Those that are read are the function that the config names, and its slope; others are refused."""
+    settings = to_settings(GPT2_CONFIG(family="gpt2"), "float32") | {"activation_function": name}
+    if name not in GELUS:
+        with pytest.raises(ConfigError, match=rf"activation_function = '{name}'; jaxdist computes 'gelu_new'"):
+            from_settings(settings)
+        return
+    ours = gpt2.exact_gelu if from_settings(settings)["gelu"] == "exact" else partial(_gelu, approximate=True)
+    x = np.linspace(-6, 6, 1001, dtype=np.float32)
+    given = torch.tensor(x, requires_grad=True)
+    right = transformers.activations.ACT2FN[name](given)
+    right.sum().backward()
+    slope = jax.grad(lambda x: ours(x).sum())(jnp.asarray(x))
+    np.testing.assert_allclose(ours(jnp.asarray(x)), right.detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(slope, given.grad.numpy(), atol=1e-5)
+    assert np.abs(np.asarray(_gelu(x, approximate=ours is gpt2.exact_gelu)) - right.detach().numpy()).max() > 1e-4
 
 
 def the_least_probable(probabilities: jax.Array, k: int) -> jax.Array:

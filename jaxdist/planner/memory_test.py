@@ -25,6 +25,7 @@ jax.config.update("jax_num_cpu_devices", 8)  # also where another file has impor
 
 DEFAULT = read_toml(Path(__file__).resolve().parents[2] / "configs/default.toml")
 GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
+NANOGPT = GPT2 | {"gelu": "exact", "bias": False}
 MIXTRAL = {"family": "mixtral", "layers": 2, "dim": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "hidden": 128}
 WIDER = MIXTRAL | {"dim": 128, "head_dim": 16, "hidden": 256}
 RESNET = {"family": "resnet", "depths": [1, 1], "widths": [64, 128], "stem": 16, "image": 32, "classes": 8}
@@ -67,6 +68,7 @@ STATE: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "precision.policy": "bf16"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero2", "precision.policy": "bf16-true"},
     {"parallel.mesh": "fsdp=2,context=2,tensor=2", "model": GPT2},
+    {"parallel.mesh": "2x4", "model": NANOGPT},
     {"parallel.mesh": "pipeline=2,fsdp=2,tensor=2", "train.accumulation": 2},
     {"parallel.mesh": "expert=2,fsdp=2,tensor=2", "model": MIXTRAL},
     {"parallel.mesh": "8x1", "model": RESNET, "data": {}, "precision.policy": "fp16"},
@@ -109,6 +111,8 @@ CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "parallel.strategy": "ddp"} | WEIGHTS,
     {"parallel.mesh": "2x4", "model": GPT2},
     {"parallel.mesh": "2x4", "model": GPT2, "memory.remat": "full"},
+    {"parallel.mesh": "2x4", "model": NANOGPT},
+    {"parallel.mesh": "2x4", "model": NANOGPT, "memory.remat": "full"},
     {"parallel.mesh": "fsdp=2,context=4"},
     {"parallel.mesh": "fsdp=2,context=4", "memory.remat": "full"},
     {"parallel.mesh": "fsdp=2,context=4", "parallel.context": "ulysses"},

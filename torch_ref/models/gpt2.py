@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases, tanh-approximated GELU.
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases or none, GELU by tanh or exact.
 
 Twin: jaxdist/models/gpt2.py.
 """
@@ -14,16 +14,16 @@ from torch_ref.models.loss import head
 
 
 class Attention(nn.Module):
-    """Multi-head attention with biases."""
+    """Multi-head attention."""
 
     context = Context()
 
     def __init__(self, c: Config):
         super().__init__()
-        self.q_proj = nn.Linear(c.dim, c.dim)
-        self.k_proj = nn.Linear(c.dim, c.dim)
-        self.v_proj = nn.Linear(c.dim, c.dim)
-        self.o_proj = nn.Linear(c.dim, c.dim)
+        self.q_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.k_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.v_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.o_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
         self.head_dim = c.head_dim
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -41,11 +41,12 @@ class MLP(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.up_proj = nn.Linear(c.dim, c.hidden)
-        self.down_proj = nn.Linear(c.hidden, c.dim)
+        self.up_proj = nn.Linear(c.dim, c.hidden, bias=c.bias)
+        self.down_proj = nn.Linear(c.hidden, c.dim, bias=c.bias)
+        self.approximate = "tanh" if c.gelu == "tanh" else "none"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate="tanh"))
+        return self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate=self.approximate))
 
 
 class Block(nn.Module):
@@ -53,9 +54,9 @@ class Block(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.attention_norm = LayerNorm(c.dim, c.norm_eps)
+        self.attention_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.attention = Attention(c)
-        self.mlp_norm = LayerNorm(c.dim, c.norm_eps)
+        self.mlp_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.mlp = MLP(c)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ class GPT2(nn.Module):
         self.embed = Embedding(c.vocab, c.dim)
         self.positions = Embedding(c.positions, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = LayerNorm(c.dim, c.norm_eps)
+        self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:

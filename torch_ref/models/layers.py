@@ -68,19 +68,17 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(var + eps) · weight + bias (arXiv:1607.06450), in float32 or wider, rounded once."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, bias: bool = True):
         super().__init__()
-        self.weight, self.bias, self.eps = (
-            nn.Parameter(torch.ones(size)),
-            nn.Parameter(torch.zeros(size)),
-            eps,
-        )
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = wide(x)
         y = y - y.mean(-1, keepdim=True)
         y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
-        return (y * wide(self.weight) + wide(self.bias)).to(x.dtype)
+        y = y * wide(self.weight)
+        return (y if self.bias is None else y + wide(self.bias)).to(x.dtype)
 
 
 def rotary_frequencies(c: Rotary, dtype: torch.dtype, device: torch.device) -> Tensor:
