@@ -59,6 +59,7 @@ def leaves(tensors: Tensors) -> dict[str, Leaf]:
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a Hugging Face folder. Raises ConfigError, for each tensor that does not fit with both shapes."""
+    read_model(path)  # a model that jaxdist does not compute is said before missing weights are
     tensors = Tensors(path)
     left = [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
     origin = Origin("hf", "huggingface", metadata=tensors.metadata, index=_index(path), left=left)
