@@ -14,15 +14,15 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from jaxdist.config import ConfigError, exit_codes
+from jaxdist.config import ConfigError, Experiment, exit_codes
 from jaxdist.config.arguments import Parser, add_fields, count, load, user_path
 from jaxdist.config.display import aside, console, megabytes, microbatches, say
-from jaxdist.config.errors import writes_to
+from jaxdist.config.errors import CODES, DoesNotFit, writes_to
 from jaxdist.config.folder import make
-from jaxdist.config.hardware import hardware, shipped
+from jaxdist.config.hardware import Hardware, hardware, shipped
 from jaxdist.planner.compiled import Compiled, compile_plan
 from jaxdist.planner.overlap import Overlap
-from jaxdist.planner.plans import USABLE, Plan, neighbours, smallest_change
+from jaxdist.planner.plans import USABLE, Plan, flags, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
 
 many = partial(count, most=1_000_000)
@@ -47,25 +47,50 @@ def main(argv: Sequence[str] | None = None) -> None:
     if a.output:
         make(a.output, f"--output {a.output}")
     with aside(a.json):
-        if a.recommend:
-            plans = recommend(experiment, a.devices, device)
-            found: Any = {"hardware": device.name, "devices": a.devices, "plans": [told(p) for p in plans[: a.top]]}
-            found["reasons"] = notes = reasons(plans[0])
-            if not a.json:
-                show_ranking(plans[: a.top], len(plans), notes)
-        else:
-            plan = Plan(experiment, device)
-            compiled = compile_plan(experiment, device) if a.compiled else None
-            found = told(plan) | ({"compiled": asdict(compiled)} if compiled else {})
-            found["smallest_change"] = "" if plan.fits else smallest_change(plan)
-            plans, notes = neighbours(plan), [verdict(plan, found["smallest_change"])]
-            if not a.json:
-                show(plan, compiled, notes[0])
-        if a.output:
-            with writes_to(f"--output {a.output}"):
-                say(f"drawn in {drawn(a.output, plans, notes, found)}")
+        fits, found = (recommended if a.recommend else planned)(experiment, device, a)
     if a.json:
         print(json.dumps(found))
+    if not fits:
+        sys.exit(CODES[DoesNotFit])
+
+
+def planned(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str, Any]]:
+    """One plan, shown and drawn: whether it fits, and what --json prints."""
+    plan = Plan(e, device)
+    compiled = compile_plan(e, device) if a.compiled else None
+    change = None if plan.fits else smallest_change(plan)
+    found = told(plan) | ({"compiled": asdict(compiled)} if compiled else {})
+    found["smallest_change"] = flags(change.experiment, e) if change else ""
+    said = verdict(plan, change)
+    if not a.json:
+        show(plan, compiled, said)
+    if a.output:
+        draw(a.output, neighbours(plan), [said], found)
+    return plan.fits, found
+
+
+def recommended(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str, Any]]:
+    """The fastest plans, shown and drawn: whether any fits, and what --json prints. Raises ConfigError."""
+    found: dict[str, Any] = {"hardware": device.name, "devices": a.devices, "fits": True}
+    try:
+        plans = recommend(e, a.devices, device)
+    except DoesNotFit as error:
+        say(f"does not fit: {error}")
+        return False, found | {"fits": False, "plans": [], "reasons": [str(error)]}
+    best, why = plans[: a.top], reasons(plans[0])
+    found |= {"plans": [told(plan) for plan in best], "reasons": why}
+    if not a.json:
+        show_ranking(best, len(plans), why)
+        say(f"to train so, add to the command line: {flags(plans[0].experiment, e)}")
+    if a.output:
+        draw(a.output, plans, why, found)
+    return True, found
+
+
+def draw(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any) -> None:
+    """Write plan.html and plan.json, and say where. Raises TrainingError where the disk refuses."""
+    with writes_to(f"--output {folder}"):
+        say(f"drawn in {drawn(folder, plans, notes, found)}")
 
 
 def drawn(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any) -> Path:
@@ -102,12 +127,15 @@ def told(plan: Plan) -> dict[str, Any]:
     }
 
 
-def verdict(plan: Plan, change: str) -> str:
-    """Whether it fits, and where it does not the smallest `change` by which it would."""
+def verdict(plan: Plan, change: Plan | None) -> str:
+    """Whether a plan fits, and if not, the smallest `change` by which it would."""
     held, limit = megabytes(plan.memory["peak"]), f"{USABLE:.0%} of {megabytes(plan.hardware.memory)}"
     if plan.fits:
         return f"fits: {held} of {limit}"
-    fix = f"the smallest change that makes it fit: {change}" if change else "no single change does, see --recommend"
+    fix = "no single change makes it fit, see --recommend"
+    if change:
+        devices = f" on {change.devices:,} devices" if change.devices != plan.devices else ""
+        fix = f"the smallest change that makes it fit{devices}: {flags(change.experiment, plan.experiment)}"
     return f"does not fit: {held} of {limit}; {fix}"
 
 
@@ -179,17 +207,6 @@ def show_ranking(plans: Sequence[Plan], count: int, why: Sequence[str]) -> None:
     console.print(table)
     for reason in why:
         say(f"- {reason}")
-    say(f"to train so, add to the command line: {command(plans[0])}")
-
-
-def command(plan: Plan) -> str:
-    """What is to be added to the command line of this plan's experiment."""
-    e = plan.experiment
-    flags = {"mesh": e.parallel.mesh, "strategy": e.parallel.strategy, "memory.remat": e.memory.remat,
-             "train.accumulation": e.train.accumulation}  # fmt: skip
-    return " ".join(f"--{name} {value}" for name, value in flags.items()) + (
-        " --parallel.sequence true" if e.parallel.sequence else ""
-    )
 
 
 def size_of(text: str) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,28 @@ import pytest
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
+from jaxdist.config.display import megabytes
 from jaxdist.config.hardware import FILE, hardware, peak_flops, read, shipped
 from jaxdist.config.precision import Dtype
 from jaxdist.plan import main
-from jaxdist.planner.plans import Plan, smallest_change
+from jaxdist.planner.plans import Plan, flags, smallest_change
 from jaxdist.planner.recommend import candidates, reasons, recommend
 
 Capsys = pytest.CaptureFixture[str]
 
 
-def printed(capsys: Capsys, *argv: str) -> dict[str, Any]:
-    main([*argv, "--json"])
+def planned(argv: Sequence[str], code: int = 0) -> None:
+    """Run the command; it ends with 3 where nothing fits."""
+    if not code:
+        main(argv)
+        return
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == code
+
+
+def printed(capsys: Capsys, *argv: str, code: int = 0) -> dict[str, Any]:
+    planned([*argv, "--json"], code)
     return json.loads(capsys.readouterr().out)
 
 
@@ -58,16 +70,38 @@ def test_compiled_beside_the_closed_form(capsys: Capsys) -> None:
 def test_what_makes_it_fit(capsys: Capsys) -> None:
     """A change is one that does, and costs the least time of those."""
     argv = ["--config", "llama-3.1-8b", "--mesh", "8x1", "--train.accumulation", "1", "--train.batch", "24"]
-    main(argv)
+    planned(argv, code=3)
     said = capsys.readouterr().out
     assert "does not fit: 95.25 GB of 95% of 80.00 GB" in said
     main([*argv, *said.strip().rpartition("makes it fit: ")[2].split()])
     assert "\nfits: " in capsys.readouterr().out
-    assert "no single change does, see --recommend" in run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1")
+    said = run(capsys, "--config", "llama-3.1-405b", "--mesh", "1x1", code=3)
+    assert "no single change makes it fit, see --recommend" in said
 
 
-def run(capsys: Capsys, *argv: str) -> str:
-    main(argv)
+WHOLE_BATCH = ["--train.accumulation", "1", "--train.batch", "24"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config", "llama-3.1-70b", "--mesh", "8x1", "--train.batch", "8"],
+        ["--config", "llama-3.1-8b", "--mesh", "8x1", "--strategy", "ddp", "--train.batch", "16"],
+        [
+            *["--config", "llama-3.1-8b", "--mesh", "8x1", "--memory.remat", "selective", "--memory.remat_every", "2"],
+            *WHOLE_BATCH,
+        ],
+    ],
+    ids=" ".join,
+)
+def test_a_change_followed_literally_fits(argv: list[str], capsys: Capsys) -> None:
+    found = printed(capsys, *argv, code=3)
+    assert not found["fits"]
+    assert printed(capsys, *argv, *found["smallest_change"].split())["fits"]
+
+
+def run(capsys: Capsys, *argv: str, code: int = 0) -> str:
+    planned(argv, code)
     return capsys.readouterr().out.replace("\n", " ")
 
 
@@ -81,7 +115,7 @@ def test_all_causes_are_in_a_plan(config: str) -> None:
 def test_images(capsys: Capsys) -> None:
     """Mesh, strategy and microbatches of a ResNet, by the same commands."""
     of = ["--config", "resnet-50", "--precision", "bf16", "--train.batch", "16384"]
-    said = run(capsys, *of, "--mesh", "8x1")
+    said = run(capsys, *of, "--mesh", "8x1", code=3)
     assert "images/s" in said and "does not fit" in said and "--train.accumulation 2" in said
     found = printed(capsys, *of, "--recommend", "--devices", "32")
     assert all(p["fits"] and p["mesh"]["tensor"] == 1 for p in found["plans"]) and len(found["plans"]) > 5
@@ -89,7 +123,8 @@ def test_images(capsys: Capsys) -> None:
 
 def test_other_meshes_need_other_devices() -> None:
     plan = Plan(load("llama-3.1-70b", {"parallel.mesh": "8x1", "train.batch": 8}), hardware("h100"))
-    assert not plan.fits and "devices" in smallest_change(plan)
+    change = smallest_change(plan)
+    assert not plan.fits and change and change.fits and change.devices > plan.devices
 
 
 def test_recommend(capsys: Capsys) -> None:
@@ -145,7 +180,6 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
         (["--recommend", "--devices", "8", "--mesh", "2x4"], r"--recommend chooses the mesh"),
         (["--recommend", "--devices", "0"], r"'0' is no whole number"),
         (["--recommend", "--devices", "7"], r"train.batch = 16 sequences cannot .* any mesh .*; use --train.batch 21"),
-        (["--recommend", "--devices", "8", "--memory", "1MB"], r"fits in 95% of 1.00 MB each, .*; give more devices"),
         (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over"),
         (["--hardware", "tpu-v5p", "--precision", "fp64"], r"tpu-v5p has no rate for it"),
         (["--config", "resnet-50", "--mesh", "4x2"], r"axis tensor = 2 with model.family = resnet"),
@@ -159,6 +193,59 @@ def test_it_is_drawn(way: list[str], tmp_path: Path, capsys: Capsys) -> None:
 def test_bad_input(argv: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         main(argv)
+
+
+def test_nothing_fits(capsys: Capsys) -> None:
+    found = printed(capsys, "--recommend", "--devices", "8", "--memory", "1MB", code=3)
+    assert not found["fits"] and not found["plans"] and "give more devices" in found["reasons"][0]
+
+
+SPLIT = ["llama-3.1-70b", "--mesh", "fsdp=64,tensor=4"]  # whose config splits sequences over tensor
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        SPLIT,
+        ["llama-3.1-8b", "--mesh", "4x2", "--parallel.sequence", "true", "--train.batch", "8"],
+        ["llama-1b", "--mesh", "data=2,fsdp=2,tensor=2"],
+        ["mixtral-8x7b", "--mesh", "8x2", "--memory.remat", "full"],
+    ],
+    ids=lambda argv: " ".join(argv[:3]),
+)
+def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys) -> None:
+    """Each mesh of the page holds, on its page, in the table and in JSON, the bytes of the command with that mesh."""
+    pytest.importorskip("matplotlib")
+    found = printed(capsys, "--config", *argv, "--output", str(tmp_path))
+    page = re.sub(r"\s+", " ", (tmp_path / "plan.html").read_text())
+    rows = re.findall(r'<th scope="row">(\S+)</th>.*?<td>([\d.]+)(: does not fit)?</td></tr>', page)
+    assert rows and float(rows[0][1]) == pytest.approx(found["memory"]["peak"] / 1e9, abs=0.05)
+    for mesh, size, refused in rows:
+        one = [*argv, "--mesh", mesh]
+        code = 3 if refused else 0
+        again = printed(capsys, "--config", *one, code=code)
+        assert float(size) == pytest.approx(again["memory"]["peak"] / 1e9, abs=0.05) and again["fits"] != bool(refused)
+        assert ("does not fit: " if refused else "fits: ") + megabytes(again["memory"]["peak"]) in run(
+            capsys, "--config", *one, code=code
+        )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel.sequence": True},
+        {"memory.remat": "full", "memory.remat_every": 2},
+        {"parallel.reshard_after_forward": False},
+    ],
+    ids=str,
+)
+def test_a_recommended_command_is_the_recommended_plan(fields: dict[str, Any], capsys: Capsys) -> None:
+    """Also where the config splits sequences, rematerializes every other block, or keeps what it gathers."""
+    of = ["--config", "llama-1b", *(text for name, value in fields.items() for text in (f"--{name}", str(value)))]
+    given = load("llama-1b", fields)
+    best, *_ = recommend(given, 8, hardware("h100"))
+    again = printed(capsys, *of, *flags(best.experiment, given).split())
+    assert (again["step_seconds"], again["memory"]) == (best.time.step, best.memory)
 
 
 def test_a_device_of_ones_own(tmp_path: Path, capsys: Capsys) -> None:

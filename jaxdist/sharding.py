@@ -7,8 +7,9 @@ on each of its devices.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
@@ -85,8 +86,13 @@ STRATEGIES = {
 
 def strategy(parallel: Parallel) -> Strategy:
     """The row of the table; `parallel.reduce = step` keeps whole gradients until the end of the step."""
-    row = STRATEGIES[parallel.strategy]
-    return replace(row, gradients=row.gradients and parallel.reduce != "step", reshards=parallel.reshards)
+    return _strategy(parallel.strategy, parallel.reduce == "step", parallel.reshards)
+
+
+@cache
+def _strategy(name: str, once_a_step: bool, reshards: bool) -> Strategy:
+    row = STRATEGIES[name]
+    return replace(row, gradients=row.gradients and not once_a_step, reshards=reshards)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ class Layout:
     std: float
     statistic: bool = False
 
-    @property
+    @cached_property
     def cut(self) -> Cut:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
@@ -112,7 +118,7 @@ class Layout:
         shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.given)
         return Cut(dim, shards, tuple(axis for axis in PARTS if axis not in (*shards, *self.given)))
 
-    @property
+    @cached_property
     def given(self) -> tuple[str, ...]:
         """The mesh axes that split it under any strategy."""
         return tuple(axis for name in self.axes if (axis := RULES.get(name)) in GIVEN)
@@ -128,7 +134,7 @@ class Layout:
         """Weight decay applies to matrices: two or more dimensions, the layer axis not counted."""
         return len(self.shape) - ("layers" in self.axes) >= 2
 
-    @property
+    @cached_property
     def stands(self) -> Place:
         """What update rules tell parameters apart by."""
         return Place(self.decays, self.name.startswith(BLOCKS))
@@ -145,18 +151,24 @@ class Layout:
         """The shape of what an optimizer keeps of it under that name: its own, or one number of a row or a column."""
         rows, columns = self.matrix
         one = {ROWS: columns, COLUMNS: rows}.get(kind)
+        if one is None:
+            return self.shape
         return tuple(1 if dim == one else size for dim, size in enumerate(self.shape, start=-len(self.shape)))
 
     def split(self, sharded: bool) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that split each dimension, with or without fsdp. Raises ConfigError for an unknown axis."""
+        return self._splits[sharded]
+
+    @cached_property
+    def _splits(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
+        """Without and with fsdp. The planner asks for them thousands of times."""
         for axis in self.axes:
             if axis not in RULES:
                 raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
-        return tuple(
-            ((own,) if (own := RULES[axis]) in GIVEN else ())
-            + (self.cut.axes if sharded and dim == self.cut.dim else ())
-            for dim, axis in enumerate(self.axes, start=-len(self.axes))
-        )
+        given = [(own,) if (own := RULES[axis]) in GIVEN else () for axis in self.axes]
+        sharded = [(*axes, *self.cut.axes) if dim == self.cut.dim else axes
+                   for dim, axes in enumerate(given, start=-len(given))]  # fmt: skip
+        return tuple(given), tuple(sharded)
 
     def spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
         """The PartitionSpec, with or without the split over fsdp; or that of what is `kept` of it, of such a shape."""
@@ -172,7 +184,23 @@ class Layout:
 
         Raises ConfigError when the mesh does not divide the parameter.
         """
-        shape = []
+        key = (sharded, *mesh.items())
+        if key not in self._local_shapes:
+            self._local_shapes[key] = tuple(self._divided(mesh, sharded))
+        shape = self._local_shapes[key]
+        if not kept:
+            return shape
+        return tuple(
+            piece if size == whole else size for piece, size, whole in zip(shape, kept, self.shape, strict=True)
+        )
+
+    @cached_property
+    def _local_shapes(self) -> dict[tuple[object, ...], tuple[int, ...]]:
+        """Shapes of one device's piece that are known already: the planner asks for each some hundred times."""
+        return {}
+
+    def _divided(self, mesh: Mapping[str, int], sharded: bool) -> Iterator[int]:
+        """Sizes of one device's piece. Raises ConfigError when the mesh does not divide the parameter."""
         for axis, size, entry in zip(self.axes, self.shape, self.split(sharded), strict=True):
             ways = math.prod(mesh[mesh_axis] for mesh_axis in entry)
             if size % ways:
@@ -181,11 +209,7 @@ class Layout:
                     f"{' × '.join(a for a in entry if mesh[a] > 1)} = {ways} does not divide; change the mesh or the "
                     "model's size"
                 )
-            shape.append(size // ways)
-        return tuple(
-            piece if size == whole else size
-            for piece, size, whole in zip(shape, kept or self.shape, self.shape, strict=True)
-        )
+            yield size // ways
 
 
 def check(layouts: Mapping[str, Layout], mesh: Mapping[str, int], row: Strategy) -> None:

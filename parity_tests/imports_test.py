@@ -91,6 +91,17 @@ def test_order_within_jaxdist() -> None:
         assert not imports(path) & {"jaxdist.mesh", "jaxdist.program", "jaxdist.step", "jax.sharding.Mesh"}, path
 
 
+PLANNING = ("plan.py", "planner", "bench")  # commands and packages that may ask the planner
+
+
+def test_training_asks_no_planner() -> None:
+    """A family without closed forms trains all the same."""
+    for path in sources("jaxdist"):
+        if path.relative_to(ROOT / "jaxdist").parts[0] not in PLANNING:
+            assert not any(name.startswith("jaxdist.planner") for name in imports(path)), path
+    assert "jaxdist.planner.plans" in imports(ROOT / "jaxdist/plan.py")
+
+
 # What of jax.lax names a mesh axis, and sends or asks where a device is.
 OVER_AXES = {
     *("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute"),

@@ -21,11 +21,17 @@ class TrainingError(Exception):
     """The run cannot go on. The message says where it stopped and what to try; the process ends with 1."""
 
 
+class DoesNotFit(Exception):
+    """A plan needs more memory than its devices have. The message says how much; the process ends with 3."""
+
+
 class Interrupted(Exception):
     """A signal ended the run between two steps; the process ends with 75, and --resume goes on."""
 
 
-CODES: dict[type[BaseException], int] = {ConfigError: 2, TrainingError: 1, Interrupted: 75, KeyboardInterrupt: 130}
+CODES: dict[type[BaseException], int] = {
+    ConfigError: 2, TrainingError: 1, DoesNotFit: 3, Interrupted: 75, KeyboardInterrupt: 130,
+}  # fmt: skip
 
 
 def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:

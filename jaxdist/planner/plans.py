@@ -1,7 +1,7 @@
 """One experiment on one mesh of one kind of device: what it holds, sends and takes, and whether it fits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -113,6 +113,13 @@ class Plan:
         """The plan with fields by `section__field`. Raises ConfigError."""
         return replace(self, experiment=changed(self.experiment, **fields))
 
+    def if_valid(self, **fields: Any) -> "Plan | None":
+        """The same, or None where the config refuses it."""
+        try:
+            return self.changed(**fields)
+        except ConfigError:
+            return None
+
 
 def changed(experiment: Experiment, **fields: Any) -> Experiment:
     """The experiment with fields by `section__field`. Raises ConfigError."""
@@ -123,35 +130,43 @@ def changed(experiment: Experiment, **fields: Any) -> Experiment:
     return Experiment.parse(values, source="plan")
 
 
-def changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    """Single changes that may make a plan fit, as a command line gives them, and the fields."""
+def flags(experiment: Experiment, given: Experiment) -> str:
+    """What to add to the command line of `given` to get `experiment`: the fields in which they differ."""
+    short = {"parallel.mesh": "mesh", "parallel.strategy": "strategy"}
+    before, after = given.model_dump(), experiment.model_dump()
+    found = []
+    for section, fields in after.items():
+        for name, value in fields.items():
+            if value != before[section][name]:
+                text = ",".join(value) if isinstance(value, tuple) else str(value).lower()
+                found.append(f"--{short.get(f'{section}.{name}', f'{section}.{name}')} {text}")
+    return " ".join(found)
+
+
+def changes(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Single changes that may make a plan fit, as fields by `section__field`."""
     e = plan.experiment
-    found: list[tuple[str, dict[str, Any]]] = []
     for remat in ("selective", "full"):
         if e.memory.remat in ("none", "selective") and e.memory.remat != remat:
-            found.append((f"--memory.remat {remat}", {"memory__remat": remat, "memory__remat_every": 1}))
+            yield {"memory__remat": remat, "memory__remat_every": 1}
     if e.memory.loss_chunks == 1:
-        found.append((f"--memory.loss_chunks {CHUNKS}", {"memory__loss_chunks": CHUNKS}))
+        yield {"memory__loss_chunks": CHUNKS}
     rows = e.train.batch // math.prod(plan.mesh[axis] for axis in sharding.BATCH)
     for accumulation in (n for n in range(2 * e.train.accumulation, rows + 1) if rows % n == 0):
-        found.append((f"--train.accumulation {accumulation}", {"train__accumulation": accumulation}))
+        yield {"train__accumulation": accumulation}
     if e.parallel.strategy != "fsdp" or not e.parallel.reshard_after_forward:
         axes = dict(plan.mesh)
         if e.parallel.strategy == "ddp":
             axes |= {"fsdp": axes["fsdp"] * axes["data"], "data": 1}
-        mesh = written(axes)
-        fields = {"parallel__strategy": "fsdp", "parallel__reshard_after_forward": True, "parallel__mesh": mesh}
-        found.append((f"--strategy fsdp --mesh {mesh}", fields))
+        fields = {"parallel__strategy": "fsdp", "parallel__reshard_after_forward": True}
+        yield fields | ({"parallel__mesh": written(axes)} if axes != plan.mesh else {})
     if plan.mesh["tensor"] > 1 and not e.parallel.sequence:
-        found.append(("--parallel.sequence true", {"parallel__sequence": True}))
+        yield {"parallel__sequence": True}
     if "optimizer" not in e.memory.offload:
-        offload = [*e.memory.offload, "optimizer"]
-        found.append((f"--memory.offload {','.join(offload)}", {"memory__offload": offload}))
+        yield {"memory__offload": (*e.memory.offload, "optimizer")}
     for axis in ("fsdp", "tensor"):
         for factor in (2, 4, 8, 16):
-            mesh = written(plan.mesh | {axis: plan.mesh[axis] * factor})
-            found.append((f"--mesh {mesh}, {plan.devices * factor} devices", {"parallel__mesh": mesh}))
-    return found
+            yield {"parallel__mesh": written(plan.mesh | {axis: plan.mesh[axis] * factor})}
 
 
 def written(axes: Mapping[str, int]) -> str:
@@ -159,30 +174,20 @@ def written(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "1x1"
 
 
-def smallest_change(plan: Plan) -> str:
-    """Of the single changes that make a plan fit the one by which a step is slowest the least, on as many devices if
-    that can be; empty where none does."""
-    fitting: list[tuple[int, float, str]] = []
-    for told, fields in changes(plan):
-        try:
-            other = plan.changed(**fields)
-        except ConfigError:
-            continue
-        if other.fits:
-            fitting.append((other.devices, other.time.step, told))
-    return min(fitting)[2] if fitting else ""
+def smallest_change(plan: Plan) -> Plan | None:
+    """The plan that fits by a single change and whose step is the fastest, on as many devices if that can be; None
+    where no single change suffices."""
+    fitting = (other for fields in changes(plan) if (other := plan.if_valid(**fields)) and other.fits)
+    return min(fitting, key=lambda other: (other.devices, other.time.step), default=None)
 
 
 def neighbours(plan: Plan) -> list[Plan]:
-    """The plan, and those that share its devices between fsdp and tensor in other ways."""
+    """The plan, and those that share its devices between fsdp and tensor in other ways, as `--mesh` alone changes it:
+    so each is what the command says of that mesh."""
     found = [plan]
     ways = plan.mesh["fsdp"] * plan.mesh["tensor"]
     for tensor in (2**k for k in range(ways.bit_length()) if ways % 2**k == 0):
         mesh = plan.mesh | {"tensor": tensor, "fsdp": ways // tensor}
-        try:
-            other = plan.changed(parallel__mesh=written(mesh), parallel__sequence=False)
-        except ConfigError:
-            continue
-        if mesh != plan.mesh:
+        if mesh != plan.mesh and (other := plan.if_valid(parallel__mesh=written(mesh))):
             found.append(other)
     return found

@@ -10,6 +10,7 @@ from rich.progress import track
 from jaxdist import sharding
 from jaxdist.config import AXES, STRATEGIES, ConfigError, Experiment, Mixture, ResNet
 from jaxdist.config.display import console, megabytes
+from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, Hardware
 from jaxdist.planner.plans import Plan, changed, written
 from jaxdist.sharding import BATCH, SHARDS, TOKENS
@@ -95,28 +96,32 @@ def fastest(plans: Iterable[Plan]) -> Plan | None:
 
 
 def candidates(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Plan]:
-    """Of each mesh and strategy the fastest that fits, by mode of rematerialization and number of microbatches."""
-    for shape in meshes(e, devices, hardware):
+    """The fastest plan that fits of each mesh and strategy, over rematerialization and numbers of microbatches."""
+    for shape in shown(list(meshes(e, devices, hardware)), "comparing meshes and strategies"):
         if best := fastest(tried(e, shape, hardware)):
             yield best
 
 
+def shown(shapes: list[Shape], what: str) -> Iterable[Shape]:
+    """The same shapes, with a progress bar on a terminal."""
+    return track(shapes, description=what, console=console, disable=not console.is_terminal, transient=True)
+
+
 def recommend(e: Experiment, devices: int, hardware: Hardware) -> list[Plan]:
-    """All candidates, the fastest first. Raises ConfigError where none fits."""
-    found = candidates(e, devices, hardware)
-    shown = track(found, description="comparing", console=console, disable=not console.is_terminal)
-    plans = sorted(shown, key=lambda plan: plan.time.step)
+    """All candidates, the fastest first. Raises DoesNotFit where none fits, ConfigError where no mesh divides the
+    batch."""
+    plans = sorted(candidates(e, devices, hardware), key=lambda plan: plan.time.step)
     if not plans:
-        raise ConfigError(why_none(e, devices, hardware))
+        raise none_fits(e, devices, hardware)
     return plans
 
 
 # ---- why none fits
 
 
-def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
-    """Why nothing fits: the batch, if another serves, which is named; else memory. Raises ConfigError where none of
-    those that are tried makes a plan on any mesh, with what is in the way on the first.
+def none_fits(e: Experiment, devices: int, hardware: Hardware) -> Exception:
+    """The error where nothing fits: ConfigError, naming a batch that serves, if there is one; else DoesNotFit. Raises
+    ConfigError where none of the batches that are tried makes a plan on any mesh, with the obstacle of the first.
 
     One row for each microbatch takes the least memory, so of each mesh two batches are tried: the least from the one
     that is given, and the least of all. Both are multiples of the experiment's own microbatches, to be given by
@@ -130,19 +135,21 @@ def why_none(e: Experiment, devices: int, hardware: Hardware) -> str:
 
     shapes, room, peaks = list(meshes(e, devices, hardware)), megabytes(hardware.memory), []
     for rows in (e.train.batch, 1):
-        for batch, shape in sorted(((least(shape, rows), shape) for shape in shapes), key=lambda pair: pair[0]):
+        by_batch = sorted(shapes, key=lambda shape: least(shape, rows))
+        for shape in shown(by_batch, "looking for a batch that fits"):
+            batch = least(shape, rows)
             plans = list(tried(changed(e, train__batch=batch), shape, hardware))
             if any(plan.fits for plan in plans):
                 divides = any(True for shape in shapes for _ in tried(e, shape, hardware))
                 how = f"{devices} devices so that a step fits in {USABLE:.0%} of {room} each"
-                return (
+                return ConfigError(
                     f"train.batch = {e.train.batch} {'sequences' if e.model.takes == 'tokens' else 'images'} cannot be "
                     f"divided over {how if divides else f'any mesh of {devices} devices'}; use --train.batch {batch}"
                 )
             peaks += [plan.memory["peak"] for plan in plans]
     if not peaks:
         built(changed(e, train__batch=least(shapes[0], e.train.batch)), shapes[0], REMATS[0], 1, hardware)
-    return (
+    return DoesNotFit(
         f"--devices {devices}: no mesh, strategy and rematerialization fits in {USABLE:.0%} of {room} each, whatever "
         f"train.batch is, as {megabytes(min(peaks))} are the least; give more devices, or devices with more memory"
     )

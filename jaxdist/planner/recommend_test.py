@@ -13,9 +13,10 @@ from jaxdist import traffic
 from jaxdist.config import AXES, STRATEGIES, ConfigError
 from jaxdist.config.arguments import load
 from jaxdist.config.display import megabytes
+from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, hardware
 from jaxdist.planner.plans import Plan, written
-from jaxdist.planner.recommend import COMPARED, REMATS, candidates, reasons, recommend, why_none
+from jaxdist.planner.recommend import COMPARED, REMATS, candidates, none_fits, reasons, recommend
 from jaxdist.planner.time import links
 from jaxdist.sharding import SHARDS, TOKENS
 
@@ -279,11 +280,11 @@ def test_what_neither_batch_nor_memory_is_the_cause_of_says_so_itself() -> None:
 @pytest.mark.parametrize(("config", "devices", "memory"), [(None, 8, 1e6), ("llama-3.1-405b", 64, 80e9)])
 def test_memory_is_named_where_no_batch_helps(config: str | None, devices: int, memory: float) -> None:
     device = hardware("h100").model_copy(update={"memory": memory})
-    with pytest.raises(ConfigError, match=r"no mesh, .* fits in 95% of .* whatever train.batch is") as error:
+    with pytest.raises(DoesNotFit, match=r"no mesh, .* fits in 95% of .* whatever train.batch is") as raised:
         recommend(load(config, {}), devices, device)
-    least = re.search(r"as ([\d.]+) ([GM])B are the least; give more devices, or", str(error.value))
+    least = re.search(r"as ([\d.]+) ([GM])B are the least; give more devices, or", str(raised.value))
     assert least
     enough = (float(least[1]) + 0.01) * {"G": 1e9, "M": 1e6}[least[2]] / USABLE
     for room, none in ((enough, False), (0.99 * enough, True)):
-        said = why_none(load(config, {}), devices, device.model_copy(update={"memory": room}))
-        assert none == said.startswith(f"--devices {devices}: no mesh")
+        error = none_fits(load(config, {}), devices, device.model_copy(update={"memory": room}))
+        assert none == isinstance(error, DoesNotFit) == str(error).startswith(f"--devices {devices}: no mesh")

@@ -9,7 +9,6 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from jaxdist.config import ConfigError
 from jaxdist.drawing import STYLE, WIDTH, inline, pages
 from jaxdist.planner.plans import KINDS, Plan, written
 
@@ -91,12 +90,8 @@ def pace(plan: Plan, strategy: str, axes: dict[str, int]) -> float:
     e = plan.experiment
     rows = max(1, e.train.batch // plan.devices) * e.train.accumulation
     mesh = written(axes)
-    try:
-        other = plan.changed(
-            parallel__mesh=mesh, parallel__strategy=strategy if mesh != "1x1" else "fsdp", parallel__sequence=False,
-            parallel__reshard_after_forward=True, parallel__reduce="auto",
-            train__batch=rows * math.prod(axes.values()),
-        )  # fmt: skip
-    except ConfigError:
-        return math.nan
-    return other.tokens_per_second / other.devices
+    other = plan.if_valid(
+        parallel__mesh=mesh, parallel__strategy=strategy if mesh != "1x1" else "fsdp",
+        parallel__reshard_after_forward=True, parallel__reduce="auto", train__batch=rows * math.prod(axes.values()),
+    )  # fmt: skip
+    return other.tokens_per_second / other.devices if other else math.nan
