@@ -22,6 +22,7 @@ from jaxdist.config import RunFolder, check_validation, diverged, newest, overfl
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
+from jaxdist.config.sources import Source, source_of
 from jaxdist.data import Batches, Dataset, dataset_of, in_steps
 from jaxdist.malloc import keep_freed, share_arena
 from jaxdist.memory import ALL_OF_IT, in_memory
@@ -38,7 +39,8 @@ from jaxdist.step import TrainState
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
     startup = Startup()
-    arguments = parse(sys.argv[1:] if argv is None else argv, "jaxdist.train", "Train an experiment in JAX.")
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parse(argv, "jaxdist.train", "Train an experiment in JAX.", describe=described)
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
@@ -92,6 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if folder and first() and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
+
+
+def described(path: Path) -> Source | None:
+    """The model of weights of any kind; what converts is imported where both backends' reader cannot tell."""
+    if found := source_of(path):
+        return found
+    from jaxdist import weights
+
+    return weights.described(path)
 
 
 def starting_state(

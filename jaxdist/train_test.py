@@ -412,8 +412,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "precision": (["--precision", "fp4"], r"precision.policy = 'fp4'"),
     "another run": (["--output", "occupied"], r"--output occupied already holds a run"),
     "another model": (
-        ["--init", "occupied"],
-        r"model.dim = 128, but .*occupied/checkpoints/0 holds another model, with 32",
+        ["--init", "occupied", "--model.dim", "128"],
+        r"model.dim = 128, but --init occupied holds another model, with 32; leave out --model.dim",
     ),
     "no checkpoint": (["--init", "empty.txt"], r"empty.txt"),
     "no gpu": (["--device", "gpu"], r"--device gpu: .*--device cpu"),

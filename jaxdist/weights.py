@@ -1,14 +1,16 @@
 """Weights from any source, laid out for a program."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxdist import checkpoint, items
-from jaxdist.config import Experiment, same_model, whole
+from jaxdist.config import ConfigError, Experiment, same_model, whole
 from jaxdist.config.checkpoints import placed
 from jaxdist.config.experiment import Verify
+from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
@@ -27,6 +29,16 @@ def source_experiment(path: Path) -> Experiment:
     if kind == "orbax":
         return checkpoint.read_experiment(path)
     return KINDS[kind].format.opened(path, training=False).experiment
+
+
+def described(path: Path) -> Source | None:
+    """What both backends can tell of the model at `path`, or what a reader of checkpoints can; None where the file does
+    not say. Raises ConfigError as `source_of`."""
+    if found := source_of(path):
+        return found
+    with suppress(ConfigError):  # whoever reads the weights says what is wrong
+        return of_experiment(path, source_experiment(path))
+    return None
 
 
 def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, jax.Array]:

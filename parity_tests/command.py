@@ -15,6 +15,7 @@ from jaxdist.config import Arguments, ConfigError, check_new, make_new, parse
 from jaxdist.config.arguments import Parser, user_path
 from jaxdist.config.display import console, say
 from jaxdist.data import in_steps
+from jaxdist.weights import described
 from parity_tests.levels import FEWEST
 from parity_tests.proof import STEPS, Proof
 from parity_tests.run import REFERENCES, Run, settings
@@ -70,7 +71,7 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
     theirs = None if known.against in REFERENCES else run_at(known.against)
     if theirs and known.config is None:  # that of the run, with what else is given
         argv = ["--config", str(theirs.path / "config.toml"), *argv]
-    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS)
+    a = parse(argv, "parity_tests", __doc__ or "", OPTIONS, described)
     a = replace(a, experiment=in_steps(a.experiment))
     if theirs is None:
         first = STEPS if a.more["first"] is None else a.more["first"]

@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.experiment import MODELS, Experiment, read_toml
-from jaxdist.config.model import Section
+from jaxdist.config.experiment import MODELS, Experiment
+from jaxdist.config.model import Section, model_differences, same_model
+from jaxdist.config.sources import Source, read_config, source_of
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -127,7 +128,10 @@ def count(text: str, most: float = math.inf) -> int:
 
 
 def find_config(name: str | Path, option: str = "--config") -> Path:
-    """A TOML path, or the name of a shipped config, which `option` asked for. Raises ConfigError."""
+    """A path that exists or ends in .toml, or the file of a shipped config by its name, which `option` asked for.
+
+    Raises ConfigError.
+    """
     path = Path(name)
     if path.suffix == ".toml" or path.exists():
         return path
@@ -139,13 +143,21 @@ def find_config(name: str | Path, option: str = "--config") -> Path:
     return shipped[str(name)]
 
 
-def load(config: str | Path | None, overrides: dict[str, Any], option: str = "--config") -> Experiment:
-    """A TOML file or shipped name (or the defaults), which `option` asked for, with dotted overrides on top."""
+def load(
+    config: str | Path | None, overrides: dict[str, Any], option: str = "--config", start: Source | None = None
+) -> Experiment:
+    """A config (or the defaults), which `option` asked for, with dotted overrides on top.
+
+    Where the config has no model section, the model is that of the weights to `start` from. Raises ConfigError.
+    """
     if overrides.keys() >= {"train.steps", "train.epochs"}:
         raise ConfigError(
             f"--steps {overrides['train.steps']} --epochs {overrides['train.epochs']}: each says how long; give one"
         )
-    values = read_toml(find_config(config, option), option) if config else {}
+    values = read_config(find_config(config, option), option) if config else {}
+    own_model = "model" in values
+    if start and not own_model:
+        values = _over(start.tables(), values)
     for dotted in overrides:
         section = dotted.partition(".")[0]
         if not isinstance(table := values.setdefault(section, {}), dict):
@@ -155,15 +167,62 @@ def load(config: str | Path | None, overrides: dict[str, Any], option: str = "--
     for dotted, value in overrides.items():
         section, _, field = dotted.partition(".")
         values[section][field] = value
-    return Experiment.parse(values, source=str(config or "arguments"))
+    if start and not own_model:
+        _check_family(start, overrides)
+    experiment = Experiment.parse(values, source=str(config or "arguments"))
+    if start:
+        _check_start(experiment, start, overrides, f"{option} {config}" if own_model else "")
+    return experiment
+
+
+def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, with what they lack of the tables `below`."""
+    tables = {name: below.get(name, {}) | table for name, table in values.items() if isinstance(table, dict)}
+    return below | values | tables
+
+
+def _check_family(start: Source, overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a flag asks for another family than that of the weights: no field of it would fit."""
+    if (family := overrides.get("model.family", start.model.family)) != start.model.family:
+        flags = " ".join(f"--{name}" for name in overrides if name.startswith("model."))
+        raise ConfigError(
+            f"model.family = {family!r}, but --init {start.path} holds another model, with {start.model.family!r}; "
+            f"leave out {flags}: --init gives the model"
+        )
+
+
+def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, Any], config: str) -> None:
+    """Raises ConfigError where the weights to start from are of another model, with the change that agrees with them:
+    of flags alone, or of the `config` that has a model section."""
+    different = model_differences(experiment.model, start.model)
+    flags = [f"--{name}" for field in different if (name := f"model.{field}") in overrides]
+    given = {field: there for field, (_, there) in different.items() if there is not None}
+    if not config:
+        fix = f"leave out {' '.join(flags)}: --init gives the model"
+    elif "family" in different:
+        fix = f"leave out {config} and every --model flag: --init gives the model then"
+    else:
+        fix = f"give {' '.join(f'--model.{field} {as_argument(there)}' for field, there in given.items())}"
+    same_model(experiment.model, start.model, f"--init {start.path}", fix)
+
+
+def as_argument(value: Any) -> str:
+    """A field's value as the command line takes it."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(as_argument, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parse(
-    argv: Sequence[str], program: str, description: str, options: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    argv: Sequence[str],
+    program: str,
+    description: str,
+    options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    describe: Callable[[Path], Source | None] = source_of,
 ) -> Arguments:
     """The arguments of a command that trains; `options` are its own, by flag, as argparse takes them.
 
-    Raises ConfigError.
+    `describe` tells the model of the weights to start from, where it can. Raises ConfigError.
     """
     parser = Parser(
         prog=f"python -m {program}",
@@ -175,7 +234,8 @@ def parse(
         "--config",
         type=user_path,
         metavar="PATH|NAME",
-        help="a TOML file, or the name of a shipped config (default: the small default)",
+        help="a TOML file, the name of a shipped config, a Hugging Face folder or a run folder (default: the small "
+        "default, or with --init the model of the weights)",
     )
     parser.add_argument(
         "--output", type=user_path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints"
@@ -202,4 +262,5 @@ def parse(
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
-    return Arguments(experiment=load(run["config"], given), **run)
+    start = describe(run["init"]) if run["init"] else None
+    return Arguments(experiment=load(run["config"], given, start=start), **run)

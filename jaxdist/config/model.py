@@ -340,18 +340,28 @@ Family = Llama | GPT2 | Mixture | ResNet
 Shape = tuple[int, ...]
 
 
-def same_model(wanted: Model, found: Model, source: str) -> None:
-    """Raises ConfigError naming the first field in which `wanted` is not the model of `source`."""
+def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]:
+    """Field -> (its value in `wanted`, in `found`), for every field in which the weights of one do not fit the other;
+    None where a family lacks the field.
+
+    How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights.
+    """
     here, there = wanted.model_dump(), found.model_dump()
-    # How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights.
     rotary = isinstance(wanted, Rotary) and here["family"] == there["family"]
     free = {"init_std", "balance", "capacity", "momentum", "image"} | ({"positions"} if rotary else set())
-    for field in sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name)):
-        if here.get(field) != there.get(field):
-            raise ConfigError(
-                f"model.{field} = {here.get(field)!r}, but {source} holds another model, with {there.get(field)!r}; "
-                f"set model.{field} to it"
-            )
+    fields = sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name))
+    return {name: (here.get(name), there.get(name)) for name in fields if here.get(name) != there.get(name)}
+
+
+def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
+    """Raises ConfigError naming every field in which `wanted` is not the model of `source`, and the `fix`."""
+    if not (different := model_differences(wanted, found)):
+        return
+    mine = ", ".join(f"model.{name} = {here!r}" for name, (here, _) in different.items())
+    theirs = ", ".join(repr(there) for _, there in different.values())
+    assignments = (f"model.{name} = {there!r}" for name, (_, there) in different.items() if there is not None)
+    fix = fix or f"set {', '.join(assignments)}"
+    raise ConfigError(f"{mine}, but {source} holds another model, with {theirs}; {fix}")
 
 
 def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

@@ -1,0 +1,79 @@
+"""A model described by something other than a TOML file: a Hugging Face folder, a run folder, a checkpoint.
+
+Both backends read these here. What only one of them can open, such as a torch file, is its own to describe.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.config.checkpoints import checkpoint_in
+from jaxdist.config.dcp import EXPERIMENT
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.experiment import Data, Experiment, read_toml
+from jaxdist.config.foreign import read_json
+from jaxdist.config.model import Family
+
+HF_CONFIG, RUN_CONFIG, TOKENIZER = "config.json", "config.toml", "tokenizer.json"
+ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's
+
+
+class Source(NamedTuple):
+    """The model of `path`, and the tokenizer.json that belongs to it, if there is one."""
+
+    path: Path
+    model: Family
+    tokenizer: Path | None = None
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The sections of a config that follow from it: the model, and data that fit it."""
+        model = self.model.model_dump()
+        data: dict[str, Any] = {"sequence": min(Data().sequence, model.get("positions", Data().sequence))}
+        if self.tokenizer:
+            data["tokenizer"] = str(self.tokenizer)
+        return {"model": model, "data": data}
+
+
+def source_of(path: Path) -> Source | None:
+    """The source at `path`; None where it does not describe its model in a way that both backends read.
+
+    A damaged checkpoint counts as such: whoever reads its weights says what is wrong. Raises ConfigError for a
+    config.json that jaxdist cannot compute.
+    """
+    checkpoint = checkpoint_in(path)
+    for file in (checkpoint / EXPERIMENT, checkpoint / ORBAX_EXPERIMENT):
+        if file.is_file():
+            with suppress(ConfigError, OSError, ValueError):
+                return of_experiment(path, Experiment.parse(read_json(file), source=str(file)))
+    return _hf_source(path) if (path / HF_CONFIG).is_file() else None
+
+
+def of_experiment(path: Path, experiment: Experiment) -> Source:
+    """The source at `path`, which belongs to an experiment."""
+    tokenizer = Path(experiment.data.tokenizer)
+    return Source(path, experiment.model, tokenizer if tokenizer.is_file() and tokenizer.is_absolute() else None)
+
+
+def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
+    """The sections of a TOML file, a run folder or a Hugging Face folder (or its config.json), which `option` asked
+    for. Raises ConfigError."""
+    if path.name == HF_CONFIG and path.is_file():
+        return _hf_source(path.parent).tables()
+    if (path / RUN_CONFIG).is_file():
+        return read_toml(path / RUN_CONFIG, option)
+    if (path / HF_CONFIG).is_file():
+        return _hf_source(path).tables()
+    if path.is_dir():
+        raise ConfigError(
+            f"{option} {path}: the folder has neither {HF_CONFIG} nor {RUN_CONFIG}; give a TOML file, a Hugging Face "
+            "folder or a run folder"
+        )
+    return read_toml(path, option)
+
+
+def _hf_source(folder: Path) -> Source:
+    """Raises ConfigError."""
+    from jaxdist.config.hf import read_model  # few commands need it
+
+    model, tokenizer = read_model(folder), folder / TOKENIZER
+    return Source(folder, model, tokenizer if model.takes == "tokens" and tokenizer.is_file() else None)
