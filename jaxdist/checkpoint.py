@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import Checkpoint, ConfigError, Experiment, checkpoint_in, whole
-from jaxdist.config.checkpoints import Looked, placed, publish, sweep, thin, unfinished, written
+from jaxdist.config.checkpoints import Looked, Saves, placed, publish, sweep, thin, unfinished
 from jaxdist.config.foreign import read_json
 from jaxdist.processes import agreement, first, from_first, together
 from jaxdist.step import TrainState
@@ -44,8 +44,9 @@ class Checkpoints:
     def __init__(self, folder: Path, config: Checkpoint) -> None:
         """`config`: how many stay, and what a failure to write means."""
         self.folder, self.config = folder.resolve(), config
+        self.saves = Saves(self.folder, config, first())
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.writing: tuple[int, Future[None]] | None = None  # the step whose checkpoint has no name yet
+        self.writing: Future[None] | None = None  # the save in progress
 
     @cached_property
     def checkpointer(self) -> "ocp.AsyncCheckpointer":
@@ -63,7 +64,7 @@ class Checkpoints:
 
         self.wait()
         values = items.values(experiment, state)
-        with written(self.folder, step, self.config, first()):
+        with self.saves.writing(step):
             from_first(partial(self.folder.mkdir, parents=True, exist_ok=True))
             begin = partial(self.checkpointer.save, args=values, force=True)
             try:
@@ -72,28 +73,32 @@ class Checkpoints:
                 with suppress(Exception):  # it gives up waiting for those that have not begun
                     self.checkpointer.wait_until_finished()
                 raise
-            self.writing = step, self.thread.submit(self._finish, step, agreement())
+            self.writing = self.thread.submit(self._finish, step, agreement())
 
     def _finish(self, step: int, name: str) -> None:
-        """In the thread: when all files are written, the first gives the checkpoint its name, and the others hear how
-        that went by the agreement `name`. One whose steps end meanwhile, by an error of its own, gets here too."""
-        if not first():
-            with suppress(Exception):  # the first, which waits for all, says it
-                self.checkpointer.wait_until_finished()
-        from_first(partial(self._publish, step), name)
+        """In the thread: when all files are written, the first process gives the checkpoint its name, and the others
+        hear by the agreement `name` whether it could. A process whose steps end meanwhile in an error gets here too.
+        """
+        with self.saves.writing(step):
+            if not first():
+                with suppress(Exception):  # the first, which waits for all, says it
+                    self.checkpointer.wait_until_finished()
+            from_first(partial(self._publish, step), name)
 
     def _publish(self, step: int) -> None:
         self.checkpointer.wait_until_finished()
         publish(self.folder, step)
         thin(self.folder, self.config)
 
+    def failed(self) -> bool:
+        """Whether the save in progress has failed, in a way that ends the run: `wait` raises the reason."""
+        return bool(self.writing and self.writing.done() and self.writing.exception())
+
     def wait(self) -> None:
         """Until what is being written has its name. Raises TrainingError as `save` does."""
         writing, self.writing = self.writing, None
         if writing:
-            step, future = writing
-            with written(self.folder, step, self.config, first()):
-                future.result()
+            writing.result()
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of `step`, laid out as `abstract` (ShapeDtypeStructs with shardings). Raises ConfigError."""

@@ -2,6 +2,7 @@
 quarter of a second: what needs it imports this module when it comes to that."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,8 +21,20 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
 
 
+def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """`hook`, the sys.unraisablehook, without one error: after a save has failed, TensorStore's threads complete its
+    other writes although Orbax has closed their event loop, and each would print a traceback."""
+
+    def unraisable(met: Any) -> None:
+        if not (met.exc_type is RuntimeError and str(met.exc_value) == "Event loop is closed"):
+            hook(met)
+
+    return unraisable
+
+
 def writer() -> ocp.AsyncCheckpointer:
     """What writes checkpoints while training goes on."""
+    sys.unraisablehook = without_late_writes(sys.unraisablehook)
     # Weights and moments hardly compress: 3.02 GB to 2.75.
     return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
 

@@ -180,7 +180,7 @@ match os.environ.get("PLANT"):
         at_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     case "full disk" if rank == "0":
         def full(self, record):
-            with self.writing():
+            with self.writing("metrics.jsonl"):
                 if record["step"] == 3:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             log(self, record)
@@ -231,7 +231,10 @@ def test_one_that_fails_alone_while_a_checkpoint_is_written_ends_all_and_it_is_k
     run = tmp_path / "run"
     ended = ranks(planted, *TINY, *MESH, "--output", str(run), PLANT="full disk")
     assert [process.returncode for process in ended] == [1, 1], ended
-    assert errors(ended) == [f"error: --output {run}: No space left on device; make room, and go on by --resume"]
+    assert errors(ended) == [
+        f"error: --output {run}: metrics.jsonl could not be written: No space left on device; make room, and go on by "
+        "--resume"
+    ]
     assert [file.name for file in (run / "checkpoints").iterdir()] == ["2"]
     assert damage(run / "checkpoints" / "2") is None
 

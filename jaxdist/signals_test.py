@@ -1,9 +1,11 @@
 """Signals that save and end a run, and runs that do not save their end, by the command line."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxdist import metrics
-from jaxdist.config import read_metrics
+from jaxdist import checkpoint, metrics
+from jaxdist.config import RunFolder, TrainingError, checkpoints, read_metrics
 from jaxdist.config.checkpoints import steps_in
 from jaxdist.config.errors import Interrupted
 from jaxdist.data import Batch, Dataset
@@ -97,6 +99,32 @@ def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     main([*line, "--resume"])
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved every 5 steps; the step after the failure is known is the last."""
+    log, failed = RunFolder.log, threading.Event()
+
+    def full(*_: Any) -> None:
+        failed.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def log_when_it_has_failed(self: RunFolder, record: dict[str, Any]) -> None:
+        log(self, record)
+        if record["step"] == 7:
+            assert failed.wait(60)
+            time.sleep(0.2)  # until the thread has ended
+
+    monkeypatch.setattr(checkpoint, "publish", full)
+    monkeypatch.setattr(checkpoints, "LINGER", 0.0)
+    monkeypatch.setattr(RunFolder, "log", log_when_it_has_failed)
+    run = tmp_path / "run"
+    line = ["--mesh", "1x1", "--steps", "10", "--checkpoint.every", "5", "--train.validation_batches", "0"]
+    with pytest.raises(TrainingError, match=r"step 5 could not be written to .*: No space left on device; there is"):
+        main([*TINY, *line, "--output", str(run)])
+    assert len(read_metrics(run)) in (7, 8)
 
 
 def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:

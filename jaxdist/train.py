@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxdist import checkpoint, metrics
 from jaxdist.cache import keep_compiled
-from jaxdist.config import RunFolder, check_validation, diverged, newest, overflown, parse
+from jaxdist.config import RunFolder, check_validation, diverged, overflown, parse
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if checkpoints:
             checkpoints.wait()  # it may be the last step that is being written
         check_validation(steps, validation, folder.newest if folder else None)
-        if checkpoints and schedule.final() and from_first(partial(newest, checkpoints.folder)) != steps:
+        if checkpoints and schedule.final() and from_first(partial(checkpoints.saves.missing, steps)):
             keep(program, steps, state, checkpoints, folder)
             checkpoints.wait()
         if schedule.stopping():
@@ -91,9 +91,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
     summary["start_seconds"] = startup.seconds
+    if checkpoints:
+        summary["checkpoints"] = from_first(checkpoints.saves.summary)
     if folder and first() and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
         folder.summarize(summary)
     show_end(summary, records, folder.path if folder else None)
+    if folder and checkpoints:
+        from_first(partial(folder.check_kept, checkpoints.saves))
 
 
 def described(path: Path) -> Source | None:
@@ -189,8 +193,10 @@ def loop(
             show(record)
             if folder and first():
                 folder.log(record)
-            due = schedule.due(step)
-            if due and checkpoints:
+            due = schedule.due(step, failed=bool(checkpoints and checkpoints.failed()))
+            if checkpoints and due is Due.FAIL:
+                checkpoints.wait()  # raises the reason
+            elif due and checkpoints:
                 keep(program, step, state, checkpoints, folder)
             if due is Due.STOP:
                 if checkpoints:

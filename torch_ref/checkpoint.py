@@ -6,6 +6,8 @@ manifest (`jaxdist/config/checkpoints.py`). Every rank writes its pieces; a rest
 mesh and strategy may differ.
 """
 
+import errno
+import os
 import shutil
 import textwrap
 import warnings
@@ -16,14 +18,13 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
-from jaxdist.config.checkpoints import publish, thin, unfinished, written
+from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from jaxdist.config.foreign import read_json
 from torch_ref import hf
@@ -37,6 +38,8 @@ DAMAGE = (
     CheckpointException,
 )  # fmt: skip
 
+SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took fewer bytes than it was given
+
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What is saved, sharing memory with model and optimizer."""
@@ -44,8 +47,9 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
-    """Write `folder/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
+def save(saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
+    """Write `checkpoints/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
+    folder = saves.checkpoints
     beside = unfinished(folder, step)
 
     def begin() -> None:
@@ -57,12 +61,13 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, experi
         publish(folder, step)
         thin(folder, experiment.checkpoint)
 
-    with written(folder, step, experiment.checkpoint, first=dist.get_rank() == 0):
+    with saves.writing(step):
         from_first(begin)
         try:
             dcp.save(state_of(model, optimizer) | {"step": torch.tensor(step)}, checkpoint_id=beside)
         except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
-            raise OSError(str(next(iter(error.failures.values()))[0])) from None
+            reason = str(next(iter(error.failures.values()))[0])
+            raise OSError(os.strerror(errno.ENOSPC) if SHORT_WRITE in reason else reason) from None
         from_first(finish)
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, newest, overflown, parse
+from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, overflown, parse
+from jaxdist.config.checkpoints import Saves
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
@@ -69,6 +70,7 @@ def train(
 
             held = footprint.held(model, optimizer, experiment, mesh)
             first = dist.get_rank() == 0
+            saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
                 launch.from_first(lambda: folder.create(experiment, from_step=start))
             if first:
@@ -78,13 +80,15 @@ def train(
             peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
             meters = traffic, arithmetic, peak
             with reporting(experiment, folder, start) as report:
-                records = loop(model, optimizer, dataset, experiment, mesh, start, folder, report, meters, schedule)
+                records = loop(
+                    model, optimizer, dataset, experiment, mesh, start, folder, saves, report, meters, schedule
+                )
 
             steps = experiment.train.steps
             validation = validation_loss(model, dataset, experiment, mesh, schedule)
             check_validation(steps, validation, folder.newest if folder else None)
-            if folder and schedule.final() and newest(folder.checkpoints) != steps:
-                keep(folder, steps, model, optimizer, experiment)
+            if folder and saves and schedule.final() and saves.missing(steps):
+                keep(folder, saves, steps, model, optimizer, experiment)
             if schedule.stopping():
                 raise schedule.interrupted(steps, folder.checkpoints if folder else None)
         held = footprint.held(model, optimizer, experiment, mesh, peak)
@@ -93,9 +97,13 @@ def train(
         if isinstance(model, pipeline.Pipeline):
             summary["pipeline"] = {"schedule": experiment.parallel.pipeline_schedule, **model.bubble}
         if first:
+            if saves:
+                summary["checkpoints"] = saves.summary()
             if folder and (records or not folder.summarized):  # a finished run, resumed, keeps what it measured
                 folder.summarize(summary)
             show_end(summary, records, folder.path if folder else None)
+        if folder and saves:
+            launch.from_first(partial(folder.check_kept, saves))
 
 
 def starting_state(
@@ -124,6 +132,7 @@ def loop(
     mesh: DeviceMesh,
     start: int,
     folder: RunFolder | None,
+    saves: Saves | None,
     report: Report,
     meters: Iterable[AbstractContextManager[Any]],
     schedule: Saving,
@@ -161,20 +170,22 @@ def loop(
         records.append(record)
         report(record)
         due = schedule.due(step)
-        if folder and due:
-            keep(folder, step, model, optimizer, experiment)
+        if folder and saves and due:
+            keep(folder, saves, step, model, optimizer, experiment)
         if due == Due.STOP:
             raise schedule.interrupted(step, folder.checkpoints if folder else None)
     return records
 
 
-def keep(folder: RunFolder, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
+def keep(
+    folder: RunFolder, saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment
+) -> None:
     """Save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
     if bad := nonfinite_weight(model):
         raise overflown(step, bad, folder.newest)
     if dist.get_rank() == 0:
         folder.synchronize()
-    checkpoint.save(folder.checkpoints, step, model, optimizer, experiment)
+    checkpoint.save(saves, step, model, optimizer, experiment)
 
 
 def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:

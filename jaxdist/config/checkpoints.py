@@ -5,6 +5,7 @@ each, and the folder takes its name, the step. So a folder named by a step was w
 whether it still is: the libraries that write the files restore flipped bits as weights.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -52,25 +53,65 @@ def unfinished(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"{step}{UNFINISHED}"
 
 
-@contextmanager
-def written(checkpoints: Path, step: int, config: Checkpoint, first: bool = True) -> Iterator[None]:
-    """Whatever the writing of a checkpoint raises becomes a TrainingError, or a line where training is to go on.
+class Saves:
+    """The saves of one run. A failed save is reported as soon as it is known; it ends the run unless
+    `checkpoint.failure` is "go on"."""
 
-    Of several processes the `first` cleans up and speaks.
-    """
-    try:
-        yield
-    except Exception as error:  # of Orbax, TensorStore and torch, many kinds
-        if first:
-            settle(checkpoints)
-        reason = textwrap.shorten(str(error), 200)
-        message = f"the checkpoint of step {step} could not be written to {checkpoints}: {reason}"
-        if config.failure == "stop":
-            last = last_whole(checkpoints)
-            rest = f"that of step {last.name} is there: go on by --resume" if last else "there is no earlier one"
-            raise TrainingError(f"{message}; {rest}, when there is room and permission again") from None
-        if first:
-            say(f"{message}; training goes on without it")
+    def __init__(self, checkpoints: Path, config: Checkpoint, first: bool = True) -> None:
+        """Of several processes only the `first` cleans up and prints."""
+        self.checkpoints, self.config, self.first = checkpoints, config, first
+        self.latest: int | None = None  # the last step that was to be saved
+        self.failed: dict[int, str] = {}  # step -> why its checkpoint is missing
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[None]:
+        """Around the writing of the checkpoint of `step`. Raises TrainingError for whatever it raises, or prints it."""
+        self.latest = step
+        try:
+            yield
+            self.failed.pop(step, None)
+        except TrainingError:
+            raise
+        except Exception as error:  # many types: Orbax, TensorStore and torch raise their own
+            self.failed[step] = cause(error)
+            if self.first:
+                settle(self.checkpoints)
+            message = f"the checkpoint of step {step} could not be written to {self.checkpoints}: {self.failed[step]}"
+            if self.config.failure == "stop":
+                raise TrainingError(f"{message}; {self._rest()}") from None
+            if self.first:
+                say(f"{message}; training goes on without it")
+
+    def missing(self, step: int) -> bool:
+        """Whether the checkpoint of `step` was not written, nor tried in vain."""
+        return step not in self.failed and newest(self.checkpoints) != step
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json: the step of the newest whole checkpoint, and why others could not be written, by step."""
+        last = last_whole(self.checkpoints)
+        return {"newest": int(last.name) if last else None, "failed": {str(s): why for s, why in self.failed.items()}}
+
+    def check_latest(self) -> None:
+        """Raises TrainingError where the last checkpoint that was due is missing."""
+        if self.latest in self.failed:
+            raise TrainingError(
+                f"the weights of step {self.latest} are not saved: {self.failed[self.latest]}; {self._rest()}"
+            )
+
+    def _rest(self) -> str:
+        if last := last_whole(self.checkpoints):
+            return f"the newest checkpoint is that of step {last.name}: make room, and go on by --resume"
+        return "there is no checkpoint: make room, and start again by --resume"
+
+
+# What the system says when nothing more can be written; libraries wrap it in messages of several hundred characters.
+SYSTEM_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)))
+
+
+def cause(error: Exception) -> str:
+    """Why something could not be written: the system's reason if the message has one, else the message, shortened."""
+    message = str(error)
+    return next((reason for reason in SYSTEM_REASONS if reason in message), textwrap.shorten(message, 200))
 
 
 def publish(checkpoints: Path, step: int, known: Mapping[str, str] = EMPTY) -> None:

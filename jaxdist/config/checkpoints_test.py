@@ -1,7 +1,9 @@
 """What makes a checkpoint whole, whatever its files hold; `*_train_test.py` damage real ones."""
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 import xxhash
 
-from jaxdist.config import Checkpoint, ConfigError, checkpoints
+from jaxdist.config import Checkpoint, ConfigError, TrainingError, checkpoints
 from jaxdist.config.checkpoints import (
     DAMAGED,
     MANIFEST,
     UNFINISHED,
+    Saves,
     checkpoint_in,
     clean,
     damage,
@@ -26,8 +29,8 @@ from jaxdist.config.checkpoints import (
     thin,
     unfinished,
     whole,
-    written,
 )
+from jaxdist.config.display import kept
 
 
 def write(checkpoints: Path, step: int) -> Path:
@@ -285,10 +288,58 @@ def test_writers_that_outlive_a_save_that_failed(
 
     monkeypatch.setattr(shutil, "rmtree", remove_and_write_on)
     monkeypatch.setattr(checkpoints, "settle", drop)
-    with written(tmp_path, 2, Checkpoint(failure="go on")):
+    with Saves(tmp_path, Checkpoint(failure="go on")).writing(2):
         unfinished(tmp_path, 2).mkdir()
         raise OSError("No space left on device")
     assert any(tmp_path.iterdir()) == (drop is checkpoints.sweep)
+
+
+REASON = os.strerror(errno.ENOSPC)
+# What libraries raise -> the reason that is told.
+WRAPPED = {
+    f'RESOURCE_EXHAUSTED: Error writing "a.b/0.0" in OCDBT database at local file "{"x" * 300}": {REASON} [28]': REASON,
+    str(OSError(errno.ENOSPC, REASON, "file")): REASON,
+    "no memory for a copy": "no memory for a copy",
+}
+
+
+@pytest.mark.parametrize("message", WRAPPED)
+def test_what_a_run_tells_of_its_saves(
+    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle one of three fails, then the last one of four."""
+    monkeypatch.setattr(checkpoints, "LINGER", 0.0)
+    saves = Saves(tmp_path, Checkpoint(failure="go on"))
+
+    def save(step: int, error: str = "") -> None:
+        with saves.writing(step):
+            if error:
+                raise ValueError(error)
+            write(tmp_path, step)
+
+    for step in (2, 4, 6):
+        save(step, message if step == 4 else "")
+    why = WRAPPED[message]
+    said = f"the checkpoint of step 4 could not be written to {tmp_path}: {why}; training goes on without it\n"
+    assert capsys.readouterr().out.replace("\n", "") == said.replace("\n", "")
+    assert saves.summary() == {"newest": 6, "failed": {"4": why}}
+    saves.check_latest()
+    assert kept(saves.summary(), Path("run")).startswith("saved in run; checkpoints that could not be written: 1, the")
+    save(8, message)
+    assert not saves.missing(8) and saves.missing(10)  # it is not tried again at the end of the run
+    assert kept(saves.summary(), Path("run")).startswith("saved in run up to step 6 only; ")
+    with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: make room"):
+        saves.check_latest()
+
+
+def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "LINGER", 0.0)
+    saves = Saves(tmp_path, Checkpoint(failure="go on"))
+    with saves.writing(2):
+        raise OSError(errno.ENOSPC, REASON)
+    assert kept(saves.summary(), Path("run")).startswith("no checkpoint in run; ")
+    with pytest.raises(TrainingError, match="there is no checkpoint: make room, and start again by --resume"):
+        saves.check_latest()
 
 
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

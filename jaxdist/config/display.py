@@ -93,8 +93,21 @@ def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], p
         parts += [f"perplexity {perplexity(validation):.2f}"] if takes == "tokens" else []
     if summary["tokens_per_second"]:
         parts.append(f"{summary['tokens_per_second']:,.0f} {takes}/s")
-    parts.append(f"saved in {path}" if path else "nothing saved (--output DIR keeps a run)")
+    parts.append(kept(summary.get("checkpoints"), path))
     say(", ".join(parts))
+
+
+def kept(checkpoints: Mapping[str, Any] | None, path: Path | None) -> str:
+    """Where a run is saved, and which checkpoints are missing. `checkpoints`: as `Saves.summary` gives them."""
+    if path is None:
+        return "nothing saved (--output DIR keeps a run)"
+    if not checkpoints or not (failed := checkpoints["failed"]):
+        return f"saved in {path}"
+    newest, last = checkpoints["newest"], max(map(int, failed))
+    what = f"checkpoints that could not be written: {len(failed)}, the last that of step {last}"
+    if newest is None:
+        return f"no checkpoint in {path}; {what}"
+    return f"saved in {path}{'' if newest > last else f' up to step {newest} only'}; {what}"
 
 
 @contextmanager

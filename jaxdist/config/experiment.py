@@ -158,7 +158,8 @@ class Checkpoint(Section):
     verify: Verify = "checksums"
     """What a restore compares with the manifest: checksums reads every file once more; sizes takes no time."""
     failure: Literal["stop", "go on"] = "stop"
-    """When a checkpoint cannot be written, as on a full disk: stop with exit code 1, or say so and train on."""
+    """When a checkpoint cannot be written, as on a full disk: stop with exit code 1, or say so and train on, with exit
+    code 1 at the end if the last one is missing."""
 
 
 class Metrics(Section):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
-from jaxdist.config.checkpoints import FOLDER, clean, last_whole, newest_whole, steps_in, synchronize
+from jaxdist.config.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
@@ -45,6 +45,7 @@ class RunFolder:
         self.path, self.experiment, self.resume = path, experiment, resume
         self.begun = experiment  # the one that the folder holds so far
         self.unwritten = ""  # lines of metrics.jsonl for which there was no room
+        self.failed: dict[str, str] = {}  # file -> why it could not be written
         check_writable(path, f"--output {path}")
         self._held = ExitStack()
         self._found = self._there()
@@ -161,7 +162,9 @@ class RunFolder:
 
     def synchronize(self) -> None:
         """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will."""
-        with self.writing():  # network file systems and quotas tell here what they did not when it was written
+        with self.writing(
+            "metrics.jsonl"
+        ):  # network file systems and quotas tell here what they did not when it was written
             if self.metrics.exists():
                 synchronize(self.metrics)
 
@@ -175,25 +178,38 @@ class RunFolder:
                 self._events.add_scalar(name, value, record["step"])
 
     def _flush(self) -> None:
-        with self.writing():
+        with self.writing("metrics.jsonl"):
             append(self.metrics, self.unwritten)
             self.unwritten = ""
 
     def record(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep tensors of a step."""
-        with self.writing():
+        with self.writing(f"record/{step}.safetensors"):
             write_record(self.path, step, arrays)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """What cannot be written becomes a TrainingError, or is said where training is to go on."""
+    def writing(self, file: str) -> Iterator[None]:
+        """Around what writes `file`. Raises TrainingError where it cannot be written, or prints it once where training
+        is to go on."""
         try:
             yield
+            self.failed.pop(file, None)
         except (OSError, SafetensorError) as error:
-            message = f"--output {self.path}: {getattr(error, 'strerror', error)}"
+            reason = str(getattr(error, "strerror", error))
+            message = f"--output {self.path}: {file} could not be written: {reason}"
             if self.experiment.checkpoint.failure == "stop":
                 raise TrainingError(f"{message}; make room, and go on by --resume") from None
-            say(f"{message}; training goes on without it")
+            if file not in self.failed:
+                say(f"{message}; training goes on without it")
+            self.failed[file] = reason
+
+    def check_kept(self, saves: Saves) -> None:
+        """Raises TrainingError where a run that went on without what it could not write has lost its last checkpoint,
+        or files beside it."""
+        saves.check_latest()
+        if self.failed:
+            files = ", ".join(f"{file} ({reason})" for file, reason in self.failed.items())
+            raise TrainingError(f"--output {self.path}: the checkpoints are there, but not all of {files}")
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -212,7 +228,7 @@ class RunFolder:
 
     def summarize(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
-        with self.writing():
+        with self.writing("summary.json"):
             replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import ConfigError, Experiment, RunFolder, TrainingError, read_metrics
+from jaxdist.config.checkpoints import Saves
 
 
 def every(steps: int) -> Experiment:
@@ -67,13 +68,19 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     monkeypatch.setattr(os, "fsync", full)
-    said = f"--output {tmp_path}: {os.strerror(errno.EDQUOT)}; "
+    said = f"--output {tmp_path}: metrics.jsonl could not be written: {os.strerror(errno.EDQUOT)}; "
     if failure == "stop":
         with pytest.raises(TrainingError, match=f"^{re.escape(said)}make room, and go on by --resume$"):
             folder.synchronize()
     else:
         folder.synchronize()
-        assert capsys.readouterr().out == f"{said}training goes on without it\n"
+        folder.synchronize()
+        assert capsys.readouterr().out == f"{said}training goes on without it\n"  # once
+        with pytest.raises(TrainingError, match=f"not all of metrics.jsonl .{os.strerror(errno.EDQUOT)}"):
+            folder.check_kept(Saves(folder.checkpoints, folder.experiment.checkpoint))
+        monkeypatch.undo()
+        folder.synchronize()
+        folder.check_kept(Saves(folder.checkpoints, folder.experiment.checkpoint))
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -27,6 +27,7 @@ class Due(IntEnum):
     NOTHING = 0
     SAVE = 1
     STOP = 2  # saved before
+    FAIL = 3  # a save in progress has failed
 
 
 class Saving:
@@ -64,12 +65,13 @@ class Saving:
         else:
             self.asked, self.ended_by, self.ended_at = Due.STOP, signal.Signals(number), self.clock()
 
-    def due(self, step: int) -> Due:
-        """What is to be done after `step`; asking for a save takes it as done."""
+    def due(self, step: int, failed: bool = False) -> Due:
+        """What is to be done after `step`; a save that is asked for counts as done. `failed`: one in progress has."""
         every, minutes = self.config.every, self.config.minutes
         by_step, by_time = every and step % every == 0, minutes and self.clock() - self.saved >= 60 * minutes
         asked, self.asked = self.asked, Due.NOTHING  # a signal from here on is for the next step
-        found = Due(self.agree(max(asked, Due.SAVE if by_step or by_time else Due.NOTHING)))
+        by_config = Due.SAVE if by_step or by_time else Due.NOTHING
+        found = Due(self.agree(Due.FAIL if failed else max(asked, by_config)))
         if found:
             self.saved = self.clock()
         return found

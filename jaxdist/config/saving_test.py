@@ -58,6 +58,12 @@ def test_what_several_processes_agree_on_is_done() -> None:
     assert str(saving.interrupted(4, None)).startswith("ended by a signal after step 4")
 
 
+def test_a_save_that_failed_comes_first() -> None:
+    """Whatever else is due, on all processes: nothing is to be saved by a run that ends."""
+    assert Saving(Checkpoint(every=1)).due(1, failed=True) is Due.FAIL
+    assert Saving(Checkpoint(every=1), agree=lambda own: max(own, Due.FAIL)).due(1) is Due.FAIL
+
+
 def test_signals(tmp_path: Path) -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
