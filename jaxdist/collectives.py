@@ -169,12 +169,18 @@ def one_stage(blocks: Callable[[X], X], x: X) -> X:
     return blocks(x)
 
 
+class Routing(NamedTuple):
+    """The router's weights and choices of experts [B, T, k], and which tokens are valid [B, T]."""
+
+    weights_BTk: jax.Array
+    chosen_BTk: jax.Array
+    valid_BT: jax.Array
+
+
 class Dispatch(Protocol):
     """How tokens come to the experts on the mesh axis `expert`, and back (`parallel/experts.py`)."""
 
-    def __call__(
-        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
-    ) -> jax.Array:
+    def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
         """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
         by expert and how many each has."""
 
@@ -224,9 +230,9 @@ class Parallel:
         """`layers.attend` over all times, of which this device has its own."""
         return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
 
-    def experts(self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
+    def experts(self, experts: Rows, x_BTD: jax.Array, routing: Routing) -> jax.Array:
         """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
-        return self.dispatch(experts, x_BTD, weights_BTk, chosen_BTk, self.context)
+        return self.dispatch(experts, x_BTD, routing, self.context)
 
     def of_all_times(self, sums: jax.Array) -> jax.Array:
         """Sums over all times that this device enters, of those over the times that it has between `leave` and

@@ -96,10 +96,11 @@ class Step:
         """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
         `stages`: which of the blocks they are."""
         inputs, targets = batch
+        given = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
         if self.loss_chunks > 1:
-            made = self.forward(sinks, weights, inputs, stages, chunked(targets, self.loss_chunks))
+            made = self.forward(sinks, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given)
             return made.output, made
-        made = self.forward(sinks, weights, inputs, stages)
+        made = self.forward(sinks, weights, inputs, stages, **given)
         return cross_entropy(made.output, targets), made
 
     def forward(
@@ -108,12 +109,11 @@ class Step:
         weights: Arrays,
         inputs: jax.Array,
         stages: Stages = one_stage,
-        targets: jax.Array | None = None,
+        **given: jax.Array,
     ) -> Made:
-        """What the model makes of this device's rows, or with targets, in chunks, of both."""
+        """What the model makes of this device's rows. `given`: what else its call takes, such as targets in chunks."""
         parallel = replace(self.parallel, stages=stages)
-        given = () if targets is None else (targets,)  # which a ResNet does not take
-        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, *given)
+        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, **given)
         return Made(*made) if isinstance(made, tuple) else Made(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:

@@ -81,9 +81,10 @@ def least(
         found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
         found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
     if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
-        logits = e.train.batch * e.data.sequence * m.experts * ITEMSIZE[str(e.precision.compute)]
-        ranks = math.prod(mesh[axis] for axis in TOKENS)
+        tokens, ranks = e.train.batch * e.data.sequence, math.prod(mesh[axis] for axis in TOKENS)
+        logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
         found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
+        found[first(mesh, TOKENS)] += ring_bytes("all_gather", tokens, ranks)  # the mask, a byte each
     if side != JAX and e.parallel.strategy == "zero1":
         for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
             found[axis] -= size
@@ -226,17 +227,19 @@ def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str,
 
 
 def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
-    """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends rows,
-    beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights and choices
-    gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers' experts, which each
-    rank has, the routers' logits do. Over context the choices of all times are gathered where experts have a capacity.
+    """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends
+    rows, beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights
+    and choices gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers'
+    experts, which each rank has, the routers' logits and a mask of the valid tokens do. Over context the choices of
+    all times are gathered where experts have a capacity.
     """
     p, memory, model = passes(e, mesh), e.memory, e.model
     if not isinstance(model, Mixture):
         return
     if side == TRANSFORMERS:
-        logits = exactly(p.losses * model.layers * bool(model.balance))
-        yield first(mesh, TOKENS), {"all_gather": logits, "reduce_scatter": logits}
+        masks = p.losses * bool(model.balance)
+        logits = masks * model.layers
+        yield first(mesh, TOKENS), {"all_gather": exactly(logits + masks), "reduce_scatter": exactly(logits)}
         return
     m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0

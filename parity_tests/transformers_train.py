@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -277,7 +277,7 @@ def train_step(
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-            added = balance(found.router_logits, experiment.model) / parts if asked else 0
+            added = balance(found.router_logits, targets != IGNORED, experiment.model) / parts if asked else 0
             scaler.scale(loss * ranks / count + added).backward()
         total += loss.detach() / count
     dist.all_reduce(total)
@@ -293,8 +293,11 @@ def train_step(
     return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
 
 
-def balance(logits: Sequence[Tensor], c: Any) -> Any:
+def balance(logits: Sequence[Tensor], valid_BT: Tensor, c: Any) -> Any:
     """The balance loss of the microbatch of all ranks, by transformers' own function; of each block's logits [B·T, E].
+
+    Its attention mask is of the tokens whose target has a loss. The last token of a padded document has none: were it
+    counted, a document of T + 1 tokens would count as T in sequences of T, and as T + 1 in longer ones.
 
     Each rank has all of it: its gradient, summed over ranks by the gather, is averaged by DDP or FSDP2 as others are.
     """
@@ -302,7 +305,8 @@ def balance(logits: Sequence[Tensor], c: Any) -> Any:
 
     ranks = list(range(dist.get_world_size()))
     of_all = tuple(all_gather_tensor_autograd(block, 0, ranks) for block in logits)
-    loss: Any = load_balancing_loss_func(of_all, c.experts, c.top_k)
+    mask = all_gather_tensor(valid_BT.to(torch.uint8), 0, ranks)
+    loss: Any = load_balancing_loss_func(of_all, c.experts, c.top_k, mask)
     return c.balance * loss
 
 

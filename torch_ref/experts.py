@@ -23,8 +23,9 @@ Rows = Callable[[Tensor, list[int]], Tensor]  # rows [N, D] sorted by expert, an
 class Dispatch:
     """All experts on this rank, whose tokens are those of no other, or of one of `groups`."""
 
-    def __init__(self, *groups: dist.ProcessGroup):
-        self.groups = groups
+    def __init__(self, *groups: dist.ProcessGroup, part: tuple[int, int] = (0, 1)):
+        """`part`: (index, number) of the parts of times that tensor ranks have under sequence parallelism."""
+        self.groups, self.part = groups, part
 
     def __call__(self, experts: Rows, x_BTD: Tensor, chosen_BTk: Tensor, taken_BTk: Tensor, count: int) -> Tensor:
         """What each of a token's k experts makes of it [B, T, k, D], 0 where it is not taken; there are `count`."""
@@ -39,6 +40,11 @@ class Dispatch:
         """What the experts make of this rank's rows, in their order."""
         return experts(x_ND, count_E.tolist())
 
+    def own_times(self, x_BT: Tensor) -> Tensor:
+        """Of x [B, T, ...] the times that this rank's router sees."""
+        index, number = self.part
+        return x_BT.chunk(number, dim=1)[index]
+
     def of_all_tokens(self, sums: Tensor) -> Tensor:
         """Sums over the microbatch of all ranks. No gradient goes through it."""
         sums = sums.detach().clone()
@@ -50,8 +56,8 @@ class Dispatch:
 class AllToAll(Dispatch):
     """Each rank's own experts, over the axis of a one-dimensional mesh."""
 
-    def __init__(self, mesh: DeviceMesh, *groups: dist.ProcessGroup):
-        super().__init__(*groups)
+    def __init__(self, mesh: DeviceMesh, *groups: dist.ProcessGroup, part: tuple[int, int] = (0, 1)):
+        super().__init__(*groups, part=part)
         self.size, self.group = mesh.size(), mesh.get_group()
 
     def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:

@@ -155,12 +155,14 @@ def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
     """Experts over the axis `expert`, and their width over `tensor`; `torch_ref/experts.py` says what that sends."""
     counted = [axis for axis in (*TOKENS, *(("tensor",) if sequence else ())) if axis_size(mesh, axis) > 1]
     groups = [mesh.get_group(axis) for axis in counted]
-    dispatch = AllToAll(mesh["expert"], *groups) if axis_size(mesh, "expert") > 1 else Dispatch(*groups)
+    part = (mesh.get_local_rank("tensor"), axis_size(mesh, "tensor")) if sequence else (0, 1)
+    over_expert = axis_size(mesh, "expert") > 1
+    dispatch = AllToAll(mesh["expert"], *groups, part=part) if over_expert else Dispatch(*groups, part=part)
     split = tuple(axis for axis in ("expert", "tensor") if axis_size(mesh, axis) > 1)
     model.dispatch = dispatch
     for block in blocks(model):
-        experts = block.get_submodule("mlp.experts")
-        experts.dispatch = dispatch  # type: ignore[assignment]
+        mixture, experts = block.get_submodule("mlp"), block.get_submodule("mlp.experts")
+        mixture.dispatch = experts.dispatch = dispatch  # type: ignore[assignment]
         if split:
             spread(experts, mesh[split], Shard(1) if sequence else Replicate())
 

@@ -15,10 +15,11 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED
 from torch_ref.images import statistics_of_the_first
 from torch_ref.mesh import TOKENS, over
+from torch_ref.models import Mixtral
 from torch_ref.models.loss import chunked, cross_entropy
 from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
-from torch_ref.pipeline import Pipeline
+from torch_ref.pipeline import Pipeline, parts_of
 
 
 class Rows(NamedTuple):
@@ -114,10 +115,12 @@ def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
 def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
     """Sum of cross-entropy over a rank's rows, nats, in so many chunks of its tokens; and this rank's part of what the
     model adds to the loss: a mixture its balance, others 0."""
-    given = [chunked(rows.targets, chunks)] if chunks > 1 else []
-    made = model(rows.inputs, *given)
+    given = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
+    if isinstance(parts_of(model)[0], Mixtral):
+        given["valid_BT"] = rows.targets != IGNORED
+    made = model(rows.inputs, **given)
     output, added = made if isinstance(made, tuple) else (made, 0)
-    return output if given else cross_entropy(output, rows.targets), added
+    return output if chunks > 1 else cross_entropy(output, rows.targets), added
 
 
 def of_all_stages(model: nn.Module) -> Tensor | None:

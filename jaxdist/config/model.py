@@ -181,11 +181,12 @@ class Mixture(Rotary):
     norm_topk_prob: bool = True
     """Divide the probabilities of a token's experts by their sum (Mixtral always)."""
     balance: NotNegative = 0.001
-    """What of the load-balance loss is added to that of the tokens (arXiv:2101.03961, eq. 4): E · the sum over experts
-    of the share of tokens that go there times their mean probability, of all blocks, within a microbatch."""
+    """Weight of the load-balance loss, which is added to that of the tokens (arXiv:2101.03961, eq. 4): E · the sum over
+    experts of the share of tokens that go there times their mean probability, over all blocks and a microbatch. Tokens
+    whose target has no loss, such as padding, are not counted."""
     capacity: NotNegative = 0.0
-    """Tokens of a sequence that an expert takes at most, in multiples of its even share of them, top_k · T / E; those
-    that come later in time go without it. 0: all are taken."""
+    """Tokens of a sequence that an expert takes at most, in multiples of its even share of them, top_k · T / E, T being
+    the tokens before the padding; those that come later in time go without it. 0: all are taken."""
     mlp_bias: ClassVar[bool] = False
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.collectives import Parallel, wide
+from jaxdist.collectives import Parallel, Routing, wide
 from jaxdist.config import Mixture as Config
 from jaxdist.memory import Rematerialize
 from jaxdist.models.grouped import grouped
@@ -41,11 +41,11 @@ def choose(probabilities_BTE: jax.Array, k: int) -> jax.Array:
     return jnp.argsort(probabilities_BTE, axis=-1, descending=True, stable=True)[..., :k].astype(jnp.int32)
 
 
-def tally(probabilities_BTE: jax.Array, chosen_BTk: jax.Array) -> jax.Array:
-    """Over all tokens, how many go to each expert, and the sum of its probabilities: [2, E]."""
-    E = probabilities_BTE.shape[-1]
-    count_E = jax.nn.one_hot(chosen_BTk, E, dtype=probabilities_BTE.dtype).sum((0, 1, 2))
-    return jnp.stack([count_E, probabilities_BTE.sum((0, 1))])
+def tally(probabilities_BTE: jax.Array, chosen_BTk: jax.Array, valid_BT: jax.Array) -> jax.Array:
+    """Over the valid tokens, how many go to each expert, and the sum of its probabilities: [2, E]."""
+    E, valid_BT1 = probabilities_BTE.shape[-1], valid_BT[..., None]
+    choices_BTE = jax.nn.one_hot(chosen_BTk, E, dtype=probabilities_BTE.dtype).sum(2)
+    return jnp.stack([jnp.where(valid_BT1, a_BTE, 0).sum((0, 1)) for a_BTE in (choices_BTE, probabilities_BTE)])
 
 
 class GroupedLinear(nnx.Module):
@@ -75,20 +75,24 @@ class Experts(nnx.Module):
 
 
 class Mixture(nnx.Module):
-    """The weighted sum of what the chosen experts make of each token, and the tally."""
+    """The weighted sum of what the chosen experts make of each token, and the tally.
+
+    `valid_BT` covers the times that tensor devices share; the tally takes this device's own part of them.
+    """
 
     def __init__(self, c: Config):
         self.router, self.experts = Router(c), Experts(c)
         self.top_k, self.norm_topk_prob = c.top_k, c.norm_topk_prob
 
-    def __call__(self, par: Parallel, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, par: Parallel, x_BTD: jax.Array, valid_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         probabilities_BTE = jax.nn.softmax(self.router(x_BTD), axis=-1)
         chosen_BTk = choose(probabilities_BTE, self.top_k)
         weights_BTk = jnp.take_along_axis(probabilities_BTE, chosen_BTk, axis=-1)
         if self.norm_topk_prob:
             weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdims=True)
-        entered = par.enter(x_BTD), par.enter(weights_BTk), par.enter(chosen_BTk)
-        return par.leave(par.experts(self.experts.rows, *entered)), tally(probabilities_BTE, chosen_BTk)
+        routing = Routing(par.enter(weights_BTk), par.enter(chosen_BTk), valid_BT)
+        y_BTD = par.leave(par.experts(self.experts.rows, par.enter(x_BTD), routing))
+        return y_BTD, tally(probabilities_BTE, chosen_BTk, par.own_times(valid_BT.T).T)
 
 
 class Block(nnx.Module):
@@ -100,16 +104,22 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(c.dim, c.norm_eps)
         self.mlp = Mixture(c)
 
-    def __call__(self, par: Parallel, flow: Flow, rotation: Rotation) -> Flow:
+    def __call__(self, par: Parallel, flow: Flow, rotation: Rotation, valid_BT: jax.Array) -> Flow:
         x_BTD, so_far = flow
         x_BTD = x_BTD + self.attention(par, par.enter(self.attention_norm(x_BTD)), rotation)
-        y_BTD, own = self.mlp(par, self.mlp_norm(x_BTD))
+        y_BTD, own = self.mlp(par, self.mlp_norm(x_BTD), valid_BT)
         return x_BTD + y_BTD, so_far + own
 
 
 class Mixtral(nnx.Module):
-    """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits, and of the balance loss
-    this device's part."""
+    """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits, and this device's part of
+    the balance loss.
+
+    `valid_BT` marks the tokens that the balance counts and that an expert's room is measured by: those whose target
+    has a loss. So neither depends on how far sequences are padded. By default all tokens are valid.
+    """
+
+    masks_padding = True
 
     def __init__(self, c: Config):
         self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
@@ -119,18 +129,26 @@ class Mixtral(nnx.Module):
         self.config = c
 
     def __call__(
-        self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None
+        self,
+        par: Parallel,
+        tokens_BT: jax.Array,
+        rematerialize: Rematerialize,
+        targets_SN: jax.Array | None = None,
+        valid_BT: jax.Array | None = None,
     ) -> Flow:
+        if valid_BT is None:
+            valid_BT = jnp.ones_like(tokens_BT, dtype=bool)
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         nothing = jnp.zeros_like(wide(x_BTD), shape=(2, self.config.experts))
-        x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation)
+        x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation, valid_BT)
         return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN), self.balance(par, tally_2E)
 
     def balance(self, par: Parallel, tally_2E: jax.Array) -> jax.Array:
-        """This device's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""
+        """This device's part of balance · E · sum over experts of share · mean probability, over valid tokens and
+        blocks; 0 where no token is valid."""
         c, (count_E, sum_E) = self.config, par.of_all_times(tally_2E)
         count_E = par.of_all_tokens(count_E)
-        entries = count_E.sum() / c.top_k  # tokens of all blocks
+        entries = jnp.maximum(count_E.sum() / c.top_k, 1)  # tokens of all blocks
         return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()

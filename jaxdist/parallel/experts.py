@@ -8,18 +8,20 @@
 x being the bytes of the group's tokens, those of the n devices along the axis, Dropless sends 2x(n-1)/n each way, and
 beside it k weights and numbers of experts a token. Boxes have room for C = capacity · k · T / E rows of each sequence
 and expert, of which a device with B sequences sends 2 · E·B·C·D · (n-1)/n numbers each way. They are fewer where
-capacity · k < n. Room is by sequence, in the order of time: what is left out depends on no mesh, and of no token on a
-later one. Where `context` splits sequences, the choices of all times are gathered, and a device's boxes have room for
-as many rows as it has times, if that is less than C.
+capacity · k < n. Room is by sequence, in the order of time: what is left out depends on no mesh. Padding takes no room
+and makes none: T above counts the tokens of a sequence up to its last valid one, and the boxes are as large as a
+sequence without padding needs. Where `context` splits sequences, the choices of all times are gathered, and a device's
+boxes have room for as many rows as it has times, if that is less than C.
 """
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxdist.collectives import Context, Dispatch, Rows, wide
+from jaxdist.collectives import Context, Dispatch, Routing, Rows, wide
 from jaxdist.config import Mixture, Model
 
 AXIS = "expert"
@@ -36,11 +38,9 @@ class Dropless:
 
     count: int
 
-    def __call__(
-        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
-    ) -> jax.Array:
+    def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
         x_BTD, weights_BTk, chosen_BTk = (
-            lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_BTD, weights_BTk, chosen_BTk)
+            lax.all_gather(a, AXIS, axis=0, tiled=True) for a in (x_BTD, routing.weights_BTk, routing.chosen_BTk)
         )
         own = self.count // lax.axis_size(AXIS)
         index_N = (chosen_BTk - lax.axis_index(AXIS) * own).reshape(-1)
@@ -66,14 +66,28 @@ class Capped:
 
     model: Mixture
 
-    def __call__(
-        self, experts: Rows, x_BTD: jax.Array, weights_BTk: jax.Array, chosen_BTk: jax.Array, context: Context
-    ) -> jax.Array:
+    def taken(self, routing: Routing, context: Context) -> jax.Array:
+        """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
+        E = self.model.experts
+        # Which tokens are valid travels with the choices: those of others are E higher.
+        marked_BTk = jnp.where(routing.valid_BT[..., None], routing.chosen_BTk, E + routing.chosen_BTk)
+        marked_BSk = context.all_times(marked_BTk)
+        place_SBk = places(marked_BSk % E, E).swapaxes(0, 1)
+        return context.rows(place_SBk).swapaxes(0, 1) < self.rooms(marked_BSk[..., 0] < E)[:, None, None]
+
+    def rooms(self, valid_BS: jax.Array) -> jax.Array:
+        """Tokens that an expert takes of each sequence [B], of whose times up to the last valid one."""
+        S = valid_BS.shape[1]
+        length_B = jnp.where(valid_BS, jnp.arange(1, S + 1), 0).max(1)
+        return jnp.asarray(np.array([self.model.room(length) for length in range(S + 1)]))[length_B]
+
+    def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
+        weights_BTk, chosen_BTk, _ = routing
         (B, T, k), D, E = chosen_BTk.shape, x_BTD.shape[-1], self.model.experts
-        place_SBk = places(context.all_times(chosen_BTk), E).swapaxes(0, 1)
-        room = self.model.room(len(place_SBk))
-        taken_BTk = context.rows(place_SBk).swapaxes(0, 1) < room
-        C = min(room, T)  # the first of a sequence are the first of this device's
+        taken_BTk = self.taken(routing, context)
+        C = min(
+            self.model.room(T * lax.axis_size("context")), T
+        )  # the first of a sequence are the first of this device's
         place_BN = jnp.where(taken_BTk, places(chosen_BTk, E), C).reshape(B, T * k)
         at = chosen_BTk.reshape(B, T * k), jnp.arange(B)[:, None], place_BN  # place C is outside of the box
         empty = jnp.zeros_like(x_BTD, shape=(E, B, C, D))

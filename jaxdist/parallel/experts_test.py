@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.collectives import Routing
 from jaxdist.config import AXES, Mixture
 from jaxdist.parallel import experts
 from jaxdist.parallel.context import Whole
@@ -27,21 +28,21 @@ def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
-def looped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, room: int) -> np.ndarray:
-    """Expert e multiplies by e + 1; in each sequence it takes the first `room` tokens that come to it."""
+def looped(x: np.ndarray, weights: np.ndarray, chosen: np.ndarray, rooms: list[int]) -> np.ndarray:
+    """Expert e multiplies by e + 1; of sequence b it takes the first rooms[b] tokens that come to it."""
     y = np.zeros_like(x)
     for b in range(B):
         taken = np.zeros(E, int)
         for t in range(T):
             for k in range(K):
                 e = chosen[b, t, k]
-                y[b, t] += weights[b, t, k] * (e + 1) * x[b, t] * (taken[e] < room)
+                y[b, t] += weights[b, t, k] * (e + 1) * x[b, t] * (taken[e] < rooms[b])
                 taken[e] += 1
     return y
 
 
-def dispatched(devices: int, capacity: float) -> np.ndarray:
-    """What a mesh whose axis `expert` has so many devices makes of them."""
+def dispatched(devices: int, capacity: float, valid: np.ndarray) -> np.ndarray:
+    """What a mesh whose axis `expert` has so many devices makes of them; `valid` [B, T]."""
     sizes = [devices if axis == "expert" else 1 for axis in AXES]
     mesh = jax.make_mesh(sizes, AXES, devices=jax.devices()[:devices], axis_types=(AxisType.Auto,) * len(AXES))
     row = experts.dispatch(MODEL.model_copy(update={"capacity": capacity}))
@@ -50,11 +51,12 @@ def dispatched(devices: int, capacity: float) -> np.ndarray:
         own = lax.axis_index("expert") * len(counts_E) + jnp.arange(len(counts_E)) + 1.0
         return lax.ragged_dot(x_ND, own[:, None, None] * jnp.eye(D), counts_E)
 
-    def function(x: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        return row(multiply, x, weights, chosen, Whole())
+    def function(x: jax.Array, *routing: jax.Array) -> jax.Array:
+        return row(multiply, x, Routing(*routing), Whole())
 
     spec = P("expert")
-    return np.asarray(jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec))(*tokens()))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+    return np.asarray(jax.jit(mapped)(*tokens(), valid))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])
@@ -62,7 +64,23 @@ def dispatched(devices: int, capacity: float) -> np.ndarray:
 def test_experts_take_what_they_have_room_for(devices: int, capacity: float) -> None:
     room = MODEL.model_copy(update={"capacity": capacity}).room(T)
     assert room == {0.0: T, 0.6: 2, 1.0: 3, 9.0: T}[capacity]
-    found = dispatched(devices, capacity)
-    np.testing.assert_allclose(found, looped(*tokens(), room), rtol=1e-5, atol=1e-6)
+    found = dispatched(devices, capacity, np.ones((B, T), bool))
+    np.testing.assert_allclose(found, looped(*tokens(), [room] * B), rtol=1e-5, atol=1e-6)
     if room < T:  # the loop sees one more that is taken
-        assert np.abs(found - looped(*tokens(), room + 1)).max() > 0.1
+        assert np.abs(found - looped(*tokens(), [room + 1] * B)).max() > 0.1
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_padding_makes_no_room(devices: int) -> None:
+    """Room is an even share of the tokens up to the last valid one: a token without a loss before it is no padding."""
+    lengths = [6, 3, 1, 5]
+    valid = np.arange(T) < np.array(lengths)[:, None]
+    valid[3, 2] = False
+    capped = MODEL.model_copy(update={"capacity": 1.0})
+    found = dispatched(devices, 1.0, valid)
+    rooms = [capped.room(length) for length in lengths]
+    assert rooms == [3, 2, 1, 3]
+    right = looped(*tokens(), rooms)
+    np.testing.assert_allclose(found[valid], right[valid], rtol=1e-5, atol=1e-6)
+    padded = looped(*tokens(), [capped.room(T)] * B)
+    assert np.abs(found - padded)[valid].max() > 0.1  # planted: room for an even share of padding as well

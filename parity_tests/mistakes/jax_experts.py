@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist import program
-from jaxdist.collectives import Parallel, vary
+from jaxdist.collectives import Parallel, Routing, vary
 from jaxdist.models import mixtral
 from jaxdist.parallel import experts
 from jaxdist.parallel.context import Ring
@@ -109,10 +109,11 @@ def room_shared_by_sequences() -> None:
     """An expert's room is that of all sequences of a device together, so that other tokens are left out."""
     right = experts.Capped.__call__
 
-    def call(self: Any, rows: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array, context: Any) -> jax.Array:
-        B, T = chosen.shape[:2]
-        x_1, weights_1, chosen_1 = (a.reshape(1, B * T, -1) for a in (x, weights, chosen))
-        return right(self, rows, x_1, weights_1, chosen_1, context).reshape(x.shape)
+    def call(self: Any, rows: Any, x: jax.Array, routing: Routing, context: Any) -> jax.Array:
+        B, T = routing.valid_BT.shape
+        x_1, weights_1, chosen_1 = (a.reshape(1, B * T, -1) for a in (x, *routing[:2]))
+        together = Routing(weights_1, chosen_1, routing.valid_BT.reshape(1, B * T))
+        return right(self, rows, x_1, together, context).reshape(x.shape)
 
     plant(experts.Capped, "__call__", call)
 

@@ -47,7 +47,7 @@ def gate_and_up_of_experts_exchanged() -> None:
 def balance_of_the_first_choice() -> None:
     """Balanced is where each token's first choice goes, as in the Switch transformer, not all of them."""
     right = mixtral.tally
-    plant(mixtral, "tally", lambda probabilities, chosen: right(probabilities, chosen[..., :1]))
+    plant(mixtral, "tally", lambda probabilities, chosen, valid: right(probabilities, chosen[..., :1], valid))
 
 
 @planted("experts", "distribution", "activation_gradient/layers.1.mlp.router")
@@ -95,9 +95,9 @@ def the_last_are_taken() -> None:
 def room_for_each_ranks_times() -> None:
     """An expert has its room for a sequence on each rank that has some of its times."""
 
-    def taken(self: Any, chosen: Tensor) -> Tensor:
-        room = self.config.room(chosen.shape[1] * self.context.size)
-        return mixtral.places(chosen, self.config.experts) < room
+    def taken(self: Any, chosen: Tensor, valid: Tensor) -> Tensor:
+        rooms = self.rooms(self.context.gather(valid))
+        return mixtral.places(chosen, self.config.experts) < rooms[:, None, None]
 
     plant(mixtral.Experts, "taken", taken)
 

@@ -35,10 +35,11 @@ def places(chosen_BTk: Tensor, count: int) -> Tensor:
     return until_BNE.gather(-1, chosen_BN[..., None]).view_as(chosen_BTk) - 1
 
 
-def tally(probabilities_BTE: Tensor, chosen_BTk: Tensor) -> Tensor:
-    """Over all tokens, how many go to each expert, and the sum of its probabilities: [2, E]."""
-    count_E = chosen_BTk.flatten().bincount(minlength=probabilities_BTE.shape[-1])
-    return torch.stack([count_E.to(probabilities_BTE.dtype), probabilities_BTE.sum((0, 1))])
+def tally(probabilities_BTE: Tensor, chosen_BTk: Tensor, valid_BT: Tensor) -> Tensor:
+    """Over the valid tokens, how many go to each expert, and the sum of its probabilities: [2, E]."""
+    E, valid_BT1 = probabilities_BTE.shape[-1], valid_BT[..., None]
+    count_E = torch.where(valid_BT1, chosen_BTk, E).flatten().bincount(minlength=E + 1)[:E]
+    return torch.stack([count_E.to(probabilities_BTE.dtype), torch.where(valid_BT1, probabilities_BTE, 0).sum((0, 1))])
 
 
 class GroupedLinear(nn.Module):
@@ -71,33 +72,49 @@ class Experts(nn.Module):
         h_NF = functional.silu(self.gate_proj(x_ND, counts)) * self.up_proj(x_ND, counts)
         return self.down_proj(h_NF, counts)
 
-    def taken(self, chosen_BTk: Tensor) -> Tensor:
+    def taken(self, chosen_BTk: Tensor, valid_BT: Tensor) -> Tensor:
         """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
         if not self.config.capacity:
             return torch.ones_like(chosen_BTk, dtype=torch.bool)
-        place_SBk = places(self.context.gather(chosen_BTk), self.config.experts).swapaxes(0, 1)
-        return self.context.rows(place_SBk).swapaxes(0, 1) < self.config.room(len(place_SBk))
+        E = self.config.experts
+        # Which tokens are valid travels with the choices: those of others are E higher.
+        marked_BSk = self.context.gather(torch.where(valid_BT[..., None], chosen_BTk, E + chosen_BTk))
+        place_SBk = places(marked_BSk % E, E).swapaxes(0, 1)
+        return self.context.rows(place_SBk).swapaxes(0, 1) < self.rooms(marked_BSk[..., 0] < E)[:, None, None]
 
-    def forward(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor) -> Tensor:
-        y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, self.taken(chosen_BTk), self.config.experts)
+    def rooms(self, valid_BS: Tensor) -> Tensor:
+        """Tokens that an expert takes of each sequence [B], of whose times up to the last valid one."""
+        S = valid_BS.shape[1]
+        length_B = (valid_BS * torch.arange(1, S + 1, device=valid_BS.device)).amax(1)
+        return torch.tensor([self.config.room(length) for length in range(S + 1)], device=valid_BS.device)[length_B]
+
+    def forward(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, *, valid_BT: Tensor) -> Tensor:
+        taken_BTk = self.taken(chosen_BTk, valid_BT)
+        y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, taken_BTk, self.config.experts)
         return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).to(x_BTD.dtype)
 
 
 class Mixture(nn.Module):
-    """The weighted sum of what the chosen experts make of each token, and the tally."""
+    """The weighted sum of what the chosen experts make of each token, and the tally.
+
+    `valid_BT` covers the times that tensor ranks share; the tally takes this rank's own part of them.
+    """
+
+    dispatch = Dispatch()
 
     def __init__(self, c: Config):
         super().__init__()
         self.router, self.experts = Router(c), Experts(c)
         self.top_k, self.norm_topk_prob = c.top_k, c.norm_topk_prob
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
         probabilities_BTE = self.router(x_BTD).softmax(-1)
         chosen_BTk = choose(probabilities_BTE, self.top_k)
         weights_BTk = probabilities_BTE.gather(-1, chosen_BTk)
         if self.norm_topk_prob:
             weights_BTk = weights_BTk / weights_BTk.sum(-1, keepdim=True)
-        return self.experts(x_BTD, weights_BTk, chosen_BTk), tally(probabilities_BTE, chosen_BTk)
+        y_BTD = self.experts(x_BTD, weights_BTk, chosen_BTk, valid_BT=valid_BT)
+        return y_BTD, tally(probabilities_BTE, chosen_BTk, self.dispatch.own_times(valid_BT))
 
 
 class Block(nn.Module):
@@ -110,15 +127,19 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(c.dim, c.norm_eps)
         self.mlp = Mixture(c)
 
-    def forward(self, x_BTD: Tensor, so_far: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, so_far: Tensor, rotation: Rotation, valid_BT: Tensor) -> tuple[Tensor, Tensor]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotation)
-        y_BTD, own_2E = self.mlp(self.mlp_norm(x_BTD))
+        y_BTD, own_2E = self.mlp(self.mlp_norm(x_BTD), valid_BT)
         return x_BTD + y_BTD, so_far + own_2E
 
 
 class Mixtral(nn.Module):
     """Decoder: embedding, blocks, norm, head. Tokens [B, T] -> logits [B, T, V], and this rank's part of the balance
-    loss."""
+    loss.
+
+    `valid_BT` marks the tokens that the balance counts and that an expert's room is measured by: those whose target
+    has a loss. So neither depends on how far sequences are padded. By default all tokens are valid.
+    """
 
     context, dispatch = Context(), Dispatch()
 
@@ -130,18 +151,23 @@ class Mixtral(nn.Module):
         self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
         self.config = c
 
-    def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BT: Tensor, targets_SN: Tensor | None = None, valid_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if valid_BT is None:
+            valid_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
         x_BTD = self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)
         tally_2E = wide(x_BTD).new_zeros(2, self.config.experts)
         for block in self.layers:
-            x_BTD, tally_2E = block(x_BTD, tally_2E, rotation)
+            x_BTD, tally_2E = block(x_BTD, tally_2E, rotation, valid_BT)
         return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN), self.balance(tally_2E)
 
     def balance(self, tally_2E: Tensor) -> Tensor:
-        """This rank's part of balance · E · sum over experts of share · mean probability, over tokens and blocks."""
+        """This rank's part of balance · E · sum over experts of share · mean probability, over valid tokens and
+        blocks; 0 where no token is valid."""
         c, (count_E, sum_E) = self.config, tally_2E
         count_E = self.dispatch.of_all_tokens(count_E)
-        entries = count_E.sum() / c.top_k  # tokens of all blocks
+        entries = (count_E.sum() / c.top_k).clamp_min(1)  # tokens of all blocks
         return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
