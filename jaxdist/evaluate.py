@@ -132,7 +132,9 @@ def configure(a: Any) -> Experiment:
     if a.batch is not None:
         values["train"]["batch"] = a.batch
     if a.data:
-        values["data"] |= {"path": a.data, "fingerprint": "", "validation": 0.0, "shuffle": False}
+        values["data"] |= {
+            "path": a.data, "fingerprint": "", "split": "share", "validation": 0.0, "shuffle": False,
+        }  # fmt: skip
     return Experiment.parse(values, source="arguments")
 
 

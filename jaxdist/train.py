@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         compiled = lowered.compile()
         startup.ended("compile")
         compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
-        rows = notes(metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options)
+        rows = dataset.rows | notes(
+            metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options
+        )
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
         state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule, startup)

@@ -34,6 +34,7 @@ FORGETS = {
     "data.tokenizer": ("fingerprint",),
     "data.text_field": ("fingerprint",),
     "data.bin_dtype": ("fingerprint",),
+    "data.split": ("fingerprint",),
 }
 
 

@@ -57,17 +57,22 @@ class Data(Section):
     """What is taken from pixels, from 0 to 1 where they are bytes: one number, or one for each channel."""
     pixel_std: Numbers = (1.0,)
     """What they are divided by then; ImageNet's are 0.485,0.456,0.406 and 0.229,0.224,0.225."""
-    bin_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
-    """Integer type of a .bin file."""
+    bin_dtype: Literal["auto", "uint16", "uint32", "int32", "int64"] = "auto"
+    """Integer type of a .bin file. auto: what its content, llm.c's header or Megatron's .idx says; the start-up table
+    tells it. Any other is refused where it contradicts those."""
+    split: Literal["auto", "share"] = "auto"
+    """auto: files or folders whose names say train and validation (val, valid, dev, or test) are these splits, also
+    beside the file of data.path; without such names, and under share, the last data.validation is for validation."""
     validation: Fraction = 0.05
-    """Share of the sequences kept from training, for evaluation."""
+    """Share of the sequences kept from training, for evaluation, where no names of files tell the splits."""
     last: Literal["continue", "drop", "pad"] = "continue"
     """Where an epoch ends within a batch. continue: the next one begins in it; drop: the batch is left out, as by
     DataLoader's drop_last; pad: the epoch's first sequences fill it, as by DistributedSampler."""
     shuffle: bool = True
     """Visit the sequences of each epoch in a seeded permutation."""
     fingerprint: str = ""
-    """Names and sizes of the data when a run began, hashed to 32 hex digits: others are refused. Empty: any."""
+    """Names, sizes and sampled content of the data when a run began, hashed to 32 hex digits: others are refused.
+    Empty: any."""
 
     @field_validator("path", "tokenizer")
     @classmethod

@@ -24,10 +24,11 @@ from jaxdist.config.lock import Taken, alone
 from jaxdist.config.record import write_record
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
-# Where the data lie is free as well: `data.fingerprint` knows them by names and sizes.
+# Where the data lie and how they are told is free as well: `data.fingerprint` knows what was read.
 FREE = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
+    "data.bin_dtype", "data.split",
 )  # fmt: skip
 
 LOCK = ".lock"  # held by the run that writes the folder

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError, Data, Experiment, ResNet
+from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
 from jaxdist.data.sources import Stream, open_stream
@@ -55,12 +56,19 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
 
 
 def _as_begun(data: Data, dataset: "Dataset") -> "Dataset":
-    """Itself. Raises ConfigError where they are other data than a run began with."""
-    if data.fingerprint not in ("", dataset.fingerprint):
+    """The dataset. Raises ConfigError where its data are not those that the run began with."""
+    fingerprints, setting = dataset.earlier
+    if data.fingerprint in fingerprints and setting:
+        raise ConfigError(
+            f"data.fingerprint = {data.fingerprint!r}: the run was begun by an earlier version, which read the files "
+            f"at data.path = {data.path!r} otherwise; set {setting} to read them as it did"
+        )
+    if data.fingerprint not in ("", dataset.fingerprint, *fingerprints):
         raise ConfigError(
             f"data.fingerprint = {data.fingerprint!r}: the data at data.path = {data.path!r} (empty: the source of "
-            f"this Python, or scikit-learn's digits) are others, {dataset.fingerprint}; give the data of then, or "
-            "data.fingerprint = '' for any"
+            f"this Python, or scikit-learn's digits) are others, {dataset.fingerprint}: their names, sizes, content or "
+            "order differ, or what is made of them; give the data of then, or begin a new run in another folder, from "
+            "these weights by --init, with data.fingerprint = ''"
         )
     return dataset
 
@@ -85,14 +93,23 @@ def in_steps(experiment: Experiment) -> Experiment:
 class Dataset(ABC):
     """Rows, which are sequences or images, split in training and validation."""
 
-    def __init__(self, data: Data, count: int, fingerprint: str) -> None:
-        """`fingerprint`: 32 hex digits over names and sizes of the files and the tokenizer, equal for the same data.
+    fingerprint: str
+    """32 hex digits over names, sizes and sampled content of the files and the tokenizer, equal for the same data."""
+    earlier: Earlier
+    rows: dict[str, str]
+    """Of the start-up table: what was found."""
 
-        Validation is the last data.validation of the rows, at least one where there are two.
-        """
-        self._data, self.fingerprint = data, fingerprint
-        held = min(count - 1, max(1, int(count * data.validation))) if data.validation else 0
+    def __init__(self, data: Data, count: int, held: int | None = None) -> None:
+        """Of `count` rows the last `held` are validation; without it the last data.validation of them, at least one
+        where there are two."""
+        self._data = data
+        share = held is None
+        if held is None:
+            held = min(count - 1, max(1, int(count * data.validation))) if data.validation else 0
         self._splits = {"train": (0, count - held), "validation": (count - held, held)}
+        self._split_row = f"training {count - held:,}, validation {held:,}" + (
+            f" (the last {data.validation:.3g} of them: data.validation)" if share and held else ""
+        )
 
     @abstractmethod
     def _read(self, row: NDArray[np.int64]) -> Batches:
@@ -157,28 +174,34 @@ class Sequences(Dataset):
 
     def __init__(self, data: Data, stream: Stream) -> None:
         self._stream = stream
-        T, bounds = data.sequence, stream.bounds
-        if len(stream) == 0:
+        self.fingerprint, self.earlier = stream.fingerprint, stream.earlier
+        T, bounds, training = data.sequence, stream.bounds, stream.training
+        if (training if training is not None else len(stream)) == 0:
             raise ConfigError(f"data.path = {data.path!r}: holds no tokens; give a file or folder that does")
-        if data.documents == "packed":  # as one document, without the remainder
-            bounds = np.array([0, (len(stream) - 1) // T * T + 1], np.int64)
-        self._bounds = bounds
+        if data.documents == "packed":  # each split as one document, without the remainder
+            edges = np.array([0, len(stream)] if training is None else [0, training, len(stream)], np.int64)
+            starts, stops = edges[:-1], edges[:-1] + np.maximum(np.diff(edges) - 1, 0) // T * T + 1
+        else:
+            starts, stops = bounds[:-1], bounds[1:]
+        self._starts, self._stops = starts, stops
         # [documents + 1]: how many sequences come before each document
-        self._before = np.cumsum([0, *-(-np.maximum(np.diff(bounds) - 1, 0) // T)], dtype=np.int64)
+        self._before = np.cumsum([0, *-(-np.maximum(stops - starts - 1, 0) // T)], dtype=np.int64)
         count = int(self._before[-1])
-        if count == 0:
+        before = count if training is None else int(self._before[np.searchsorted(starts, training)])
+        if before == 0:
             raise ConfigError(
-                f"data.sequence = {T}: data.path = {data.path!r} has {len(stream)} tokens, not enough for "
-                "one sequence and its next token; shorten the sequence or give longer text"
+                f"data.sequence = {T}: data.path = {data.path!r} has {len(stream) if training is None else training} "
+                "tokens, not enough for one sequence and its next token; shorten the sequence or give longer text"
             )
-        super().__init__(data, count, stream.fingerprint)
+        super().__init__(data, count, None if training is None else count - before)
+        self.rows = stream.rows | {"sequences": self._split_row}
 
     def _read(self, sequence: NDArray[np.int64]) -> Batch:
         """The sequences with these numbers [B]."""
         T = self._data.sequence
         document = np.searchsorted(self._before, sequence, side="right") - 1
-        start = self._bounds[document] + (sequence - self._before[document]) * T
-        length = np.minimum(self._bounds[document + 1] - start, T + 1)
+        start = self._starts[document] + (sequence - self._before[document]) * T
+        length = np.minimum(self._stops[document] - start, T + 1)
         ids = np.zeros((len(sequence), T + 1), np.int32)
         for row, (begin, some) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
             ids[row, :some] = self._stream.read(begin, begin + some)
@@ -190,8 +213,9 @@ class Labelled(Dataset):
     """Images with their classes. They are split in a fixed permutation, as files often are in the order of classes."""
 
     def __init__(self, data: Data, pictures: Pictures) -> None:
-        super().__init__(data, len(pictures.labels), pictures.fingerprint)
-        self._pictures = pictures
+        super().__init__(data, len(pictures.labels))
+        self._pictures, self.fingerprint, self.earlier = pictures, pictures.fingerprint, Earlier()
+        self.rows = {"images": self._split_row}
 
     def _read(self, row: NDArray[np.int64]) -> Images:
         number = permute(row, len(self._pictures.labels), 0, np.zeros_like(row))

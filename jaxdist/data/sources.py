@@ -1,17 +1,12 @@
 """From data.path to one stream of token ids, memory-mapped wherever the file already holds them."""
 
 import codecs
-import hashlib
-import json
-import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,39 +14,33 @@ from rich.progress import Progress
 
 from jaxdist.config import ConfigError, Data
 from jaxdist.config.display import console
-from jaxdist.data.encoding import Piece, check_ids, encode, json_lines, make_encoder, text_file
+from jaxdist.data.blocks import BLOCKS, Earlier, fingerprint_by_names, fingerprint_of
+from jaxdist.data.encoding import Encoder, Piece, check_ids, encode, json_lines, make_encoder, text_file
+from jaxdist.data.files import Files, find_files, library_files, names
+from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, raw
 
 CHUNK = 1 << 22  # ids looked at together when a file is checked
-OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
 SHOW_BAR_FROM = 20_000_000  # bytes
-# Tests are half of the library and dull to learn from.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-class Mapped(NamedTuple):
-    """Token ids that lie in a file, mapped when they are read."""
-
-    file: Path
-    dtype: np.dtype
-    offset: int
-    size: int
-    written: int  # when, in ns: a file that was replaced is mapped anew
-
-
-@lru_cache(maxsize=OPEN_FILES)
-def _map(part: Mapped) -> NDArray:
-    return np.memmap(part.file, part.dtype, "r", part.offset, (part.size,))
+LIBRARY_BLOCKS = 16  # sampled of the library, which Python's version and the files' sizes tell as well
 
 
 class Stream:
-    """Token ids of many files or arrays, end to end; documents lie between `bounds` [documents + 1]."""
+    """Token ids of many files or arrays, end to end; documents lie between `bounds` [documents + 1].
 
-    def __init__(self, parts: Sequence[Mapped | NDArray], bounds: NDArray[np.int64] | None, fingerprint: str) -> None:
-        """Without `bounds` each part is a document."""
+    Where the files tell the splits, the first `training` ids are the training split; else that is None. `fingerprint`
+    and `earlier`: see `blocks`. `rows` are the start-up table's, on what was found.
+    """
+
+    fingerprint: str = ""
+    earlier: Earlier = Earlier()
+
+    def __init__(
+        self, parts: Sequence[Mapped | NDArray], bounds: NDArray[np.int64], training: int | None = None
+    ) -> None:
         self._parts = [part for part in parts if part.size]
         self._starts = np.cumsum([0, *(part.size for part in self._parts)], dtype=np.int64)
-        self.bounds = self._starts if bounds is None else bounds
-        self.fingerprint = fingerprint
+        self.bounds, self.training = bounds, training
+        self.rows: dict[str, str] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -63,7 +52,7 @@ class Stream:
         while done < len(found):
             part = self._parts[number]
             skip = max(0, start - int(self._starts[number]))
-            piece = (_map(part) if isinstance(part, Mapped) else part)[skip : skip + len(found) - done]
+            piece = (mapped(part) if isinstance(part, Mapped) else part)[skip : skip + len(found) - done]
             found[done : done + len(piece)] = piece
             number, done = number + 1, done + len(piece)
         return found
@@ -72,101 +61,100 @@ class Stream:
 def open_stream(data: Data, vocab: int) -> Stream:
     """The ids of data.path, every one of them checked to be in range(vocab). Raises ConfigError.
 
-    .npy (1-D integers), .bin (raw data.bin_dtype, little-endian) and, under the tokenizer "bytes", text files
-    are mapped: opening reads them once, in pieces, to check them. What must be encoded, that is .jsonl and
-    any text under a tokenizer, is encoded here and held in memory: one byte per id for "bytes", two for a
-    vocabulary of up to 65,536, four above, and eight per document.
+    .npy (1-D integers), .bin (see `ids`) and, under the tokenizer "bytes", text files are mapped: opening reads them
+    once, in pieces, to check them. What must be encoded, that is .jsonl and any text under a tokenizer, is encoded here
+    and held in memory: one byte per id for "bytes", two for a vocabulary of up to 65,536, four above, and eight per
+    document.
 
-    Packed, an encoded document is followed by the tokenizer's end-of-text token if it has one, by a newline
-    under "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped,
-    and long ones encoded in pieces, see `encoding.LINE_START`.
+    Packed, an encoded document is followed by the tokenizer's end-of-text token if it has one, by a newline under
+    "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped, and long ones
+    encoded in pieces, see `encoding.LINE_START`.
     """
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
-    files = library_files(root) if library else find_files(root)
-    kind = kind_of(files[0])
-    encoder = None if kind in (".npy", ".bin") else make_encoder(data.tokenizer)
-    fingerprint = _fingerprint(files, root, library, encoder.identity if encoder else data.bin_dtype)
-    with _progress(sum(file.stat().st_size for file in files)) as advance:
-        if encoder is None or (kind == "text" and data.tokenizer == "bytes"):
-            parts = [_locate(file, kind, data.bin_dtype) for file in files]
-            for part in parts:
-                # As bytes, the library may keep whatever encoding Python gave it.
-                _check(part, vocab, kind == "text" and not library, advance)
-            return Stream(parts, None, fingerprint)
-        pieces: Iterable[Piece]
-        if kind == "text":
-            pieces = chain.from_iterable(map(text_file, files))
-        else:
-            pieces = chain.from_iterable(json_lines(file, data.text_field) for file in files)
-        separator = encoder.separator if data.documents == "packed" else []
-        arrays, sizes = encode(pieces, encoder, separator, vocab, advance)
-        return Stream(arrays, np.cumsum([0, *sizes], dtype=np.int64), fingerprint)
+    files = Files(library_files(root), [], "text", []) if library else find_files(root, data.split == "auto")
+    encoder = None if files.kind in (".npy", ".bin") else make_encoder(data.tokenizer)
+    separator = encoder.separator if encoder and data.documents == "packed" else []
+    located = _locate(files, data, vocab)
+    parts: list[Mapped | NDArray] = []
+    sizes: list[int] = []
+    training = None
+    with _progress(sum(file.stat().st_size for file in files.all)) as advance:
+        for split in (files.train, files.validation):
+            if located:
+                for part, documents, _ in (located[file] for file in split):
+                    # As bytes, the library may keep whatever encoding Python gave it.
+                    _check(part, vocab, files.kind == "text" and not library, advance)
+                    parts.append(part)
+                    sizes += [part.size] * (part.size > 0) if documents is None else documents.tolist()
+            elif encoder:
+                arrays, found = encode(_pieces(split, files.kind, data), encoder, separator, vocab, advance)
+                parts, sizes = [*parts, *arrays], sizes + found
+            training = sum(sizes) if training is None else training
+    ids = next(iter(located.values())) if located else None
+    of = (
+        f"{ids.part.dtype.name} ids, {ids.source}"
+        if ids and not encoder
+        else f"{files.kind}, tokenizer {data.tokenizer}"
+    )
+    stream = Stream(parts, np.cumsum([0, *sizes], dtype=np.int64), training if files.validation else None)
+    stream.rows = {
+        "data": f"{len(stream):,} tokens: {of}; " + ("the library of this Python" if library else names(files.all))
+    }
+    if files.aside:
+        stream.rows["left alone"] = ", ".join(files.aside)
+    identity = encoder.identity if encoder else [(part.dtype.str, part.offset) for part, _, _ in located.values()]
+    above = len(root.as_posix()) + 1  # `relative_to` would take 0.04 s of a start for all of the library
+    named = [file.as_posix()[above:] if library else file.name for file in files.all]
+    version = platform.python_version() if library else None
+    stream.fingerprint = fingerprint_of(
+        files.all, named, identity, separator, len(files.train), version,
+        blocks=LIBRARY_BLOCKS if library else BLOCKS,
+    )  # fmt: skip
+    if data.fingerprint not in ("", stream.fingerprint):
+        stream.earlier = _earlier(data, files, encoder, located, version)
+    return stream
 
 
-def library_files(root: Path) -> list[Path]:
-    """Every .py of the standard library at `root`, by path, without tests and packages: about 12 MB.
-
-    Raises ConfigError where Python came without its source.
-    """
-    found = []
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if name not in NOT_LIBRARY]
-        # _sysconfigdata spells out the paths of the machine that built this Python.
-        names = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
-        found += [Path(folder, name) for name in names]
-    if not found:
-        raise ConfigError(f"data.path = '': this Python has no source at {root}; give a file or folder of text")
-    return sorted(found, key=Path.as_posix)
-
-
-def find_files(path: Path) -> list[Path]:
-    """The file; or the folder's own files by name, all of one kind, none hidden. Raises ConfigError."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ConfigError(f"data.path = {str(path)!r}: no such file or folder; give one that exists")
-    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-    if not files:
-        raise ConfigError(f"data.path = {str(path)!r}: the folder holds no files; put text or token ids in it")
-    kinds = sorted({kind_of(file) for file in files})
-    if len(kinds) > 1:
-        raise ConfigError(f"data.path = {str(path)!r}: the folder mixes {', '.join(kinds)} files; keep one kind in it")
-    return files
+def _earlier(
+    data: Data, files: Files, encoder: Encoder | None, located: Mapping[Path, Located], version: str | None
+) -> Earlier:
+    """What a run that an earlier version began has recorded for the same files."""
+    if encoder:
+        identities = [encoder.identity]
+    elif files.kind == ".bin":
+        width = next(iter(located.values())).part.dtype.itemsize
+        identities = [name for name in ("uint16", "uint32", "int32") if np.dtype(name).itemsize == width]
+    else:
+        identities = ["uint16" if data.bin_dtype == "auto" else data.bin_dtype]
+    root = Path(data.path or sysconfig.get_path("stdlib"))
+    named = [(file.relative_to(root).as_posix() if version else file.name, file) for file in sorted(files.all)]
+    if root.is_file():
+        named = [(root.name, root)]
+    return Earlier(
+        frozenset(fingerprint_by_names(named, identity, version) for identity in identities),
+        "data.split = share" if files.validation else "",
+    )
 
 
-def kind_of(file: Path) -> str:
-    """.npy, .bin, .jsonl or text, by the file's ending."""
-    suffix = file.suffix.lower()
-    if suffix == ".npz":
-        raise ConfigError(
-            f"data.path = {str(file)!r}: .npz holds images, and this model.family takes tokens; give text or "
-            "token ids, or model.family = resnet"
-        )
-    return suffix if suffix in (".npy", ".bin", ".jsonl") else "text"
+def _locate(files: Files, data: Data, vocab: int) -> dict[Path, Located]:
+    """The files that hold their ids as they are; none where they must be encoded."""
+    match files.kind:
+        case ".bin":
+            found = locate_bins(files.all, data.bin_dtype, vocab)
+        case ".npy":
+            found = [locate_npy(file) for file in files.all]
+        case "text" if data.tokenizer == "bytes":
+            found = [Located(raw(file, np.dtype(np.uint8)), None, "") for file in files.all]
+        case _:
+            found = []
+    return dict(zip(files.all, found, strict=False))
 
 
-def _locate(file: Path, kind: str, bin_dtype: str) -> Mapped:
-    """Where in a file its ids lie."""
-    status = file.stat()
-    if kind == ".npy":
-        try:
-            array = np.lib.format.open_memmap(file, mode="r")
-        except ValueError as error:
-            raise ConfigError(f"data.path = {str(file)!r}: {error}; write it with numpy.save") from None
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ConfigError(
-                f"data.path = {str(file)!r}: an array of {array.dtype} with shape {array.shape}; "
-                "save token ids as a 1-D array of integers"
-            )
-        return Mapped(file, array.dtype, array.offset, array.size, status.st_mtime_ns)
-    dtype = np.dtype(bin_dtype if kind == ".bin" else np.uint8).newbyteorder("<")
-    if status.st_size % dtype.itemsize:
-        raise ConfigError(
-            f"data.path = {str(file)!r}: its {status.st_size} bytes are no multiple of {dtype.itemsize}, "
-            f"the size of data.bin_dtype = {bin_dtype}; set the type that it was written with"
-        )
-    return Mapped(file, dtype, 0, status.st_size // dtype.itemsize, status.st_mtime_ns)
+def _pieces(files: Sequence[Path], kind: str, data: Data) -> Iterable[Piece]:
+    if kind == "text":
+        return chain.from_iterable(map(text_file, files))
+    return chain.from_iterable(json_lines(file, data.text_field) for file in files)
 
 
 def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None]) -> None:
@@ -176,7 +164,7 @@ def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None
         return
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, part.size, CHUNK):
-        ids = _map(part)[start : start + CHUNK]
+        ids = mapped(part)[start : start + CHUNK]
         if utf8:
             try:
                 decoder.decode(ids.tobytes(), final=start + CHUNK >= part.size)
@@ -187,14 +175,6 @@ def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None
                 ) from None
         check_ids(ids, part.file, vocab)
         advance(ids.nbytes)
-
-
-def _fingerprint(files: Sequence[Path], root: Path, library: bool, ids: str) -> str:
-    """Names and sizes, not where the files lie nor when written; an edit that keeps the size is missed."""
-    above = len(root.as_posix()) + 1  # `relative_to` would take 0.04 s of a start for all of the library
-    named = [(file.as_posix()[above:] if library else file.name, file.stat().st_size) for file in files]
-    facts = [named, ids, platform.python_version() if library else None]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 @contextmanager

@@ -1,6 +1,8 @@
+import hashlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,7 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.data import encoding, open_dataset, sources
+from jaxdist.data import encoding, files, ids, open_dataset, sources
 from jaxdist.data.sources import open_stream
 
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3, "<s>": 4, "</s>": 5, "far": 300}
@@ -49,7 +51,7 @@ def words(tmp_path):
 def test_text_as_bytes_is_mapped(tmp_path):
     file = write(tmp_path / "a.txt", "naïve 猫\n")
     assert ids_of(file) == list("naïve 猫\n".encode())
-    assert all(isinstance(part, sources.Mapped) for part in open_stream(Data(path=str(file)), 256)._parts)
+    assert all(isinstance(part, ids.Mapped) for part in open_stream(Data(path=str(file)), 256)._parts)
 
 
 def test_folder_is_read_by_name_without_hidden_files(tmp_path):
@@ -159,8 +161,8 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
 
 def test_standard_library_is_its_files_end_to_end():
     stream = open_stream(Data(), 256)
-    files = sources.library_files(Path(sysconfig.get_path("stdlib")))
-    text = b"".join(file.read_bytes() for file in files)
+    found = files.library_files(Path(sysconfig.get_path("stdlib")))
+    text = b"".join(file.read_bytes() for file in found)
     assert bytes(stream.read(0, len(stream)).astype(np.uint8)) == text and 5e6 < len(text) < 50e6
 
 
@@ -195,11 +197,64 @@ def test_fingerprint(tmp_path, words):
     assert fingerprint("") == fingerprint("")
 
 
+def begun_earlier(path, identity, *names):
+    """What versions before content was sampled recorded: of names and sizes."""
+    facts = [[(name, (path / name).stat().st_size) for name in names], identity, None]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("size", [50, 6000])
+def test_data_in_another_order_are_others(tmp_path, size):
+    """Lines of the same length in another order, as an editor or a shuffle leaves them; and one changed byte of few."""
+    texts = [{"text": f"line {number:08} " * 20} for number in range(size)]
+    file = lines(tmp_path / "a.jsonl", *texts)
+    before = open_stream(Data(path=str(file)), 512).fingerprint
+    (tmp_path / "copy").mkdir()
+    shutil.copy(file, tmp_path / "copy")
+    assert open_stream(Data(path=str(tmp_path / "copy" / "a.jsonl")), 512).fingerprint == before
+    lines(file, *(texts[number] for number in np.random.default_rng(0).permutation(size)))
+    with pytest.raises(ConfigError, match=rf"'{before}': the data at .* are others, .* order differ"):
+        open_dataset(Data(path=str(file), fingerprint=before), 512)
+    if size < 1000:
+        lines(file, *texts[:-1], {"text": "line 00000000 " * 20})
+        with pytest.raises(ConfigError, match="are others"):
+            open_dataset(Data(path=str(file), fingerprint=before), 512)
+
+
+def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, words):
+    file = lines(tmp_path / "a.jsonl", *[{"text": "the cat sat"}] * 100)
+    hashed = hashlib.blake2b(Path(words).read_bytes(), digest_size=16).hexdigest()
+    for identity, fields in (("bytes", {}), (hashed, {"tokenizer": words})):
+        recorded = begun_earlier(tmp_path, identity, "a.jsonl")
+        found = open_dataset(Data(path=str(file), fingerprint=recorded, sequence=8, **fields), 512)
+        assert found.fingerprint not in ("", recorded), "what it goes on with knows the content"
+    with pytest.raises(ConfigError, match="are others"):
+        open_dataset(Data(path=str(file), fingerprint=begun_earlier(tmp_path, "other", "a.jsonl")), 512)
+    for dtype in ("uint16", "uint32", "int32"):
+        np.arange(300, dtype=dtype).tofile(tmp_path / "a.bin")
+        recorded = begun_earlier(tmp_path, dtype, "a.bin")
+        assert open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512).sequences("train") == 1
+    recorded = begun_earlier(tmp_path, "uint16", "a.bin")  # read by halves then
+    with pytest.raises(ConfigError, match="are others"):
+        open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512)
+
+
+def test_a_run_that_took_all_files_together_is_told_how_to_go_on(tmp_path):
+    for name in ("train", "val"):
+        np.save(tmp_path / f"{name}.npy", np.arange(300, dtype=np.uint16))
+    recorded = begun_earlier(tmp_path, "uint16", "train.npy", "val.npy")
+    with pytest.raises(ConfigError, match=r"earlier version, .* otherwise; set data\.split = share"):
+        open_dataset(Data(path=str(tmp_path), fingerprint=recorded), 512)
+    found = open_dataset(Data(path=str(tmp_path), fingerprint=recorded, split="share"), 512)
+    assert found.sequences("train") == 3
+
+
 ERRORS = {
     "missing": (None, {}, r"no such file or folder; give one that exists"),
     "latin1.txt": ("ok é".encode("latin1"), {}, r"not UTF-8 at byte 3; convert"),
     "cut.txt": ("ok é".encode()[:-1], {}, r"not UTF-8 at byte 3; convert"),
-    "odd.bin": (b"123", {}, r"3 bytes are no multiple of 2, .*data\.bin_dtype = uint16; set"),
+    "odd.bin": (b"123", {"bin_dtype": "uint16"}, r"3 bytes are no multiple of 2, .*data\.bin_dtype = uint16; set"),
+    "cut.bin": (b"123", {}, r"3 bytes are no multiple of 2, .*write it anew"),
     "high.bin": (
         b"\0\0\xff\xff",
         {},
@@ -305,7 +360,7 @@ def test_folders_without_files_or_of_mixed_kinds(tmp_path):
 
 def test_a_python_without_source(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path = '': this Python has no source at .*; give"):
-        sources.library_files(tmp_path)
+        files.library_files(tmp_path)
 
 
 def test_library_leaves_out_tests_packages_and_build_paths(tmp_path):
@@ -321,7 +376,7 @@ def test_library_leaves_out_tests_packages_and_build_paths(tmp_path):
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         write(tmp_path / name, "pass")
-    found = [file.relative_to(tmp_path).as_posix() for file in sources.library_files(tmp_path)]
+    found = [file.relative_to(tmp_path).as_posix() for file in files.library_files(tmp_path)]
     assert found == ["a.py", "a/x.py", "b.py"]
 
 

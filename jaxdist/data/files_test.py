@@ -1,0 +1,126 @@
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Data
+from jaxdist.data import Dataset, open_dataset
+from jaxdist.data.files import find_files, split_of
+
+
+def write(file: Path, first: int, count: int = 41) -> None:
+    """Ids `first` and up, in the format of the name."""
+    file.parent.mkdir(exist_ok=True)
+    ids = np.arange(first, first + count, dtype=np.uint16)
+    match file.suffix:
+        case ".npy":
+            np.save(file, ids)
+        case ".bin":
+            ids.tofile(file)
+        case ".jsonl":
+            file.write_text(json.dumps({"text": "".join(map(chr, ids))}) + "\n")
+        case _:
+            file.write_text("".join(map(chr, ids)))
+
+
+def opened(path: Path, **fields: Any) -> Dataset:
+    return open_dataset(Data(path=str(path), sequence=4, shuffle=False, **fields), 512)
+
+
+def held(found: Dataset, split: Any) -> tuple[int, int, int]:
+    """How many sequences a split has, its first token, and the last target."""
+    batch = found.batch(1, found.sequences(split), 0, split=split)
+    return found.sequences(split), int(batch.tokens.min()), int(batch.targets.max())
+
+
+PAIRS = [
+    ("train.bin", "val.bin"), ("train.npy", "val.npy"), ("train.jsonl", "validation.jsonl"), ("train.txt", "valid.txt"),
+    ("TRAIN.npy", "test.npy"), ("wiki.train.npy", "wiki.dev.npy"), ("fineweb_train_01.bin", "fineweb_val_00.bin"),
+    ("train-00000-of-00001.jsonl", "validation-00000-of-00001.jsonl"), ("train/a.npy", "validation/a.npy"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_names_tell_the_splits(tmp_path: Path, pair: tuple[str, str]) -> None:
+    train, validation = (tmp_path / name for name in pair)
+    write(train, 40)
+    write(validation, 85)
+    paths = [tmp_path] if "/" in pair[0] else [tmp_path, train]
+    for path in paths:
+        found = opened(path)
+        assert held(found, "train") == (10, 40, 80)
+        assert held(found, "validation") == (10, 85, 125)
+        assert validation.name in found.rows["data"] and "training 10, validation 10" in found.rows["sequences"]
+        assert opened(path, validation=0.0).sequences("validation") == 10
+    assert find_files(tmp_path, by_name=False).validation == []
+    assert opened(tmp_path, split="share", validation=0.25, documents="padded").sequences("train") == 15
+    if len(paths) > 1:
+        assert held(opened(validation, validation=0.0), "train") == (10, 85, 125), "a file named is that file"
+
+
+def test_sequences_do_not_cross_splits(tmp_path: Path) -> None:
+    """Of 43 ids two are a remainder in each."""
+    write(tmp_path / "train.bin", 40, 43)
+    write(tmp_path / "val.bin", 100, 43)
+    found = opened(tmp_path)
+    assert held(found, "train") == (10, 40, 80) and held(found, "validation") == (10, 100, 140)
+    padded = opened(tmp_path, documents="padded")
+    assert held(padded, "train")[::2] == (11, 82) and held(padded, "validation")[::2] == (11, 142)
+
+
+def test_a_test_file_serves_only_without_validation(tmp_path: Path) -> None:
+    for number, name in enumerate(("train.bin", "val.bin", "test.bin")):
+        write(tmp_path / name, 1 + 100 * number)
+    found = opened(tmp_path)
+    assert held(found, "validation")[1] == 101 and found.rows["left alone"] == "test.bin"
+
+
+def test_nanogpts_folder(tmp_path: Path) -> None:
+    """With the pickle, the text and the script that lie beside the ids; the pickle would raise."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (pytest.fail, ("it was unpickled",))
+
+    write(tmp_path / "train.bin", 1)
+    write(tmp_path / "val.bin", 100)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(Bomb()))
+    (tmp_path / "input.txt").write_text("text")
+    (tmp_path / "prepare.py").write_text("import os")
+    found = opened(tmp_path)
+    assert held(found, "train") == (10, 1, 41) and held(found, "validation") == (10, 100, 140)
+    assert found.rows["left alone"] == "meta.pkl, input.txt, prepare.py"
+    for name in ("input.txt", "prepare.py", "val.bin"):
+        (tmp_path / name).unlink()
+    assert opened(tmp_path).sequences("train") == 9, "a share of the only file"
+
+
+def test_a_file_of_neither_split_and_the_fixes(tmp_path: Path) -> None:
+    for number, name in enumerate(("train.npy", "val.npy", "more.npy")):
+        write(tmp_path / name, 1 + 100 * number)
+    with pytest.raises(ConfigError, match=r"name of more\.npy says neither; put train or validation in it, move it"):
+        opened(tmp_path)
+    assert opened(tmp_path, split="share", validation=0.0).sequences("train") == 30
+    (tmp_path / "more.npy").rename(tmp_path / "more_train.npy")
+    assert opened(tmp_path).sequences("train") == 20
+
+
+def test_words_of_names() -> None:
+    for name, split in {
+        "training.bin": "train", "a-VAL-1.txt": "validation", "evaluation.txt": None, "strain.txt": None,
+        "train_test.txt": None, "test.txt": "test", "a.eval.jsonl": "validation", "constraint.val": "validation",
+    }.items():  # fmt: skip
+        assert split_of(Path("folder", name), Path("folder")) == split, name
+
+
+def test_splits_of_too_little(tmp_path: Path) -> None:
+    write(tmp_path / "train.bin", 1, 3)
+    write(tmp_path / "val.bin", 1, 30)
+    with pytest.raises(ConfigError, match=r"data\.sequence = 4: .* has 3 tokens, not enough"):
+        opened(tmp_path)
+    write(tmp_path / "train.bin", 1, 30)
+    write(tmp_path / "val.bin", 1, 3)
+    assert "validation 0" in opened(tmp_path).rows["sequences"]

@@ -1,0 +1,242 @@
+"""Token ids that lie in files: .npy, raw .bin, .bin with llm.c's header, Megatron's .bin with its .idx.
+
+What a .bin without header holds is seen from its content: data.bin_dtype is believed only where that agrees.
+"""
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxdist.config import ConfigError
+from jaxdist.data.blocks import read_blocks
+
+OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
+LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
+LLM_C_HEADER = 1024  # bytes: 256 of int32, which are magic, version, count and zeros
+# karpathy/llm.c, dev/data/data_common.py: magic -> version, type of the ids.
+LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+LLM_C_OTHERS = {
+    20240522: "evaluation set", 20240326: "checkpoint", 20240327: "debugging state", 20240328: "tokenizer",
+    20240527: "optimizer state",
+}  # fmt: skip
+# NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
+MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
+MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+# How files that are no ids begin, and might be called .bin.
+OTHERS = {
+    b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
+    b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"\x1f\x8b\x08": "packed by gzip",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+}  # fmt: skip
+
+
+class Mapped(NamedTuple):
+    """Token ids that lie in a file, mapped when they are read."""
+
+    file: Path
+    dtype: np.dtype
+    offset: int
+    size: int
+    written: int  # when, in ns: a file that was replaced is mapped anew
+
+
+class Located(NamedTuple):
+    """The ids of a file; the sizes of its documents, if it tells; and how its type is known."""
+
+    part: Mapped
+    documents: NDArray[np.int64] | None
+    source: str
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def mapped(part: Mapped) -> NDArray:
+    """Its ids."""
+    return np.memmap(part.file, part.dtype, "r", part.offset, (part.size,))
+
+
+def raw(file: Path, dtype: np.dtype, offset: int = 0) -> Mapped:
+    """A file of numbers from `offset` on."""
+    status = file.stat()
+    return Mapped(file, dtype, offset, (status.st_size - offset) // dtype.itemsize, status.st_mtime_ns)
+
+
+def locate_npy(file: Path) -> Located:
+    """The ids of a .npy file. Raises ConfigError."""
+    try:
+        array = np.lib.format.open_memmap(file, mode="r")
+    except ValueError as error:
+        raise ConfigError(f"data.path = {str(file)!r}: {error}; write it with numpy.save") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data.path = {str(file)!r}: an array of {array.dtype} with shape {array.shape}; "
+            "save token ids as a 1-D array of integers"
+        )
+    part = Mapped(file, array.dtype, array.offset, array.size, file.stat().st_mtime_ns)
+    return Located(part, None, "as the .npy header says")
+
+
+def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Located]:
+    """The ids of .bin files, all of one type. Raises ConfigError where content, header and `declared`, which is
+    data.bin_dtype, contradict one another, or where the type cannot hold every id of a vocabulary of `vocab`."""
+    found = [_megatron(file) or _llm_c(file) or _raw(file, declared, vocab) for file in files]
+    known = {located.part.dtype.name for located in found if located}
+    if not known and any(file.stat().st_size for file in files):
+        raise ConfigError(
+            f"data.path = {str(files[0])!r}: holds only zeros, which look alike in any type; set data.bin_dtype = "
+            "uint16, uint32, int32 or int64"
+        )
+    if len(known) > 1:
+        listed = ", ".join(f"{located.part.file.name} {located.part.dtype.name}" for located in found if located)
+        raise ConfigError(
+            f"data.path = {str(files[0].parent)!r}: files of several types ({listed}); write all ids in the same"
+        )
+    dtype = np.dtype(known.pop() if known else "uint16").newbyteorder("<")
+    whole = [
+        located or Located(raw(file, dtype), None, "as the other files")
+        for located, file in zip(found, files, strict=True)
+    ]
+    for located in whole:
+        file = located.part.file
+        if declared not in ("auto", dtype.name) and located.source.startswith("as"):
+            raise ConfigError(
+                f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {dtype.name}, {located.source}; set "
+                "data.bin_dtype = auto"
+            )
+        if dtype.itemsize == 2 and vocab > np.iinfo(dtype).max + 1:
+            most = np.iinfo(dtype).max + 1
+            raise ConfigError(
+                f"data.path = {str(file)!r}: its ids are {dtype.name}, {located.source}, and hold {most} tokens at "
+                f"most where model.vocab = {vocab}: ids above were cut when it was written; write it as uint32 and "
+                f"set data.bin_dtype = auto, or set model.vocab = {most} where no id is above"
+            )
+    return whole
+
+
+def _raw(file: Path, declared: str, vocab: int) -> Located | None:
+    """The ids of a file without header; None where it holds nothing that would tell their type."""
+    size = file.stat().st_size
+    content = b"".join(read_blocks([file], [size], LOOKED_AT))
+    if what := next((what for begin, what in OTHERS.items() if content.startswith(begin)), None):
+        raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what}; give it the name of what it is")
+    least = 2 if declared == "auto" else np.dtype(declared).itemsize
+    if size % least:
+        field = "the smallest type of ids" if declared == "auto" else f"the size of data.bin_dtype = {declared}"
+        fix = "set the type of its ids, or auto" if declared != "auto" else "it is cut, or no ids; write it anew"
+        raise ConfigError(f"data.path = {str(file)!r}: its {size} bytes are no multiple of {least}, {field}; {fix}")
+    found = width(content, size, vocab)
+    if declared == "auto":
+        _check_order(file, content, found, vocab)
+        return Located(raw(file, np.dtype(found).newbyteorder("<")), None, "as the content shows") if found else None
+    ids = _view(content, declared)
+    fits = bool(((ids >= 0) & (ids < vocab)).all())
+    wider = found is not None and np.dtype(found).itemsize > np.dtype(declared).itemsize
+    if found and np.dtype(found).itemsize != np.dtype(declared).itemsize and (wider or not fits):
+        why = (
+            "of every two numbers one is the upper half of an id" if wider else f"as {declared} they reach {ids.max()}"
+        )
+        raise ConfigError(
+            f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {found} by their content: {why}; set "
+            f"data.bin_dtype = {found}, or auto; or, if they are {declared}, save them as .npy, which tells its type"
+        )
+    return Located(raw(file, np.dtype(declared).newbyteorder("<")), None, "by data.bin_dtype")
+
+
+def width(content: bytes, size: int, vocab: int) -> str | None:
+    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where all of it is zero.
+
+    An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
+    are ids, and look alike.
+    """
+    for name, half, high in (("int64", "int32", 2**31), ("int32", "int16", max(vocab, 2**20))):
+        if size % np.dtype(name).itemsize:
+            continue
+        ids, halves = _view(content, name), _view(content, half)
+        lower, upper = halves[::2].view(f"<u{np.dtype(half).itemsize}"), halves[1::2]
+        if not ids.size or ids.min() < -(2**15) or ids.max() >= high or not lower.any():
+            continue
+        if not upper.any() or lower.max() >= 16 * (int(np.abs(upper).max()) + 1):
+            return name if name == "int64" or ids.min() < 0 else "uint32"
+    return "uint16" if any(content) else None
+
+
+def _view(content: bytes, name: str) -> NDArray:
+    dtype = np.dtype(name).newbyteorder("<")
+    return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
+
+
+def _check_order(file: Path, content: bytes, found: str | None, vocab: int) -> None:
+    """Raises ConfigError for ids whose most significant byte is the first."""
+    if found != "uint16" or (_view(content, found) < vocab).all():
+        return
+    for name in ("int64", "uint32", "uint16"):
+        dtype = np.dtype(name)
+        swapped = _view(content, name).byteswap()
+        # Of two bytes any order is within a vocabulary that is nearly as large as their numbers.
+        told = vocab < 60_000 if name == "uint16" else width(swapped.tobytes(), file.stat().st_size, vocab) == name
+        if told and (swapped >= 0).all() and (swapped < vocab).all():
+            big, little = f">{dtype.str[1:]}", f"<{dtype.str[1:]}"
+            raise ConfigError(
+                f"data.path = {str(file)!r}: its ids are big-endian {name}; write them little-endian, as by "
+                f"numpy.fromfile(path, {big!r}).astype({little!r}).tofile(path)"
+            )
+
+
+def _llm_c(file: Path) -> Located | None:
+    """The ids of a file with llm.c's header."""
+    with file.open("rb") as opened:
+        head = opened.read(LLM_C_HEADER)
+    if len(head) < 12:
+        return None
+    magic, version, count = struct.unpack_from("<3i", head)
+    if what := LLM_C_OTHERS.get(magic):
+        raise ConfigError(f"data.path = {str(file)!r}: llm.c's {what} ({magic}), not its token ids; give those")
+    if magic not in LLM_C:
+        return None
+    known, name = LLM_C[magic]
+    dtype, size = np.dtype(name).newbyteorder("<"), file.stat().st_size
+    if version != known or LLM_C_HEADER + count * dtype.itemsize != size:
+        raise ConfigError(
+            f"data.path = {str(file)!r}: llm.c's header {magic} of version {version} for {count} ids of {name}, where "
+            f"version {known} is known and the file has {size} bytes; write it anew, as it is cut or of another format"
+        )
+    return Located(raw(file, dtype, LLM_C_HEADER), None, f"as llm.c's header {magic} says")
+
+
+def _megatron(file: Path) -> Located | None:
+    """The ids of a .bin with Megatron's .idx beside it."""
+    index = file.with_suffix(".idx")
+    if not index.is_file():
+        return None
+    content = index.read_bytes() if index.stat().st_size < MEGATRON_HEADER.size else np.memmap(index, mode="r")
+    head = bytes(content[: MEGATRON_HEADER.size])
+    what = f"data.path = {str(file)!r}: its index {index.name}"
+    if not head.startswith(MEGATRON) or len(head) < MEGATRON_HEADER.size:
+        raise ConfigError(
+            f"{what} is not Megatron's (MMIDIDX); move it elsewhere, or write the pair anew with Megatron"
+        )
+    _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
+    name = MEGATRON_TYPES.get(code, f"type {code}")
+    if version != 1 or not name.startswith(("int", "uint")):
+        raise ConfigError(f"{what} is of version {version} for {name}; give version 1 for integers")
+    if len(content) < MEGATRON_HEADER.size + 12 * sequences + 8 * entries:
+        raise ConfigError(f"{what} is cut: it lacks entries of {sequences} sequences; write the pair anew")
+    lengths = np.frombuffer(content, "<i4", sequences, MEGATRON_HEADER.size)
+    starts = np.frombuffer(content, "<i8", sequences, MEGATRON_HEADER.size + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", entries, MEGATRON_HEADER.size + 12 * sequences)
+    dtype = np.dtype(name).newbyteorder("<")
+    before = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    rising = bool((np.diff(documents) >= 0).all()) and entries > 0 and documents[0] == 0 and documents[-1] == sequences
+    if (
+        before[-1] * dtype.itemsize != file.stat().st_size
+        or (starts != before[:-1] * dtype.itemsize).any()
+        or not rising
+    ):
+        raise ConfigError(f"{what} and its ids do not belong together; write the pair anew")
+    sizes = np.diff(before[documents])
+    return Located(raw(file, dtype), sizes, f"as Megatron's {index.name} says")

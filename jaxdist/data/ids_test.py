@@ -1,0 +1,204 @@
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxdist.config import ConfigError, Data
+from jaxdist.data import blocks, ids, open_dataset
+from jaxdist.data.sources import open_stream
+
+RANDOM = np.random.default_rng(0)
+
+
+def read(path: Path, vocab: int, **fields: Any) -> list[int]:
+    stream = open_stream(Data(path=str(path), **fields), vocab)
+    return stream.read(0, len(stream)).tolist()
+
+
+CONTENTS = {
+    "uniform": (70_000, lambda: RANDOM.integers(0, 70_000, 5000)),
+    "as text has them": (50_257, lambda: np.minimum(RANDOM.zipf(1.2, 5000), 50_256)),
+    "of characters": (65, lambda: RANDOM.integers(0, 65, 5000)),
+    "of digits": (10, lambda: RANDOM.integers(0, 10, 5000)),
+    "two": (2, lambda: RANDOM.integers(0, 2, 5000)),
+    "above half a vocabulary": (262_144, lambda: RANDOM.integers(131_072, 262_144, 5000)),
+    "mostly padding": (128_256, lambda: RANDOM.integers(0, 128_256, 5000) * (RANDOM.random(5000) < 0.05)),
+    "as many as a block and one": (300, lambda: RANDOM.integers(0, 300, 4096 * 70 + 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "int64"])
+@pytest.mark.parametrize("content", CONTENTS)
+def test_the_type_of_ids_is_seen(tmp_path: Path, content: str, dtype: str) -> None:
+    vocab, make = CONTENTS[content]
+    if dtype == "uint16" and vocab > 65536:
+        return  # which does not hold it
+    wanted, file = make(), tmp_path / "a.bin"
+    wanted.astype(dtype).tofile(file)
+    assert read(file, vocab) == read(file, vocab, bin_dtype=dtype) == wanted.tolist()
+    for other in {"uint16", "uint32", "int64"} - {dtype, dtype.replace("int32", "uint32").replace("uu", "u")}:
+        if file.stat().st_size % np.dtype(other).itemsize:
+            continue
+        with pytest.raises(
+            ConfigError, match=rf"data\.bin_dtype = {other}: the ids of .* are (u?)int\d\d by"
+        ) as raised:
+            read(file, vocab, bin_dtype=other)
+        fix = str(raised.value).split("set data.bin_dtype = ")[1].split(",")[0]
+        assert read(file, vocab, bin_dtype=fix) == wanted.tolist()
+
+
+def test_a_type_that_is_believed_reads_zeros_and_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the look at the content is for."""
+    np.arange(60_000, 70_000, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    monkeypatch.setattr(ids, "width", lambda content, size, vocab: "uint16")
+    assert len(read(tmp_path / "a.bin", 65_536)) == 20_000
+
+
+def test_a_vocabulary_that_is_too_small_is_named_by_the_ids_type(tmp_path: Path) -> None:
+    np.arange(60_000, 70_000, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"token id 69999 with model\.vocab = 65536; raise model\.vocab above 69999"):
+        read(tmp_path / "a.bin", 65_536)
+    assert read(tmp_path / "a.bin", 70_000)[-1] == 69_999
+    np.array([5, -100, 7, 9] * 20, np.int32).tofile(tmp_path / "b.bin")
+    with pytest.raises(ConfigError, match=r"token id -100 .*; token ids start at 0"):
+        read(tmp_path / "b.bin", 50_257)
+
+
+@pytest.mark.parametrize("declared", ["auto", "uint16"])
+def test_a_type_that_cannot_hold_the_vocabulary(tmp_path: Path, declared: str) -> None:
+    RANDOM.integers(0, 65_536, 1000).astype(np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"uint16, .* hold 65536 tokens .*vocab = 70000: .*write it as uint32"):
+        read(tmp_path / "a.bin", 70_000, bin_dtype=declared)
+    assert len(read(tmp_path / "a.bin", 65_536)) == 1000
+
+
+@pytest.mark.parametrize("dtype", [">u2", ">i4", ">i8"])
+def test_big_endian_ids_are_named_and_the_fix_works(tmp_path: Path, dtype: str) -> None:
+    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, 50_257, 1000)
+    wanted.astype(dtype).tofile(file)
+    with pytest.raises(ConfigError, match=r"its ids are big-endian .*; write them little-endian, as by") as raised:
+        read(file, 50_257)
+    eval(str(raised.value).split("as by ")[1].replace("path", "file"), {"numpy": np, "file": file})
+    assert read(file, 50_257) == wanted.tolist()
+
+
+def test_only_zeros_tell_no_type(tmp_path: Path) -> None:
+    np.zeros(64, np.uint32).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"holds only zeros, .*; set data\.bin_dtype = uint16, "):
+        read(tmp_path / "a.bin", 512)
+    assert len(read(tmp_path / "a.bin", 512, bin_dtype="uint32")) == 64
+    (tmp_path / "several").mkdir()
+    np.zeros(64, np.uint32).tofile(tmp_path / "several" / "a.bin")
+    np.arange(64, dtype=np.uint32).tofile(tmp_path / "several" / "b.bin")
+    assert read(tmp_path / "several", 512) == [0] * 64 + list(range(64))
+
+
+def test_files_of_several_types(tmp_path: Path) -> None:
+    np.arange(1, 65, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    np.arange(1, 65, dtype=np.uint16).tofile(tmp_path / "b.bin")
+    with pytest.raises(ConfigError, match=r"several types \(a\.bin uint32, b\.bin uint16\); write all ids in the same"):
+        read(tmp_path, 512)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"PK\x03\x04", "zip archive"), (b"\x93NUMPY", ".npy file"), (b"PAR1", "Parquet"), (b"\x1f\x8b\x08", "gzip")],
+)
+def test_other_files_called_bin(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "a.bin").write_bytes(content + bytes(64))
+    with pytest.raises(ConfigError, match=rf"a\.bin': no raw token ids: it is .*{what}"):
+        read(tmp_path / "a.bin", 70_000)
+
+
+def llm_c(file: Path, magic: int, version: int, tokens: np.ndarray, count: int | None = None) -> Path:
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    file.write_bytes(header.tobytes() + tokens.tobytes())
+    return file
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
+def test_headers_of_llm_c(tmp_path: Path, magic: int, version: int, dtype: str) -> None:
+    tokens = RANDOM.integers(0, 50_257, 3000).astype(dtype)
+    file = llm_c(tmp_path / "a.bin", magic, version, tokens)
+    assert read(file, 50_304) == read(file, 50_304, bin_dtype=dtype) == tokens.tolist()
+    assert f"{dtype} ids, as llm.c's header {magic} says" in open_stream(Data(path=str(file)), 50_304).rows["data"]
+    with pytest.raises(ConfigError, match=rf"are {dtype}, as llm\.c's header {magic} says; set data\.bin_dtype = auto"):
+        read(file, 50_304, bin_dtype="int64")
+    with pytest.raises(ConfigError, match=r"for 4000 ids .* the file has \d+ bytes; write it anew"):
+        read(llm_c(tmp_path / "b.bin", magic, version, tokens, 4000), 50_304)
+    with pytest.raises(ConfigError, match=rf"of version 9 for .* where version {version} is known"):
+        read(llm_c(tmp_path / "c.bin", magic, 9, tokens), 50_304)
+
+
+def test_other_files_of_llm_c_are_named(tmp_path: Path) -> None:
+    for magic, what in {20240522: "evaluation set", 20240326: "checkpoint"}.items():
+        with pytest.raises(ConfigError, match=rf"llm\.c's {what} \({magic}\), not its token ids"):
+            read(llm_c(tmp_path / "a.bin", magic, 1, np.zeros(64, np.uint16)), 512)
+
+
+def megatron(
+    prefix: Path, documents: list[list[int]], dtype: str = "int32", version: int = 1, code: int | None = None
+) -> Path:
+    """As preprocess_data.py writes a pair: a sequence for each document."""
+    lengths = np.array([len(document) for document in documents], np.int32)
+    size = np.dtype(dtype).itemsize
+    np.concatenate([np.array(document, dtype) for document in documents]).tofile(f"{prefix}.bin")
+    known = {name: number for number, name in ids.MEGATRON_TYPES.items()}
+    Path(f"{prefix}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, known[dtype], len(lengths), len(lengths) + 1)
+        + lengths.tobytes()
+        + (np.append(0, np.cumsum(lengths, dtype=np.int64))[:-1] * size).tobytes()
+        + np.arange(len(lengths) + 1, dtype=np.int64).tobytes()
+    )
+    return prefix
+
+
+DOCUMENTS = [[5, 6, 7, 0], [8, 0], [300, 301, 302, 303, 0]]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
+@pytest.mark.parametrize("named", ["", ".bin", ".idx"])
+def test_megatrons_pairs(tmp_path: Path, dtype: str, named: str) -> None:
+    documents = [[number % 256 for number in document] if dtype == "uint8" else document for document in DOCUMENTS]
+    prefix = megatron(tmp_path / "my.corpus_text_document", documents, dtype)
+    stream = open_stream(Data(path=f"{prefix}{named}"), 512)
+    assert stream.read(0, len(stream)).tolist() == [number for document in documents for number in document]
+    assert stream.bounds.tolist() == [0, 4, 6, 11]
+    padded = open_dataset(
+        Data(path=f"{prefix}{named}", documents="padded", sequence=4, validation=0, shuffle=False), 512
+    )
+    assert padded.batch(1, 3, 0).tokens[1].tolist() == [8, 0, 0, 0]
+    assert read(tmp_path, 512) == [number for document in documents for number in document], "the folder"
+
+
+def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "a", DOCUMENTS)
+    index = tmp_path / "a.idx"
+    whole = index.read_bytes()
+    for content, told in {
+        whole[:-8]: "is cut",
+        whole[:20]: "is not Megatron's",
+        b"TNTIDX\x00\x00" + whole[8:]: "is not Megatron's",
+        whole[:34] + struct.pack("<i", 9) + whole[38:]: "do not belong together",
+        whole[:9] + struct.pack("<Q", 2) + whole[17:]: "is of version 2",
+        whole[:17] + b"\x07" + whole[18:]: "for float32; give version 1 for integers",
+    }.items():
+        index.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"a\.bin': its index a\.idx .*{told}"):
+            read(prefix.with_suffix(".bin"), 512)
+    index.write_bytes(whole)
+    with pytest.raises(ConfigError, match=r"dtype = uint16: the ids of .* are int32, as Megatron's a\.idx says; set"):
+        read(prefix, 512, bin_dtype="uint16")
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(ConfigError, match=r"a\.idx': an index without a\.bin beside it"):
+        read(index, 512)
+
+
+def test_ids_are_known_at_the_same_cost_for_any_size(tmp_path: Path) -> None:
+    with (tmp_path / "a.bin").open("wb") as opened:
+        opened.truncate(1 << 40)  # a terabyte of a hole
+    assert sum(map(len, blocks.read_blocks([tmp_path / "a.bin"], [1 << 40]))) == blocks.BLOCK * blocks.BLOCKS
