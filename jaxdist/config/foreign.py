@@ -6,7 +6,7 @@ Both sides read them by these functions, so that what one refuses no other takes
 import json
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ def read_bytes(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
-def parse(text: bytes) -> Any:
-    """What JSON in UTF-8 says. Raises ValueError where it is none, too deep, has a NaN, or gives a key twice."""
+def parse(text: bytes, constant: Callable[[str], Any] | None = None) -> Any:
+    """What JSON in UTF-8 says. Raises ValueError where it is none, too deep, or gives a key twice; also for NaN and
+    Infinity, unless `constant` makes a value of them."""
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_number)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=constant or _no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeError as error:  # the error itself would show the whole text

@@ -13,16 +13,16 @@ from jaxdist.convert.hf import of_folder
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the folder, under the names of its files. Raises ConfigError."""
-    return _read(path)[0]
+    return read(path)[0]
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder: weights, with its config.json and tokenizer. Raises ConfigError."""
-    there, files = _read(path)
+    there, files = read(path)
     return of_folder(path, there, files, Origin("hf", "huggingface"), wanted)
 
 
-def _read(path: Path) -> tuple[dict[str, Leaf], set[str]]:
+def read(path: Path) -> tuple[dict[str, Leaf], set[str]]:
     """The tensors and the names of the files that hold them. transformers takes a single file before an index, too.
 
     Raises ConfigError, also where the index does not belong to the shards.

@@ -243,9 +243,9 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if others:
         _check_alone(path, tensors, lambda name: full_name(name) in names)
     extras = tensors.extras(prefix) if others else {}
-    trained = list(_groups(extras, f"{prefix}{GROUPS}.").values())
+    trained = list(groups_of(extras, f"{prefix}{GROUPS}.").values())
     updates, rule = None, None
-    if states := _states({**leaves, **extras}, prefix) if training else {}:
+    if states := states_of({**leaves, **extras}, prefix) if training else {}:
         if not said:
             rule = optimizers.rule_of(str(path), (kind for _, kind in states), trained)
         kept = rule.kinds(trained) if rule else experiment.optimizer.kept
@@ -258,7 +258,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             if (twin := called.setdefault((full_name(name), kind), name)) != name:
                 raise ConfigError(f"{path}: its optimizer has {kind} of {twin} and of {name}; leave one of them out")
         carries |= {f"{n}.{kind}": there for (n, kind), there in called.items() if names.get(n, there) != there}
-        counts = _counts(str(path), states, needed=rule is None or rule.counts)
+        counts = counts_of(str(path), states, needed=rule is None or rule.counts)
         updates = one_count(str(path), (torch_files.count_of(path, count) for count in counts)) if counts else None
     step_at = tensors.prefixes["step"]
     said_step = leaves[step_at] if step_at in leaves else tensors.values.get(step_at) if training and step_at else None
@@ -283,13 +283,13 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 
-def _states(found: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
+def states_of(found: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
     """What an optimizer keeps, by parameter and kind: a tensor that is not read yet, or a plain value."""
     begun = f"{optimizer}{STATE}"
     return {n.removeprefix(begun).rpartition(".")[::2]: value for n, value in found.items() if n.startswith(begun)}
 
 
-def _counts(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> list[Any]:
+def counts_of(path: str, states: Mapping[tuple[str, str], Any], needed: bool) -> list[Any]:
     """How many steps each parameter has made. Raises ConfigError where one has no count, if it is `needed`."""
     counts = {name: value for (name, kind), value in states.items() if kind == "step"}
     if needed and (uncounted := [name for name, _ in states if name not in counts]):
@@ -310,7 +310,7 @@ def _scaling(leaves: Leaves) -> LossScale | None:
     return state_of(**{n: leaves[key].read() for n, key in names.items()}) if there else None
 
 
-def _groups(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
+def groups_of(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
     """The optimizer's groups by what they are called: their number, or the name of the one parameter."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in extras.items():
@@ -328,7 +328,7 @@ def _extras(content: Content, optimizer: str) -> dict[str, Any]:
     if not extras or content.step == origin.step:
         return extras
     rate, prefix = torch_files.rate_of(content), f"{optimizer}{GROUPS}."
-    for name, group in _groups(extras, prefix).items():
+    for name, group in groups_of(extras, prefix).items():
         now = optimizers.going_on(group, content.experiment.optimizer, rate, content.updates or 0)
         extras |= {key: value for setting, value in now.items() if (key := f"{prefix}{name}.{setting}") in extras}
     if others := [key for key in extras if not key.startswith(optimizer) and key != origin.metadata["step"]]:

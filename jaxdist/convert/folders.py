@@ -12,6 +12,25 @@ def is_bin_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (BIN, BIN_INDEX))
 
 
+TRAINER_STATE = "trainer_state.json"
+SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
+FSDP_WEIGHTS, FSDP_FILE, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0"
+OPTIMIZERS, SCHEDULERS, SCALER = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "scheduler.bin"), "scaler.pt"
+WEIGHTS = (FSDP_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX, FSDP_FILE)
+
+
+def is_trainer_folder(path: Path) -> bool:
+    """Whether `path` is a checkpoint of transformers' Trainer or of Accelerate: weights with a trainer's state."""
+    state = (TRAINER_STATE, *OPTIMIZERS, FSDP_OPTIMIZER, FSDP_WEIGHTS, FSDP_FILE)
+    return any((path / name).exists() for name in WEIGHTS) and any((path / name).exists() for name in state)
+
+
+def beside(file: Path) -> list[str]:
+    """What a trainer keeps of its state beside a file of weights, which is not in it."""
+    names = (*OPTIMIZERS, FSDP_OPTIMIZER, *SCHEDULERS, TRAINER_STATE)
+    return [name for name in names if name != file.name and (file.parent / name).exists()]
+
+
 class PartFile(NamedTuple):
     """A file that holds a part of a checkpoint: the pattern of its name, what it is, and what its folder must have."""
 
@@ -30,6 +49,17 @@ PART_FILES = (
         re.compile(r".*\.(bin|safetensors)\.index\.json"),
         "the index of a model's shards, without weights",
         "config.json and all shards",
+    ),
+    PartFile(
+        re.compile(r"optimizer(_\d+)?\.(pt|bin)"),
+        "the optimizer's state of a trainer, without weights",
+        "the weights too",
+    ),
+    PartFile(re.compile(r"scheduler(_\d+)?\.(pt|bin)"), "the state of a trainer's schedule", "the weights too"),
+    PartFile(
+        re.compile(r"training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"),
+        "no checkpoint, but what a trainer keeps beside one",
+        "the weights too",
     ),
 )
 

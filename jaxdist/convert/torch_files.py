@@ -28,6 +28,7 @@ from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, optimizers, tables, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.folders import beside
 from jaxdist.convert.hf import CONFIG, neighbours
 from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
@@ -200,7 +201,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | files_of(path, tree)
-    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=own)
+    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=own, left=beside(path))
     if own and ORIGIN in tree:
         origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
     logged = log_of(path, tree) if training and own else b""

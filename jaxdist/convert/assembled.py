@@ -1,0 +1,104 @@
+"""A checkpoint put together from several files: weights from some, the optimizer's state and the step from others."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from jaxdist.config import Experiment
+from jaxdist.convert import optimizers, tables, torch_files
+from jaxdist.convert.atoms import Shape
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, one_count
+from jaxdist.convert.naming import carried, plain, recognized
+from jaxdist.convert.tables import NAMINGS, trainable
+from jaxdist.convert.torch_leaves import leaf
+from jaxdist.convert.torch_parts import GROUPS, reading
+
+
+class State(NamedTuple):
+    """An optimizer's state: its rule, kind -> parameter -> tensor, groups with names in `params`, steps of each."""
+
+    rule: optimizers.Rule
+    moments: Mapping[str, Leaves]
+    groups: Sequence[Mapping[str, Any]]
+    counts: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, `leaves` by the names of their files. `path`: the source, as messages name it."""
+
+    path: Path
+    experiment: Experiment
+    leaves: Leaves
+
+    @cached_property
+    def recognized(self) -> tuple[str, dict[str, str]]:
+        """The naming, and its names -> those of the files."""
+        return recognized(str(self.path), self.leaves, self.experiment.model)
+
+    @property
+    def naming(self) -> str:
+        return self.recognized[0]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return self.recognized[1]
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Those of what is trained, in the order of the modules, which is that of `model.parameters()`."""
+        entries = trainable(self.naming, self.experiment.model)
+        return {name: entry.shape for name, entry in entries.items() if name in self.names}
+
+    def full_name(self, name: str) -> str:
+        """The naming's name of a parameter that a file or an optimizer calls `name`."""
+        return NAMINGS[self.naming][self.experiment.model.family].full_name(plain(name))
+
+    def state(self, file: Path, optimizer: Mapping[Any, Any]) -> State | None:
+        """What a state dict of torch's holds, whose tensors lie in `file`; None of one without a state. Raises
+        ConfigError."""
+        if not optimizer.get("state"):
+            return None
+        kept = partial(tables.kept, self.naming, self.experiment.model)
+        with reading(file, "optimizer"):
+            rule, order = optimizers.order_of(str(file), optimizer, self.shapes, kept, self.full_name)
+            plain_groups = tree_map_only(Tensor, partial(torch_files.number, file), optimizer[GROUPS])
+            groups = optimizers.named(plain_groups, order)
+            entries = {name: optimizer["state"][i] for i, name in order.items()}
+            moments = {
+                kind: {n: leaf(file, f"{kind} of {n}", e[kind]) for n, e in entries.items() if e.get(kind) is not None}
+                for kind in rule.kinds(groups)
+            }
+            counts = [torch_files.number(file, count) for count in optimizers.steps_of(optimizer)]
+        return State(rule, moments, groups, counts)
+
+    def content(self, state: State | None, step: int | None, schedule: Mapping[str, Any], origin: Origin) -> Content:
+        """The content: with the optimizer of its `state`, which goes on by `schedule`, fields of an optimizer section.
+
+        `step`: steps done, None where only the optimizer's count tells. Raises ConfigError.
+        """
+        groups: dict[str, Leaves] = {PARAMETERS: {full: self.leaves[name] for full, name in self.names.items()}}
+        first = next(iter(groups[PARAMETERS].values()))
+        names = carried(self.names, self.naming, self.experiment.model)
+        origin = replace(origin, naming=self.naming, names=names, dtype=str(first.dtype))
+        experiment, updates = self.experiment, None
+        if state:
+            groups |= state.moments
+            with reading(self.path, "optimizer"):
+                if state.rule.counts or any(count is not None for count in state.counts):
+                    updates = one_count(str(self.path), (torch_files.count_of(self.path, c) for c in state.counts))
+                settings = optimizers.settings(str(self.path), state.rule, state.groups, self.shapes)
+            experiment = torch_files.trained_by(experiment, {**settings, **schedule}, f"{self.path}: optimizer")
+        steps = step if step is not None else updates or 0
+        updates = steps if state and updates is None else updates
+        return Content(experiment, self.naming, groups, steps, updates, replace(origin, step=steps)).checked(self.path)
+
+
+def leaves_of(file: Path, tensors: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The tensors of a state dict that lies in `file`. Raises ConfigError."""
+    return {n: leaf(file, n, tensor) for n, tensor in tensors.items() if isinstance(tensor, Tensor)}

@@ -1,0 +1,165 @@
+"""Checkpoints of transformers' Trainer (`checkpoint-N`) and of Accelerate (`save_state`), with FSDP or without.
+
+The Trainer writes config.json, weights, optimizer.pt, scheduler.pt and trainer_state.json; Accelerate weights,
+optimizer.bin and scheduler.bin. With FSDP weights and optimizer are two checkpoints of torch.distributed.checkpoint,
+pytorch_model_fsdp_0 and optimizer_0, or pytorch_model_fsdp.bin and optimizer.bin. training_args.bin and
+random_states_*.pkl are pickles of classes: they are named as left behind, and never read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.display import say
+from jaxdist.config.foreign import parse, read_bytes
+from jaxdist.config.hf import experiment_for, read_model
+from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, torch_files
+from jaxdist.convert.assembled import State, Weights
+from jaxdist.convert.content import Content, Leaf, Origin, agreed
+from jaxdist.convert.folders import (
+    BIN,
+    BIN_INDEX,
+    CONFIG,
+    FSDP_FILE,
+    FSDP_OPTIMIZER,
+    FSDP_WEIGHTS,
+    OPTIMIZERS,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    SCALER,
+    SCHEDULERS,
+    TRAINER_STATE,
+)
+from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.torch_parts import first_count
+from jaxdist.convert.trainer_schedule import found_schedule
+
+MOST_BYTES = 200_000_000  # of trainer_state.json, which logs every few steps
+
+
+def described(path: Path) -> dict[str, Leaf]:
+    """Every tensor of the model, under the names of its files. Raises ConfigError."""
+    return dict(_weights(path)[0])
+
+
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+    """The content of a folder; its model is that of config.json, or `wanted`. Raises ConfigError."""
+    there, read = _weights(path)
+    trainer = _trainer_state(path)
+    weights = Weights(path, agreed(str(path), _found(path, trainer.get("max_steps")), wanted), there)
+    state, by = _state(path, weights) if training else (None, "")
+    scheduler = _plain(path, SCHEDULERS) if state else {}
+    counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
+    step = trainer.get("global_step", counted)
+    schedule = _schedule(path, state, (trainer, scheduler), bool(wanted)) if state else {}
+    files, left = hf.files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
+    origin = Origin("trainer", files=files, left=left)
+    content = weights.content(state, first_count(step) if step is not None else None, schedule, origin)
+    return _scaled(path, content, bool(wanted)) if state else content
+
+
+def _found(path: Path, steps: Any) -> Experiment | None:
+    """The experiment around the model of config.json, of so many `steps`, if that is a number; None without one."""
+    if not (path / CONFIG).is_file():
+        return None
+    found = experiment_for(read_model(path).model_dump(), str(path))
+    if type(steps) is not int or steps < 1:
+        return found
+    values = found.model_dump(exclude_none=True)
+    return Experiment.parse(
+        values | {"train": values["train"] | {"steps": steps}}, f"{path / TRAINER_STATE}: max_steps"
+    )
+
+
+def _weights(path: Path) -> tuple[Mapping[str, Leaf], set[str]]:
+    """The tensors of the model, and the names of what holds them. Raises ConfigError."""
+    if (path / FSDP_WEIGHTS).is_dir():
+        return dcp_files.Tensors(path / FSDP_WEIGHTS).parameters, {FSDP_WEIGHTS}
+    if any((path / name).exists() for name in (SAFETENSORS, SAFETENSORS_INDEX)):
+        tensors = Tensors(path)
+        return hf.leaves(tensors), tensors.files
+    if any((path / name).exists() for name in (BIN, BIN_INDEX)):
+        return bin_files.read(path)
+    return torch_files.described(path / FSDP_FILE), {FSDP_FILE}
+
+
+def _state(path: Path, weights: Weights) -> tuple[State | None, str]:
+    """The optimizer's state, and the name of what holds it. Raises ConfigError."""
+    if (path / FSDP_OPTIMIZER).is_dir():
+        return _distributed(path / FSDP_OPTIMIZER, weights), FSDP_OPTIMIZER
+    name = next((name for name in OPTIMIZERS if (path / name).is_file()), "")
+    return (weights.state(path / name, _loaded(path / name)), name) if name else (None, "")
+
+
+def _distributed(folder: Path, weights: Weights) -> State:
+    """The state in a checkpoint of torch.distributed.checkpoint, by the parameters' names. Raises ConfigError."""
+    tensors = dcp_files.Tensors(folder)
+    prefix = tensors.prefixes["optimizer"]
+    extras = tensors.extras(prefix)
+    states = dcp_files.states_of({**tensors.leaves, **extras}, prefix)
+    groups = list(dcp_files.groups_of(extras, f"{prefix}{dcp_files.GROUPS}.").values())
+    rule = optimizers.rule_of(str(folder), (kind for _, kind in states), groups)
+    moments = {
+        kind: {weights.full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
+        for kind in rule.kinds(groups)
+    }
+    named = [{**group, "params": [weights.full_name(name) for name in group["params"]]} for group in groups]
+    return State(rule, moments, named, dcp_files.counts_of(str(folder), states, needed=rule.counts))
+
+
+def _loaded(file: Path) -> dict[Any, Any]:
+    """The dict that a file of torch.save holds. Raises ConfigError."""
+    tree = torch_files.load(file)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file} holds no state dict; use a whole copy, or leave it out")
+    return tree
+
+
+def _plain(path: Path, names: tuple[str, ...]) -> dict[Any, Any]:
+    """The dict of the first of these files that is there; empty without one. Raises ConfigError."""
+    return next((_loaded(path / name) for name in names if (path / name).is_file()), {})
+
+
+def _trainer_state(path: Path) -> dict[str, Any]:
+    """What trainer_state.json says; its log may have NaN. Raises ConfigError."""
+    if not (file := path / TRAINER_STATE).exists():
+        return {}
+    try:
+        found = parse(read_bytes(file, MOST_BYTES), float)
+        if not isinstance(found, dict):
+            raise ValueError("it is no table of settings")
+        return found
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{file}: {error}; use a whole copy, or leave it out to count the optimizer's steps"
+        ) from None
+
+
+def _schedule(
+    path: Path, state: State, beside: tuple[Mapping[str, Any], Mapping[Any, Any]], wanted: bool
+) -> dict[str, Any]:
+    """The schedule's fields of an optimizer section. `beside`: trainer_state.json and the scheduler's state."""
+    trainer, scheduler = beside
+    group = state.groups[0]
+    peak, rate = (torch_files.number(path, group.get(key)) for key in ("initial_lr", "lr"))
+    steps, done, logged = (trainer.get(key) for key in ("max_steps", "global_step", "log_history"))
+    if not wanted and peak and rate is not None and type(steps) is int and type(done) is int and steps > 0:
+        log = logged if isinstance(logged, list) else []
+        if found := found_schedule(float(peak), steps, (done, float(rate)), log):
+            warmup = found["warmup"] - 1
+            say(f"{path}: its rates are those of decay = {found['decay']} over {steps} steps, {warmup} of them warm-up")
+            return found
+    return torch_files.schedule(path, {"scheduler": dict(scheduler)}, state.groups, wanted)
+
+
+def _scaled(path: Path, content: Content, wanted: bool) -> Content:
+    """The content with the loss scale of the folder, where it has one. Raises ConfigError."""
+    if not (path / SCALER).is_file():
+        return content
+    scaler = {key: torch_files.number(path / SCALER, value) for key, value in _loaded(path / SCALER).items()}
+    if (scaling := amp.scaling(scaler, {})) is None:
+        return content
+    experiment = amp.going_on(path, content.experiment, scaler, wanted)
+    return replace(content, experiment=experiment, scaling=scaling).checked(path)

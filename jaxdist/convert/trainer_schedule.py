@@ -1,0 +1,74 @@
+"""The schedule that the Hugging Face Trainer went by, found from the learning rates that it logged.
+
+Its scheduler.pt has no rule, and training_args.bin, which has one, is a pickle of classes and is not read. The rates
+tell it: of linear, cosine and constant after a linear warm-up (transformers' `get_scheduler`), the one that fits all.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+CLOSE = 1e-6  # relative; rates are logged as float64 or float32
+MOST_LOGGED = 200  # rates that are looked at
+
+
+class Shape(NamedTuple):
+    """A share of the peak rate after warm-up, and its inverse: the warm-up that a share shows.
+
+    `share(k, w, steps)`: after k steps, with w steps of warm-up. `warmup(k, r, steps)`: w, of the share r.
+    """
+
+    share: Callable[[int, int, int], float]
+    warmup: Callable[[int, float, int], float]
+
+
+def _cosine_warmup(k: int, r: float, steps: int) -> float:
+    p = math.acos(min(1.0, max(-1.0, 2 * r - 1))) / math.pi
+    return (k - p * steps) / (1 - p) if p < 1 else 0.0
+
+
+SHAPES = {
+    "linear": Shape(lambda k, w, steps: max(0.0, (steps - k) / max(1, steps - w)), lambda k, r, t: t - (t - k) / r),
+    "cosine": Shape(
+        lambda k, w, steps: (1 + math.cos(math.pi * min(1.0, (k - w) / max(1, steps - w)))) / 2, _cosine_warmup
+    ),
+    "constant": Shape(lambda k, w, steps: 1.0, lambda k, r, steps: 0.0),
+}
+
+
+def found_schedule(peak: float, steps: int, now: tuple[int, float], logged: Sequence[Any]) -> dict[str, Any] | None:
+    """The schedule's fields of an optimizer section, exact from the end of the warm-up on; None where no shape fits, or
+    several do. `now`: steps done and the rate of the next; `logged`: the entries of trainer_state.json's log_history.
+
+    Step s of ours, counted from 1, has the rate of theirs after s - 1 steps: so warm-up and end are one step later.
+    """
+    entries = [(entry.get("step"), entry.get("learning_rate")) for entry in logged if isinstance(entry, Mapping)]
+    known = [(k, float(r)) for k, r in entries if isinstance(k, int) and isinstance(r, int | float) and 0 < k <= steps]
+    known = known[:: 1 + len(known) // MOST_LOGGED]
+    fitting: dict[str, int] = {}
+    for late in (0, 1):  # newer versions log the rate of the step just made, older ones that of the next
+        rates = [(k, r / peak) for k, r in ((now[0], now[1]), *((k - late, r) for k, r in known))]
+        for name, shape in SHAPES.items():
+            if name not in fitting and (warmup := _warmup(shape, rates, steps)) is not None:
+                fitting[name] = warmup
+    if len(fitting) != 1:
+        return None
+    ((name, warmup),) = fitting.items()
+    end = {"decay_steps": steps + 1, "final": 0.0} if name != "constant" else {}
+    return {"warmup": warmup + 1, "decay": name, **end}
+
+
+def _warmup(shape: Shape, rates: Sequence[tuple[int, float]], steps: int) -> int | None:
+    """The least warm-up with which a shape gives all rates; None where none does, or none is over by now."""
+    tried = {0}
+    for k, r in rates:
+        if r > 0:
+            tried |= {round(w) for w in (k / r, shape.warmup(k, r, steps)) if 0 <= w <= steps}
+    over = (w for w in sorted(tried) if w <= rates[0][0])
+    return next((w for w in over if all(_fits(shape, w, steps, rate) for rate in rates)), None)
+
+
+def _fits(shape: Shape, w: int, steps: int, rate: tuple[int, float]) -> bool:
+    k, r = rate
+    share = k / w if k < w else shape.share(k, w, steps)
+    return abs(r - share) <= CLOSE * max(share, CLOSE)
