@@ -14,7 +14,7 @@ from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import OWN
+from jaxdist.formats.tables import OWN
 from jaxdist.program import Program
 
 

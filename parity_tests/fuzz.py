@@ -43,8 +43,8 @@ from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for, read_model, to_settings
 from jaxdist.convert import dcp_files, hf, torch_files, torch_leaves, torch_numpy
 from jaxdist.convert.content import Content
+from jaxdist.convert.entries import entries
 from jaxdist.convert.safetensors_files import Tensors
-from jaxdist.convert.tables import entries
 from jaxdist.convert.torch_parts import MODEL as PARTS
 from jaxdist.convert.torch_parts import part
 from torch_ref.hf import Weights
@@ -184,8 +184,9 @@ def read_by_jaxdist(folder: Path) -> None:
 
 def read_by_torch(folder: Path) -> None:
     weights = Weights(folder, read_model(folder))
-    check_shapes("torch_ref", weights.shapes(), dict(NAMES.values()))
-    for name in weights.names:
+    found = {name: header.shape for name, header in weights.files.headers.items()}
+    check_shapes("torch_ref", found, {name: shape for name, (_, shape) in NAMES.items()})
+    for name, _ in NAMES.values():
         assert not (weights.read(name) == SECRET).any(), "read from outside of the folder"
 
 
@@ -197,7 +198,7 @@ def read_config(folder: Path) -> None:
 
 
 def read_config_by_torch(folder: Path) -> None:
-    Weights(folder, read_model(folder)).shapes()
+    Weights(folder, read_model(folder)).check()
 
 
 def read_manifest(folder: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_once_failed_is_refused(name: str, file: Path, tmp_path: Path) -> N
 
 
 def read_unchecked(tensors: Any, name: str) -> Any:
-    (path, start), tensor = tensors._places[name], tensors.described[name]
+    (path, start), tensor = tensors.places[name], tensors.described[name]
     return np.fromfile(path, np.uint8, tensor.bytes, offset=start).view(tensor.dtype).reshape(tensor.shape)
 
 

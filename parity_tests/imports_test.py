@@ -40,19 +40,27 @@ def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
 
-@pytest.mark.parametrize("folder", ["jaxdist/config", "jaxdist/data"])
+NEUTRAL = ("jaxdist.config", "jaxdist.data", "jaxdist.formats")  # what both sides read
+ON_CONFIG = {
+    "jaxdist/config": NEUTRAL[:2],
+    "jaxdist/data": NEUTRAL[:2],
+    "jaxdist/formats": ("jaxdist.config", NEUTRAL[2]),
+}
+
+
+@pytest.mark.parametrize("folder", ON_CONFIG)
 def test_what_both_read_is_neutral(folder: str) -> None:
     for path in sources(folder):
         assert not tops(path) & (JAX | {"torch", "torch_ref", "parity_tests"}), path
         inside = {name for name in imports(path) if name.startswith("jaxdist.")}
-        assert all(name.startswith(("jaxdist.config", "jaxdist.data")) for name in inside), path
+        assert all(name.startswith(ON_CONFIG[folder]) for name in inside), path
 
 
 def test_torch_ref_never_imports_jax() -> None:
     for path in sources("torch_ref"):
         assert not tops(path) & (JAX | {"parity_tests"}), path
         inside = {name for name in imports(path) if name.startswith("jaxdist.")} - {"jaxdist.__version__"}
-        assert all(name.startswith(("jaxdist.config", "jaxdist.data")) for name in inside), path
+        assert all(name.startswith(NEUTRAL) for name in inside), path
 
 
 # In convert/: what reads and writes torch's own files.
@@ -121,6 +129,7 @@ def test_models_speak_to_the_mesh_by_verbs_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [("jaxdist", JAX | {"torch"}), ("jaxdist.config", JAX | {"torch"}), ("jaxdist.data", JAX | {"torch"}),
+     ("jaxdist.formats.plan", JAX | {"torch"}),
      ("jaxdist.train", {"torch", "orbax", "jaxdist.convert"}),
      ("jaxdist.convert.__main__", {"torch"}), ("jaxdist.bench.__main__", JAX | {"torch"}),
      ("torch_ref.train", JAX),

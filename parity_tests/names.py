@@ -8,7 +8,8 @@ import numpy as np
 from jaxdist.config import KEPT
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
-from torch_ref.hf import TABLES as MODULES
+from jaxdist.formats.naming import plain
+from jaxdist.formats.tables import HUGGINGFACE
 
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
@@ -79,8 +80,6 @@ def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
 
 def unwrapped(record: Mapping[str, np.ndarray]) -> Arrays:
     """A record without what DDP, FSDP1 and torch.compile put into names."""
-    from jaxdist.convert.naming import plain  # imports jax, as above
-
     parts = ((key.partition("/"), array) for key, array in record.items())
     return {f"{kind}/{plain(name)}": array for (kind, _, name), array in parts}
 
@@ -115,7 +114,7 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
 
 
 def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
-    from jaxdist.convert.tables import HUGGINGFACE  # imports jax, which most readers of records do not need
+    from jaxdist.convert.atoms import split_rows  # imports jax, which most readers of records do not need
 
     table, ours, left, missing = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays), list[str]()
     for row in table.rows:
@@ -127,7 +126,7 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
         if 0 < len(absent) < len(theirs):
             missing += absent
         elif experts and not absent:
-            parts = zip(*(row.split(arrays[name]) for name in theirs), strict=True)
+            parts = zip(*(split_rows(row, arrays[name]) for name in theirs), strict=True)
             stacks = ((n, np.stack(p) if row.stacked else p[0]) for n, p in zip(row.ours, parts, strict=True))
             ours |= {n: a.reshape(layers, experts, *a.shape[1:]) if row.by_expert else a for n, a in stacks}
             left -= {*theirs}
@@ -141,7 +140,9 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
 def _activations(arrays: Arrays, family: str) -> Arrays:
     """By module; what one module of theirs computes for several of ours is cut along its last axis."""
     several: dict[str, list[str]] = {"": [LOGITS]}
-    for ours, theirs in (MODULES[family] | CONTAINERS[family]).items():
+    modules = {ours: row.theirs for row in HUGGINGFACE[family].rows for ours in row.ours}
+    named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}
+    for ours, theirs in (named_so | CONTAINERS[family]).items():
         several.setdefault(theirs, []).append(ours)
     named: Arrays = {}
     for name, array in arrays.items():
@@ -150,6 +151,11 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
         for new, part in zip(found, np.split(array, max(1, len(found)), axis=-1), strict=False):
             named[new.replace("#", layer)] = part
     return named
+
+
+def _module(parameter: str, layer: str, number: str) -> str:
+    """The module of a parameter, its layer's number written as `number`."""
+    return parameter.rpartition(".")[0].replace(layer, number, 1)
 
 
 def numbered(path: str, call: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from jaxdist.config import read_metrics
 from jaxdist.convert import dcp_files, orbax_files
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import LAYERS
+from jaxdist.formats.tables import LAYERS
 from parity_tests.compare import relative
 from parity_tests.run import Run, command
 

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from jaxdist.config import ConfigError, Experiment, Model, check_shapes, checkpoint_in, same_model, whole
+from jaxdist.config import ConfigError, Experiment, Model, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from jaxdist.config.foreign import read_json
 from torch_ref import hf
 from torch_ref.launch import from_first
-from torch_ref.models import build
 from torch_ref.optim import Optimizer
 from torch_ref.weights import fill, held
 
@@ -85,13 +84,11 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     config = experiment.model
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
-        same_model(config, read_experiment(found).model, f"--init {path}")
+        same_model(config, read_experiment(found).model, str(found))
         load(found, {"model": dict(held(model))})
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
-        with torch.device("meta"):
-            whole_model = build(config)
-        check_shapes(f"--init {path}", weights.shapes(), {n: tuple(p.shape) for n, p in held(whole_model)})
+        weights.check()
         fill(model, lambda name, _: weights.read(name))
     else:
         raise ConfigError(

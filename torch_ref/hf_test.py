@@ -1,6 +1,7 @@
 """Models and their mapping against transformers, an independent witness in float32."""
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from jaxdist.config import GPT2, ConfigError, Llama, Model
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import to_settings
+from jaxdist.formats import headers
 from torch_ref import hf
 from torch_ref.models import build
 from torch_ref.weights import fill
@@ -121,7 +123,7 @@ def test_a_forgotten_field_is_seen(field: str, tmp_path: Path, monkeypatch: pyte
 def test_a_config_that_contradicts_the_folder_is_refused(case: str, field: str, value: Any, tmp_path: Path) -> None:
     logits_of_both(case, tmp_path)
     _, ours = CASES[case]
-    with pytest.raises(ConfigError, match=rf"model\.{field} = \S+, but --init \S+ holds another model"):
+    with pytest.raises(ConfigError, match=rf"model\.{field} = \S+, but \S+ holds another model"):
         hf.Weights(tmp_path, ours.model_copy(update={field: value}))
 
 
@@ -129,7 +131,10 @@ def test_shapes_are_those_of_what_is_read(tmp_path: Path) -> None:
     for case in ("gpt2", "qwen2"):
         logits_of_both(case, tmp_path / case)
         weights = hf.Weights(tmp_path / case, CASES[case][1])
-        assert weights.shapes() == {name: tuple(weights.read(name).shape) for name in weights.names}
+        weights.check()
+        assert {n: target.shape for n, target in weights.targets.items()} == {
+            name: tuple(weights.read(name).shape) for name in weights.targets
+        }
 
 
 @pytest.mark.parametrize(
@@ -232,16 +237,19 @@ def test_a_tensor_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(128))
     with pytest.raises(ConfigError, match=rf"{SINGLE}: it gives 'model.norm.weight' twice"):
         hf.Weights(tmp_path, CASES["qwen2"][1])
-    monkeypatch.setattr(hf, "check_header", lambda path: None)
-    assert hf.Weights(tmp_path, CASES["qwen2"][1]).names == {"norm.weight": "model.norm.weight"}
+    starts = {"model.norm.weight": 8 + len(header)}
+    monkeypatch.setattr(headers, "check_header", lambda path: starts)
+    assert hf.Weights(tmp_path, CASES["qwen2"][1]).plan.names == {"model.norm.weight": "model.norm.weight"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_what_is_no_weight(dtype: torch.dtype, tmp_path: Path) -> None:
     """Quantized, it would be read without its scales."""
-    weights = folder_of(tmp_path, "qwen2", {"model.norm.weight": torch.ones(32).to(dtype)})
-    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is \w+; give F64, F32, F16, BF16"):
-        weights.shapes()
+    logits_of_both("qwen2", tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    weights = folder_of(tmp_path, "qwen2", tensors | {"model.norm.weight": tensors["model.norm.weight"].to(dtype)})
+    with pytest.raises(ConfigError, match=r"tensor model.norm.weight is \w+; give float64, float32, float16, bfloat16"):
+        weights.check()
 
 
 def test_a_parameter_under_two_names(tmp_path: Path) -> None:
@@ -251,7 +259,9 @@ def test_a_parameter_under_two_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (2,), (1,) * 70])
 def test_a_shape_that_cannot_be_turned_into_ours(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """GPT-2's query, key and value lie in one tensor, which is cut in three before its shape is compared."""
+    """GPT-2's query, key and value lie in one tensor, whose shape is compared before it is cut in three."""
     name = "transformer.h.0.attn.c_attn.weight"
-    with pytest.raises(ConfigError, match=r"--init .*; give a folder with whole safetensors weights"):
-        folder_of(tmp_path, "gpt2", {name: torch.ones(shape)}).shapes()
+    logits_of_both("gpt2", tmp_path)
+    tensors = load_file(tmp_path / SINGLE) | {name: torch.ones(shape)}
+    with pytest.raises(ConfigError, match=rf"{name} is {re.escape(str(shape))} there, and \(32, 96\) in the model"):
+        folder_of(tmp_path, "gpt2", tensors).check()

@@ -23,11 +23,11 @@ from jaxdist.convert.hf import CONFIG
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import KeyMapping
-from jaxdist.convert.naming import family_of
 from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
+from jaxdist.formats.naming import family_of
 
 NAMED = 8  # of what stays behind
 

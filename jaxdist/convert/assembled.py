@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import Experiment
-from jaxdist.convert import optimizers, tables, torch_files
+from jaxdist.convert import optimizers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, one_count
-from jaxdist.convert.naming import carried, plain, recognized
-from jaxdist.convert.tables import NAMINGS, trainable
+from jaxdist.convert.entries import kept as kept_by
+from jaxdist.convert.entries import trainable
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, reading
+from jaxdist.formats.naming import carried, plain, recognized
+from jaxdist.formats.tables import NAMINGS
 
 
 class State(NamedTuple):
@@ -64,7 +66,7 @@ class Weights:
         ConfigError."""
         if not optimizer.get("state"):
             return None
-        kept = partial(tables.kept, self.naming, self.experiment.model)
+        kept = partial(kept_by, self.naming, self.experiment.model)
         with reading(file, "optimizer"):
             rule, order = optimizers.order_of(str(file), optimizer, self.shapes, kept, self.full_name)
             plain_groups = tree_map_only(Tensor, partial(torch_files.number, file), optimizer[GROUPS])

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.formats.tables import Atom, Row, Shape
 
 BLOCK = 256  # bytes of a row of a block, which has as many rows as numbers in one
-Shape = tuple[int, ...]
-Atom = tuple[str, int]  # a parameter of ours and its layer, or the number of another piece; 0 for one that is whole
 
 
 class Entry(NamedTuple):
@@ -77,6 +76,23 @@ def fill(
         for atom, piece in zip(source.atoms, source.split(tensor), strict=True):
             target, i = places[atom]
             target.put(made[target.name], i, piece.astype(made[target.name].dtype, copy=False))
+
+
+def split_rows(row: Row, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:
+    """One of their tensors -> that layer of each of the row's parameters. Views, unless interleaved."""
+    if row.interleaved:
+        tensor = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+    return np.split(tensor.T if row.transpose else tensor, len(row.ours), axis=-1)
+
+
+def put_rows(row: Row, tensor: np.ndarray, part: int, atom: np.ndarray, head_dim: int = 0) -> None:
+    """Write that layer of the row's parameter `part` into their tensor."""
+    if row.interleaved:
+        rows = atom.T if row.transpose else atom
+        turned = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2)
+        tensor.reshape(turned.shape)[...] = turned
+    else:
+        copy(split_rows(row, tensor)[part], atom)
 
 
 def copy(to: np.ndarray, of: np.ndarray) -> None:

@@ -19,7 +19,7 @@ def described(path: Path) -> dict[str, Leaf]:
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder: weights, with its config.json and tokenizer. Raises ConfigError."""
     there, files = read(path)
-    return of_folder(path, there, files, Origin("hf", "huggingface"), wanted)
+    return of_folder(path, there, files, Origin("hf"), wanted)
 
 
 def read(path: Path) -> tuple[dict[str, Leaf], set[str]]:

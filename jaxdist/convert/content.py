@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from jaxdist.config import EMA, ConfigError, Experiment, check_shapes, same_model
+from jaxdist.config import EMA, ConfigError, Experiment, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, kept, trained
+from jaxdist.convert.entries import entries, kept
+from jaxdist.formats.headers import Header
+from jaxdist.formats.plan import Parts, check_tensors, embedding, parted, untied
+from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
 BLOCK = 1 << 20  # bytes that are compared at a time
-WEIGHTS = ("float64", "float32", "float16", "bfloat16")
-COUNTS = ("int64", "int32")  # of batches, in torch and in JAX
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,10 @@ class Content:
                 f"{source}: its optimizer keeps {there}, where optimizer.name = {o.name} and optimizer.ema = {o.ema} "
                 f"keep {asked}; give --model another optimizer, or leave it out"
             )
-        wanted = {group: self.entries(group) for group in groups}
-        learned = trained(wanted[PARAMETERS], self.experiment.model)
         for group, leaves in groups.items():
             what = str(source) if group == PARAMETERS else f"{source}, {group}"
-            shapes = {name: leaf.shape for name, leaf in leaves.items()}
-            check_shapes(what, shapes, {name: entry.shape for name, entry in wanted[group].items()})
-            for name, leaf in leaves.items():
-                counts = name not in learned and not leaf.shape
-                if leaf.dtype.name not in (COUNTS if counts else WEIGHTS):
-                    raise ConfigError(f"{what}: tensor {name} is {leaf.dtype}; give {', '.join(WEIGHTS)}")
+            found = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
+            check_tensors(what, found, {name: entry.shape for name, entry in self.entries(group).items()})
         scaling = None
         if self.updates is not None and (fresh := start(self.experiment.precision)):
             scaling = self.scaling or fresh
@@ -174,7 +169,7 @@ class Content:
 
     def _with_buffers(self, source: Path) -> Origin:
         """The origin, with the model's buffers."""
-        found = {name: leaf for name, leaf in self.groups[PARAMETERS].items() if self._ignores(name)}
+        found = {name: self.groups[PARAMETERS][name] for name in self._parted(self.groups[PARAMETERS]).buffers}
         if not found:
             return self.origin
         say(
@@ -183,23 +178,20 @@ class Content:
         )
         return replace(self.origin, buffers={self.origin.names.get(n, n): leaf for n, leaf in found.items()})
 
-    def _ignores(self, name: str) -> bool:
-        """Whether it is a buffer."""
-        table = NAMINGS.get(self.naming, {}).get(self.experiment.model.family)
-        return bool(table and table.ignored.search(name))
+    def _parted(self, leaves: Leaves) -> Parts:
+        """Its tensors by what they are; ours are all parameters."""
+        if self.naming in (OWN, LAYERS):
+            return Parts([*leaves], [], None)
+        return parted(self.naming, self.experiment.model, leaves)
 
     def _without_extras(self, source: Path, leaves: Leaves) -> Leaves:
         """Without buffers, and without the head where it is the embedding once more."""
-        model = self.experiment.model
-        if self.naming in (OWN, LAYERS):
-            return leaves
-        table = NAMINGS[self.naming][model.family]
-        found = {name: leaf for name, leaf in leaves.items() if not self._ignores(name)}
-        head = found.pop(table.head, None) if model.tied else None
-        if head and not head.equals(found.setdefault(table.rows[0].theirs, head)):  # moments may be of the head alone
-            raise ConfigError(
-                f"{source}: tie_word_embeddings is true, but {table.head} differs from the embedding; set it to false"
-            )
+        parts = self._parted(leaves)
+        found = {name: leaves[name] for name in parts.parameters}
+        if parts.head:
+            head, first = leaves[parts.head], embedding(self.naming, self.experiment.model)
+            if not head.equals(found.setdefault(first, head)):  # moments may be of the head alone
+                raise untied(str(source), parts.head)
         return found
 
 

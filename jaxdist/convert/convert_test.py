@@ -22,8 +22,9 @@ from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
 from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
+from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import HUGGINGFACE, LAYERS, shapes_of
+from jaxdist.formats.tables import HUGGINGFACE, LAYERS
 
 SMALL: dict[str, Any] = {
     "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 10, "vocab": 7,

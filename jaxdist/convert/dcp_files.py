@@ -35,14 +35,15 @@ from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, optimizers, torch_files, torch_leaves
 from jaxdist.convert.boxes import blocks, tiled
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
-from jaxdist.convert.naming import carried, plain, recognized
+from jaxdist.convert.entries import trainable
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_leaves import PIECE
 from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, STEP, like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.formats.naming import carried, plain, recognized
+from jaxdist.formats.tables import NAMINGS
 from jaxdist.loss_scale import LossScale, state_of
 
 APP, STATE, SCALING = "app.", "state.", "scaling."

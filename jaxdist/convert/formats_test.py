@@ -24,10 +24,11 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, entries_of
 from jaxdist.convert.convert_test import MODELS, SMALL
+from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN, entries, shapes_of
 from jaxdist.convert.target import beside
+from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")

@@ -19,10 +19,11 @@ from jaxdist.config.foreign import INDEX, SINGLE, parse, read_bytes, read_json, 
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
-from jaxdist.convert.naming import carried, inverted
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import HUGGINGFACE, OWN
+from jaxdist.formats.naming import carried, recognized
+from jaxdist.formats.plan import embedding
+from jaxdist.formats.tables import OWN
 
 CONFIG = "config.json"
 # Files of a Hugging Face folder that say nothing of the weights, and go along.
@@ -62,7 +63,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     read_model(path)  # a model that jaxdist does not compute is said before missing weights are
     tensors = Tensors(path)
     left = [f"the metadata {key!r}, in which its files differ" for key in sorted(tensors.differing)]
-    origin = Origin("hf", "huggingface", metadata=tensors.metadata, index=_index(path), left=left)
+    origin = Origin("hf", metadata=tensors.metadata, index=_index(path), left=left)
     return of_folder(path, leaves(tensors), tensors.files, origin, wanted)
 
 
@@ -71,14 +72,19 @@ def of_folder(
 ) -> Content:
     """The weights `there` of a folder with config.json, which were `read` from those files. Raises ConfigError."""
     experiment = agreed(str(path), experiment_for(read_model(path).model_dump(), source=str(path)), wanted)
-    table = HUGGINGFACE[experiment.model.family]
-    names = inverted(str(path), there, "huggingface", experiment.model)
+    naming, names = recognized(str(path), there, experiment.model)
     groups = {PARAMETERS: {full: there[name] for full, name in names.items()}}
-    kept = carried(names, "huggingface", experiment.model)
+    first = groups[PARAMETERS].get(embedding(naming, experiment.model))
     files, left = files_of(path, read)
-    first = str(groups[PARAMETERS][table.rows[0].theirs].dtype) if table.rows[0].theirs in names else ""
-    origin = replace(origin, names=kept, files=files, dtype=first, left=[*origin.left, *left])
-    return Content(experiment, "huggingface", groups, origin=origin).checked(path)
+    origin = replace(
+        origin,
+        naming=naming,
+        names=carried(names, naming, experiment.model),
+        files=files,
+        dtype=str(first.dtype) if first else "",
+        left=[*origin.left, *left],
+    )
+    return Content(experiment, naming, groups, origin=origin).checked(path)
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -148,7 +154,7 @@ def check(conversion: Conversion) -> bytes:
     """The config.json to be written. Raises ConfigError if no architecture of transformers can express the model."""
     content, described = conversion.content, conversion.groups[PARAMETERS]
     model = content.experiment.model
-    first = described[HUGGINGFACE[model.family].rows[0].theirs]
+    first = described[embedding(conversion.naming, model)]
     return _config(model, str(first.dtype), content.origin.files.get(CONFIG), content.origin.dtype)
 
 

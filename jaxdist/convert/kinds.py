@@ -13,8 +13,8 @@ from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.folders import is_bin_folder, is_trainer_folder, part_of
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import LAYERS
 from jaxdist.convert.target import beside
+from jaxdist.formats.tables import LAYERS
 
 
 class Format(Protocol):

@@ -11,10 +11,11 @@ from jaxdist.config import ConfigError, Mixture
 from jaxdist.config.hf import to_settings
 from jaxdist.convert import atoms
 from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.mapping import KeyMapping, Module, Row, Shape, Shapes
 from jaxdist.convert.suggest import Suggestion, suggest
-from jaxdist.convert.tables import HUGGINGFACE, shapes_of
 from jaxdist.convert.transforms import TRANSFORMS, as_ours, fitting, result
+from jaxdist.formats.tables import HUGGINGFACE
 
 D, H, C, F, L = 12, 3, 4, 20, 3
 

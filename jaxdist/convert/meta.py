@@ -14,9 +14,9 @@ from jaxdist.config.model import MOST_LAYERS
 from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
+from jaxdist.convert.entries import entries
 from jaxdist.convert.hf import companions
-from jaxdist.convert.naming import recognized
-from jaxdist.convert.tables import entries
+from jaxdist.formats.naming import recognized
 
 PARAMS, FILES = "params.json", "consolidated.*.pth"
 LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults

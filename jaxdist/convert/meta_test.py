@@ -14,8 +14,8 @@ from jaxdist.convert import meta
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Leaf
 from jaxdist.convert.convert_test import SMALL
+from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import KINDS
-from jaxdist.convert.tables import entries
 from jaxdist.convert.verify import logits
 
 torch = pytest.importorskip("torch")

@@ -30,10 +30,11 @@ from jaxdist.config.foreign import check_files, read_json, within
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
+from jaxdist.convert.entries import cut, parts, shapes_of
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
-from jaxdist.convert.tables import LAYERS, OWN, cut, parts, shapes_of
 from jaxdist.convert.zarr_files import ZarrFiles
+from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.items import items
 from jaxdist.loss_scale import state_of
 from jaxdist.optim import State, optimizer

@@ -19,8 +19,9 @@ from jaxdist.config.hf import experiment_for
 from jaxdist.convert import meta, orbax_files, stream
 from jaxdist.convert.content import PARAMETERS, Leaf
 from jaxdist.convert.convert_test import SMALL
+from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import LAYERS, entries, shapes_of
+from jaxdist.formats.tables import LAYERS
 from jaxdist.step import TrainState
 
 torch = pytest.importorskip("torch")

@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
-from jaxdist.convert.tables import LAYERS, NAMINGS, OWN
+from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time

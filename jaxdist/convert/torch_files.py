@@ -26,13 +26,12 @@ from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import amp, optimizers, tables, torch_numpy
+from jaxdist.convert import amp, entries, optimizers, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.entries import trainable
 from jaxdist.convert.folders import beside
 from jaxdist.convert.hf import CONFIG, neighbours
-from jaxdist.convert.naming import carried, plain, recognized
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import NAMINGS, trainable
 from jaxdist.convert.torch_leaves import empty, leaf
 from jaxdist.convert.torch_own import (
     BUFFERS,
@@ -74,6 +73,8 @@ from jaxdist.convert.torch_parts import (
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.formats.naming import carried, plain, recognized
+from jaxdist.formats.tables import NAMINGS
 from jaxdist.optim import learning_rate
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
@@ -168,7 +169,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     order, kinds = optimizers.Order(), tuple[str, ...]()
     if optimizer.get("state"):
         with reading(path, "optimizer"):
-            kept_as, rename = partial(tables.kept, naming, model), lambda name: table.full_name(plain(name))
+            kept_as, rename = partial(entries.kept, naming, model), lambda name: table.full_name(plain(name))
             rule, order = optimizers.order_of(str(path), optimizer, shapes, kept_as, rename)
             trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states, kinds = {name: optimizer["state"][i] for i, name in order.items()}, rule.kinds(trained)

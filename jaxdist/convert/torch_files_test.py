@@ -20,9 +20,9 @@ from jaxdist.convert import orbax_files
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Origin
 from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.entries import entries
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.tables import entries
 from jaxdist.optim import learning_rate
 
 torch = pytest.importorskip("torch")

@@ -16,9 +16,9 @@ from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.convert_test import MODELS, draw
+from jaxdist.convert.entries import trainable
 from jaxdist.convert.hf import write_hf
 from jaxdist.convert.kinds import KINDS, kind_of
-from jaxdist.convert.tables import trainable
 from jaxdist.convert.trainer_schedule import found_schedule
 from jaxdist.optim import learning_rate
 

@@ -26,7 +26,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import Kind
 from jaxdist.convert.stream import Conversion, Recut
-from jaxdist.convert.tables import LAYERS, OWN
+from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.mesh import lay_out
 from jaxdist.program import Program
 

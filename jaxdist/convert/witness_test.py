@@ -17,8 +17,8 @@ from jaxdist.config import Family, ResNet, TrainingError
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.convert_test import MODELS, draw, saved
 from jaxdist.convert.hf import write_hf
-from jaxdist.convert.tables import HUGGINGFACE, STATISTICS
 from jaxdist.convert.verify import probe
+from jaxdist.formats.tables import HUGGINGFACE, STATISTICS
 from jaxdist.mesh import make_mesh
 from jaxdist.program import Program
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.collectives import Parallel
 from jaxdist.config import Experiment
 from jaxdist.conftest import often
+from jaxdist.convert.entries import entries
 from jaxdist.convert.hf import read_hf
-from jaxdist.convert.tables import entries
 from jaxdist.mesh import make_mesh
 from jaxdist.models.resnet import BatchNorm
 from jaxdist.program import Program

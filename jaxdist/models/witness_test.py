@@ -20,7 +20,7 @@ from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.hf import GELUS, from_settings, to_settings
 from jaxdist.convert import experiment_for, read_hf
-from jaxdist.convert.tables import HUGGINGFACE, Table
+from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
 from jaxdist.models import gpt2, layers, llama, mixtral
 from jaxdist.parallel import context

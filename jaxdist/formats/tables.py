@@ -1,25 +1,19 @@
-"""Which tensor of a file is which parameter of ours: a table per naming and family, read in both directions.
+"""Which tensor of a file is which parameter: a table per naming and family, read in both directions by both sides.
 
-Our parameters of all layers are stacked along the first axis, L, experts along the second, E. What every naming shares
-are the *atoms*: one layer of one parameter of ours, and of experts one of them. A tensor of a naming holds one atom or
-several, and two namings meet in their atoms.
+Parameters of jaxdist are stacked: all layers along the first axis, L, experts along the second, E. What every naming
+shares are the *atoms*: one layer of one parameter, and of experts one of them. A tensor of a naming holds one atom or
+several, and two namings meet in their atoms. Names and shapes only: how a tensor is cut is each side's own.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from itertools import groupby
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
+from jaxdist.config import Family
 
-from jaxdist import models
-from jaxdist.config import ConfigError, Family, Optimizer
-from jaxdist.config.optimizer import TAKEN
-from jaxdist.convert.atoms import Atom, Entry, Shape, by_views, copy, whole
-from jaxdist.sharding import Layout
-
+Shape = tuple[int, ...]
+Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one that is whole
 STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 
@@ -69,24 +63,41 @@ class Row(NamedTuple):
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of one of their tensors, given the shapes of our parameters."""
-        *rest, _ = shapes[self.ours[0]][1:] if self.stacked else shapes[self.ours[0]]
-        shape = (*rest, sum(shapes[name][-1] for name in self.ours))
-        return shape[::-1] if self.transpose else shape
+        shape = shapes[self.ours[0]]
+        stack, of_layer = self.stack(shape), shape[1:] if self.stacked else shape
+        matrix = [*of_layer[len(stack) :]]
+        if len(self.ours) > 1:
+            matrix[-1] = sum(shapes[name][-1] for name in self.ours)
+        if self.transpose:
+            matrix = [matrix[axis] for axis in RETURNED[len(matrix)]]
+        return (*(() if self.by_expert else stack), *matrix)
 
-    def split(self, tensor: np.ndarray, head_dim: int = 0) -> list[np.ndarray]:
-        """One of their tensors -> that layer of each of `ours`. Views, unless interleaved."""
-        if self.interleaved:
-            tensor = tensor.reshape(-1, head_dim // 2, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
-        return np.split(tensor.T if self.transpose else tensor, len(self.ours), axis=-1)
+    def stack(self, shape: Shape) -> Shape:
+        """(E,) where one layer of a parameter of ours with this shape holds all experts, else ()."""
+        return shape[1:2] if EXPERTS in self.ours[0] else ()
 
-    def put(self, tensor: np.ndarray, part: int, atom: np.ndarray, head_dim: int = 0) -> None:
-        """Write that layer of `ours[part]` into their tensor."""
-        if self.interleaved:
-            rows = atom.T if self.transpose else atom
-            turned = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2)
-            tensor.reshape(turned.shape)[...] = turned
-        else:
-            copy(self.split(tensor)[part], atom)
+    def tensors(self, layer: int, shapes: Mapping[str, Shape]) -> Iterator["Stored"]:
+        """Their tensors of one layer."""
+        shape, experts = self.shape(shapes), self.stack(shapes[self.ours[0]])
+        if not experts:
+            yield Stored(self.theirs.format(layer=layer), tuple((name, layer) for name in self.ours), shape, self)
+            return
+        numbers = range(layer * experts[0], (layer + 1) * experts[0])
+        if self.by_expert:
+            for e, number in enumerate(numbers):
+                yield Stored(self.theirs.format(layer=layer, expert=e), ((self.ours[0], number),), shape, self)
+            return
+        atoms = tuple((name, number) for name in self.ours for number in numbers)
+        yield Stored(self.theirs.format(layer=layer), atoms, shape, self)
+
+
+class Stored(NamedTuple):
+    """One tensor of a naming and the atoms that it holds: those of a parameter together, experts in their order."""
+
+    name: str
+    atoms: tuple[Atom, ...]
+    shape: Shape
+    row: Row
 
 
 def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
@@ -167,6 +178,18 @@ def _mixture(block: str, gate: str, up: str, down: str) -> Table:
         prefix="model.",
         ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
     )
+
+
+def _fused(separate: Table) -> Table:
+    """A mixture as transformers 5 holds it in memory: its experts stacked, gate and up in one, without biases."""
+    theirs, kept = "model.layers.{layer}.mlp", [row for row in separate.rows if not row.by_expert]
+    rows = [row._replace(theirs=re.sub(r"\.\w+\.gate\.", ".mlp.gate.", row.theirs)) for row in kept]
+    names = [f"layers.mlp.experts.{name}_proj.kernel" for name in ("gate", "up", "down")]
+    experts = [
+        Row((*names[:2],), f"{theirs}.experts.gate_up_proj", transpose=True),
+        Row((names[2],), f"{theirs}.experts.down_proj", transpose=True),
+    ]
+    return separate._replace(rows=[*rows[:-3], *experts, *rows[-3:]])
 
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -291,130 +314,24 @@ TORCH_REF = {
 }
 
 # By name of the naming, then family. Our own need no table, see `entries`: arrays as they are, and a layer at a time.
-NAMINGS = {"huggingface": HUGGINGFACE, "torch_ref": TORCH_REF, "meta": META, "torchvision": TORCHVISION}
+NAMINGS = {
+    "huggingface": HUGGINGFACE,
+    "transformers in memory": {family: _fused(HUGGINGFACE[family]) for family in ("mixtral", "qwen3_moe")},
+    "torch_ref": TORCH_REF,
+    "meta": META,
+    "torchvision": TORCHVISION,
+}
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
-def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
-    """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules.
+def stored(naming: str, model: Family, shapes: Mapping[str, Shape]) -> dict[str, Stored]:
+    """Every tensor that a model has under one of NAMINGS, by name; a layer's together, in the order of its modules.
 
-    `shapes`: those of some of our parameters, or of what is kept of them, where it is not all as they are.
+    `shapes`: those of the parameters of jaxdist, all of them or some.
     """
-    shapes = shapes_of(model) if shapes is None else shapes
-    if naming == OWN:
-        return {name: _own(name, shape) for name, shape in shapes.items()}
-    if naming == LAYERS:
-        return {part: whole(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
-    found: dict[str, Entry] = {}
+    found: dict[str, Stored] = {}
     for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
         block = list(rows)
         for layer in range(model.layers if stacked else 1):
-            found |= {entry.name: entry for row in block for entry in _entries(row, layer, model, shapes)}
+            found |= {tensor.name: tensor for row in block for tensor in row.tensors(layer, shapes)}
     return found
-
-
-def trainable(naming: str, model: Family) -> dict[str, Entry]:
-    """Those of which an optimizer keeps something: all but running statistics."""
-    return trained(entries(naming, model), model)
-
-
-def trained(found: Mapping[str, Entry], model: Family) -> dict[str, Entry]:
-    """Those of the model's tensors."""
-    layouts = layouts_of(model)
-    return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
-
-
-def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
-    """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
-    trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
-    return {layout.name: layout.kept(kind) for layout in trained if o.states[kind](layout.stands)}
-
-
-def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry]:
-    """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
-    a matrix is not ours or ours turned, whose rows and columns are others."""
-    shapes = shapes_kept(model, o, kind)
-    if kind in TAKEN and naming not in (OWN, LAYERS):
-        for row in NAMINGS[naming][model.family].rows_of(shapes):
-            if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
-                raise ConfigError(
-                    f"{kind} of {row.theirs}: the rows and columns of this matrix are others in jaxdist; take the "
-                    "weights alone (--to hf), or convert between jaxdist and torch_ref (--to orbax, --to dcp)"
-                )
-    return entries(naming, model, shapes)
-
-
-def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
-    """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
-    stack, rest = cut(name, shape)
-    places = [f"[{','.join(map(str, place))}]" if stack else "" for place in np.ndindex(*stack)]
-    return [(f"{name}{place}", (name, number), rest) for number, place in enumerate(places)]
-
-
-def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
-    """The axes of a parameter of ours along which it is stacked, layers and experts, and the others."""
-    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
-    return shape[:depth], shape[depth:]
-
-
-def _own(name: str, shape: Shape) -> Entry:
-    atoms, (stack, _) = [atom for _, atom, _ in parts(name, shape)], cut(name, shape)
-    if not stack:
-        return whole(name, atoms[0], shape)
-    return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
-
-
-def _entries(row: Row, layer: int, model: Family, shapes: Mapping[str, Shape]) -> Iterator[Entry]:
-    """Their tensors of one row in one layer."""
-    if EXPERTS in row.ours[0]:
-        yield from _of_experts(row, layer, shapes[row.ours[0]])
-        return
-    if model.takes == "images":
-        yield _of_one(row, shapes[row.ours[0]])
-        return
-    yield Entry(
-        row.theirs.format(layer=layer),
-        tuple((name, layer) for name in row.ours),
-        row.shape(shapes),
-        lambda tensor: row.split(tensor, model.head_dim),
-        lambda tensor, part, atom: row.put(tensor, part, atom, model.head_dim),
-        (row.transpose, row.interleaved),
-    )
-
-
-def _of_one(row: Row, shape: Shape) -> Entry:
-    """One parameter of ours, turned or as it is."""
-    turned = row.transpose
-    there = tuple(shape[axis] for axis in RETURNED[len(shape)]) if turned else shape
-
-    def view(tensor: np.ndarray, _: int) -> np.ndarray:
-        return tensor.transpose(TURNED[tensor.ndim]) if turned else tensor
-
-    return by_views(row.theirs, [(row.ours[0], 0)], there, view, turned)
-
-
-def _of_experts(row: Row, layer: int, shape: Shape) -> Iterator[Entry]:
-    """An array [E, ...], or one for each expert."""
-    (ours,), (_, E, *matrix) = row.ours, shape
-    atoms, theirs = [(ours, layer * E + e) for e in range(E)], tuple(matrix[::-1] if row.transpose else matrix)
-
-    def view(tensor: np.ndarray, expert: int) -> np.ndarray:
-        one = tensor if row.by_expert else tensor[expert]
-        return one.T if row.transpose else one
-
-    if not row.by_expert:
-        yield by_views(row.theirs.format(layer=layer), atoms, (E, *theirs), view, row.transpose)
-        return
-    for e, atom in enumerate(atoms):
-        yield by_views(row.theirs.format(layer=layer, expert=e), [atom], theirs, view, row.transpose)
-
-
-def shapes_of(model: Family) -> dict[str, Shape]:
-    """The global shape of every parameter that the model declares."""
-    return {name: layout.shape for name, layout in layouts_of(model).items()}
-
-
-@lru_cache(maxsize=4)
-def layouts_of(model: Family) -> Mapping[str, Layout]:
-    """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
-    return MappingProxyType(models.layouts(models.build(model)))

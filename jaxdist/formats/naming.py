@@ -1,13 +1,14 @@
-"""What the tensors of a torch file are called: the wrappers' prefixes off, and which naming it is."""
+"""What the tensors of a file are called: the wrappers' prefixes off, and which naming it is."""
 
 import re
 from collections.abc import Iterable, Mapping
 
 from jaxdist.config import ConfigError, Family
-from jaxdist.convert.tables import HUGGINGFACE, NAMINGS, entries
+from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, Table
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
+NUMBER = re.compile(r"\d+|\{\w+\}")
 
 
 def plain(name: str) -> str:
@@ -18,10 +19,19 @@ def plain(name: str) -> str:
 def recognized(source: str, names: Iterable[str], model: Family) -> tuple[str, dict[str, str]]:
     """The naming that has most of `names`, and its names -> those given. Raises ConfigError where two are one."""
     given = list(names)
-    known = [naming for naming, families in NAMINGS.items() if model.family in families]
+    known = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
     found = {naming: inverted(source, given, naming, model) for naming in known}
-    best = max(found, key=lambda naming: len(found[naming].keys() & entries(naming, model).keys()))
+    best = max(known, key=lambda naming: sum(map(_kinds(known[naming]).__contains__, map(kind, found[naming]))))
     return best, found[best]
+
+
+def kind(name: str) -> str:
+    """A name with all its numbers, or the places where a row has them, alike."""
+    return NUMBER.sub("#", name)
+
+
+def _kinds(table: Table) -> set[str]:
+    return {kind(row.theirs) for row in table.rows}
 
 
 def inverted(source: str, names: Iterable[str], naming: str, model: Family) -> dict[str, str]:

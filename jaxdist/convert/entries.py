@@ -1,0 +1,121 @@
+"""The tensors of each naming as JAX's side takes them apart and puts them together, and those of an optimizer."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+
+from jaxdist import models
+from jaxdist.config import ConfigError, Family, Optimizer
+from jaxdist.config.optimizer import TAKEN
+from jaxdist.convert.atoms import Entry, by_views, put_rows, split_rows, whole
+from jaxdist.formats.tables import EXPERTS, LAYERS, NAMINGS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored
+from jaxdist.sharding import Layout
+
+
+def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
+    """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules.
+
+    `shapes`: those of some of our parameters, or of what is kept of them, where it is not all as they are.
+    """
+    shapes = shapes_of(model) if shapes is None else shapes
+    if naming == OWN:
+        return {name: _own(name, shape) for name, shape in shapes.items()}
+    if naming == LAYERS:
+        return {part: whole(part, atom, shape) for name in shapes for part, atom, shape in parts(name, shapes[name])}
+    return {name: _entry(tensor, model) for name, tensor in stored(naming, model, shapes).items()}
+
+
+def trainable(naming: str, model: Family) -> dict[str, Entry]:
+    """Those of which an optimizer keeps something: all but running statistics."""
+    return trained(entries(naming, model), model)
+
+
+def trained(found: Mapping[str, Entry], model: Family) -> dict[str, Entry]:
+    """Those of the model's tensors."""
+    layouts = layouts_of(model)
+    return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
+
+
+def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
+    """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
+    trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
+    return {layout.name: layout.kept(kind) for layout in trained if o.states[kind](layout.stands)}
+
+
+def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry]:
+    """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
+    a matrix is not ours or ours turned, whose rows and columns are others."""
+    shapes = shapes_kept(model, o, kind)
+    if kind in TAKEN and naming not in (OWN, LAYERS):
+        for row in NAMINGS[naming][model.family].rows_of(shapes):
+            if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
+                raise ConfigError(
+                    f"{kind} of {row.theirs}: the rows and columns of this matrix are others in jaxdist; take the "
+                    "weights alone (--to hf), or convert between jaxdist and torch_ref (--to orbax, --to dcp)"
+                )
+    return entries(naming, model, shapes)
+
+
+def parts(name: str, shape: Shape) -> list[tuple[str, Atom, Shape]]:
+    """The atoms of a parameter of ours: their names under LAYERS, and their shapes."""
+    stack, rest = cut(name, shape)
+    places = [f"[{','.join(map(str, place))}]" if stack else "" for place in np.ndindex(*stack)]
+    return [(f"{name}{place}", (name, number), rest) for number, place in enumerate(places)]
+
+
+def cut(name: str, shape: Shape) -> tuple[Shape, Shape]:
+    """The axes of a parameter of ours along which it is stacked, layers and experts, and the others."""
+    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
+    return shape[:depth], shape[depth:]
+
+
+def _own(name: str, shape: Shape) -> Entry:
+    atoms, (stack, _) = [atom for _, atom, _ in parts(name, shape)], cut(name, shape)
+    if not stack:
+        return whole(name, atoms[0], shape)
+    return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
+
+
+def _entry(tensor: Stored, model: Family) -> Entry:
+    """How the atoms of one of their tensors lie in it."""
+    row, size = tensor.row, len(tensor.row.ours)
+    if EXPERTS in row.ours[0]:
+        experts = len(tensor.atoms) // size
+        return by_views(
+            tensor.name,
+            tensor.atoms,
+            tensor.shape,
+            lambda array, i: _of_expert(array if row.by_expert else array[i % experts], tensor, i // experts),
+            row.transpose,
+        )
+    if model.takes == "images":
+        return by_views(tensor.name, tensor.atoms, tensor.shape, lambda array, _: turned(array, tensor), row.transpose)
+    return Entry(
+        *tensor[:3],
+        lambda array: split_rows(row, array, model.head_dim),
+        lambda array, part, atom: put_rows(row, array, part, atom, model.head_dim),
+        (row.transpose, row.interleaved),
+    )
+
+
+def turned(array: np.ndarray, tensor: Stored) -> np.ndarray:
+    """A matrix or kernel of theirs with its axes in our order, a view."""
+    return array.transpose(TURNED[array.ndim]) if tensor.row.transpose else array
+
+
+def _of_expert(matrix: np.ndarray, tensor: Stored, part: int) -> np.ndarray:
+    """One of the projections that one expert's matrix holds, a view."""
+    return np.split(turned(matrix, tensor), len(tensor.row.ours), axis=-1)[part]
+
+
+def shapes_of(model: Family) -> dict[str, Shape]:
+    """The global shape of every parameter that the model declares."""
+    return {name: layout.shape for name, layout in layouts_of(model).items()}
+
+
+@lru_cache(maxsize=4)
+def layouts_of(model: Family) -> Mapping[str, Layout]:
+    """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
+    return MappingProxyType(models.layouts(models.build(model)))

@@ -1,0 +1,81 @@
+"""What safetensors files say of their tensors: of one file, or of a folder with model.safetensors or shards."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import INDEX, SINGLE, check_header, check_index, indexed, within
+from jaxdist.formats.tables import Shape
+
+# The format's names of dtypes and numpy's; what holds no weights is here to be listed.
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
+
+
+class Header(NamedTuple):
+    """What is known of a tensor before it is read; `dtype` by numpy's name."""
+
+    shape: Shape
+    dtype: str
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor begin."""
+
+    file: Path
+    start: int
+
+
+class Headers:
+    """The tensors of a folder or a file by name: their headers and places."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when a file is missing or damaged, or a dtype unknown."""
+        self.folder = folder
+        self.headers: dict[str, Header] = {}
+        self.places: dict[str, Place] = {}
+        self.metadata: dict[str, str] = {}  # of all files together
+        self.differing: set[str] = set()  # keys that have one value in one file, and another in another
+        self.files: set[str] = set()  # that were read, or their folders
+        try:
+            index = self._index()
+            for path in [self.single] if index is None else sorted(set(index.values())):
+                self._add(path)
+                self.files.update(path.parts[len(folder.parts) :][:1])
+            self.files |= {INDEX} if index else set()
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
+        self.metadata = {key: value for key, value in self.metadata.items() if key not in self.differing}
+        check_index(folder, index, {name: place.file for name, place in self.places.items()})
+
+    @property
+    def single(self) -> Path:
+        """The file with all tensors, where there is no index."""
+        return self.folder if self.folder.is_file() else within(self.folder, SINGLE)
+
+    def _index(self) -> dict[str, Path] | None:
+        """Tensor -> file, where the folder goes by its index: transformers takes the single file before it, too."""
+        return None if self.folder.is_file() or (self.folder / SINGLE).exists() else indexed(self.folder)
+
+    def _add(self, path: Path) -> None:
+        starts = check_header(path)
+        with safe_open(path, framework="numpy") as file:
+            for key, value in (file.metadata() or {}).items():
+                if self.metadata.setdefault(key, value) != value:
+                    self.differing.add(key)
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                view = file.get_slice(name)
+                if name in self.headers:
+                    raise ConfigError(
+                        f"{path}: tensor {name} is in another file of the folder too; give each tensor once"
+                    )
+                if (dtype := view.get_dtype()) not in DTYPES:
+                    raise ConfigError(f"{path}: tensor {name} is {dtype}; give one of {', '.join(DTYPES)}")
+                self.headers[name] = Header(tuple(view.get_shape()), DTYPES[dtype])
+                self.places[name] = Place(path, starts[name])

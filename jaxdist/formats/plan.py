@@ -1,0 +1,94 @@
+"""The plan of a source of weights: which of its tensors is which parameter, which are none, and what does not fit.
+
+Both sides follow it, so that what one takes the other takes, and what one refuses the other refuses in the same words.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxdist.config import ConfigError, Family, check_shapes
+from jaxdist.formats.headers import Header
+from jaxdist.formats.naming import kind, recognized
+from jaxdist.formats.tables import EXPERTS, NAMINGS, STACKED, TORCH_REF, TURNED, Atom, Shape, Stored, stored
+
+WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # others hold quantized weights, whose scales lie elsewhere
+COUNTED, COUNTS = "num_batches_tracked", ("int64", "int32")  # of batches, in torch and in JAX
+
+
+class Parts(NamedTuple):
+    """The names of a naming's tensors by what they are. `head` is that of a stored copy of the tied embedding."""
+
+    parameters: list[str]
+    buffers: list[str]
+    head: str | None
+
+
+def parted(naming: str, model: Family, names: Iterable[str]) -> Parts:
+    """Parameters, buffers that the model makes anew, and a tied head apart."""
+    table = NAMINGS[naming][model.family]
+    given = list(names)
+    buffers = [name for name in given if table.ignored.search(name)]
+    head = table.head if model.tied and table.head in given else None
+    return Parts([name for name in given if name not in {*buffers, head}], buffers, head)
+
+
+def embedding(naming: str, model: Family) -> str:
+    """What a naming calls the embedding, of which a tied head is a copy."""
+    return NAMINGS[naming][model.family].rows[0].theirs
+
+
+def untied(source: str, head: str) -> ConfigError:
+    """The error where a tied head that is stored holds other numbers than the embedding."""
+    return ConfigError(f"{source}: tie_word_embeddings is true, but {head} differs from the embedding; set it to false")
+
+
+def check_tensors(source: str, found: Mapping[str, Header], wanted: Mapping[str, Shape]) -> None:
+    """Raises ConfigError naming a tensor of `source` that is missing, unexpected, of another shape, or no weights."""
+    check_shapes(source, {name: header.shape for name, header in found.items()}, wanted)
+    for name, header in found.items():
+        if header.dtype not in (COUNTS if name.endswith(COUNTED) else WEIGHTS):
+            raise ConfigError(f"{source}: tensor {name} is {header.dtype}; give {', '.join(WEIGHTS)}")
+
+
+class Plan(NamedTuple):
+    """`names`: name in the naming -> in the source; `tensors`: each with the atoms that it holds."""
+
+    names: Mapping[str, str]
+    parts: Parts
+    tensors: Mapping[str, Stored]
+    embedding: str
+
+    def atoms(self) -> dict[Atom, tuple[Stored, int]]:
+        """Atom -> the tensor that holds it, and its number in that tensor."""
+        return {atom: (tensor, i) for tensor in self.tensors.values() for i, atom in enumerate(tensor.atoms)}
+
+    def check(self, source: str, headers: Mapping[str, Header]) -> None:
+        """Raises ConfigError as `check_tensors` does. `headers` by name in the source."""
+        found = {name: headers[self.names[name]] for name in self.parts.parameters}
+        check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()})
+
+
+def plan_of(source: str, names: Iterable[str], model: Family, shapes: Mapping[str, Shape]) -> Plan:
+    """The plan of a source with tensors of these names, by which their naming is recognized.
+
+    `shapes`: those of the model's parameters as jaxdist has them. Raises ConfigError where two are one.
+    """
+    naming, found = recognized(source, names, model)
+    return Plan(found, parted(naming, model, found), stored(naming, model, shapes), embedding(naming, model))
+
+
+def stacked(model: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes of jaxdist's parameters, given those of torch_ref's: all layers in one, matrices (in, out)."""
+    rows = {kind(row.theirs): row for row in TORCH_REF[model.family].rows}
+    found: dict[str, Shape] = {}
+    for name, shape in shapes.items():
+        row, (module, _, _) = rows[kind(name)], name.rpartition(".")
+        depth = int(EXPERTS in row.ours[0])
+        matrix = shape[depth:]
+        if row.transpose:
+            matrix = tuple(matrix[axis] for axis in TURNED[len(matrix)])
+        if row.stacked:
+            module = STACKED + module.split(".", 2)[2]
+        layers = (model.layers,) if row.stacked else ()
+        found[f"{module}.{row.ours[0].rpartition('.')[2]}"] = (*layers, *shape[:depth], *matrix)
+    return found

@@ -1,0 +1,245 @@
+"""Each kind of source that both sides can start from, through both: the same tensors to the bit, or the same error."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, ResNet
+from jaxdist.config.foreign import INDEX, SINGLE
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert import write_hf
+from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.entries import shapes_of
+from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.stream import Conversion
+from jaxdist.formats.tables import OWN
+from parity_tests.names import as_torch
+from torch_ref.hf import Weights
+
+Tensors = dict[str, Tensor]
+SIZES: dict[str, Any] = {"layers": 2, "dim": 8, "heads": 2, "hidden": 12, "vocab": 16, "positions": 8}
+ROTARY = SIZES | {"kv_heads": 1, "head_dim": 4}
+MODELS: dict[str, Family] = {
+    "llama": Llama(**ROTARY),
+    "qwen2": Llama(**ROTARY, tied=True, qkv_bias=True, norm_eps=1e-6),
+    "gpt2": GPT2(**SIZES, family="gpt2"),
+    "gpt2 untied": GPT2(**SIZES, family="gpt2", tied=False),
+    "mixtral": Mixture(**ROTARY, family="mixtral", experts=3),
+    "qwen3_moe": Mixture(**ROTARY, family="qwen3_moe", experts=1, top_k=1, qk_norm=True),
+    "resnet": ResNet(family="resnet", depths=(1, 2), widths=(8, 16), stem=4, classes=5, channels=1),
+}
+
+
+def folder_of(path: Path, model: Family) -> Tensors:
+    """A Hugging Face folder whose tensors all differ; what it holds."""
+    rng = np.random.default_rng(0)
+
+    def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        counts = name.endswith("num_batches_tracked")
+        return np.asarray(7, np.int64) if counts else rng.standard_normal(shape).astype(np.float32)
+
+    write_hf(path, model, {name: drawn(name, shape) for name, shape in shapes_of(model).items()})
+    return load_file(path / SINGLE)
+
+
+def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
+    """What jaxdist places, under torch_ref's names and in its layout."""
+    wanted = experiment_for(model.model_dump(), "test")
+    content = KINDS[kind_of(path)].format.opened(path, wanted, training=False)
+    return as_torch({name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)})
+
+
+def read_by_torch_ref(path: Path, model: Family) -> dict[str, np.ndarray]:
+    """What torch_ref places."""
+    weights = Weights(path, model)
+    weights.check()
+    return {name: weights.read(name).flatten().view(torch.uint8).numpy() for name in weights.targets}
+
+
+def bits(array: np.ndarray) -> bytes:
+    counts = array.dtype.kind == "i"  # of batches, of 64 bits in torch and of 32 in JAX
+    return (array.astype(np.int64) if counts else array).tobytes()
+
+
+def without_prefix(tensors: Tensors) -> Tensors:
+    return {re.sub(r"^(model|transformer|resnet)\.", "", name): tensor for name, tensor in tensors.items()}
+
+
+def wrapped(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def inside(tensors: Tensors) -> Tensors:
+    """As torch.compile of each block has it."""
+    return {re.sub(r"\.(\d+)\.", r".\1._orig_mod.", name, count=1): tensor for name, tensor in tensors.items()}
+
+
+EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+
+
+def with_head(tensors: Tensors) -> Tensors:
+    embedding = next(tensors[name] for name in EMBEDDINGS if name in tensors)
+    return tensors | {"lm_head.weight": embedding.clone()}
+
+
+def head_alone(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in with_head(tensors).items() if name not in EMBEDDINGS}
+
+
+def with_buffers(tensors: Tensors) -> Tensors:
+    found = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
+    masks = {f"transformer.h.{i}.attn.{kind}": torch.ones(4) for i in range(2) for kind in ("bias", "masked_bias")}
+    return tensors | (masks if "transformer.wte.weight" in tensors else found)
+
+
+def narrow(tensors: Tensors) -> Tensors:
+    return {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def fused(tensors: Tensors) -> Tensors:
+    """A mixture's experts as transformers 5 has them in memory."""
+    block = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "gate": "gate"}
+    kept, experts = dict[str, Tensor](), dict[tuple[str, str], list[Tensor]]()
+    for name, tensor in tensors.items():
+        if found := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.\d+\.(\w+)\.weight", name):
+            experts.setdefault((f"{found[1]}.mlp.experts", block.get(found[2], found[2])), []).append(tensor)
+        else:
+            kept[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    stacks = {key: torch.stack(of_layer) for key, of_layer in experts.items()}
+    for place in {place for place, _ in stacks}:
+        gate, up, down = (stacks[place, f"{name}_proj"] for name in ("gate", "up", "down"))
+        kept |= {f"{place}.gate_up_proj": torch.cat([gate, up], dim=1), f"{place}.down_proj": down}
+    return kept
+
+
+def as_it_is(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+CHANGES: dict[str, Callable[[Tensors], Tensors]] = {
+    "as it is": as_it_is,
+    "without a prefix": without_prefix,
+    "compiled": wrapped("_orig_mod."),
+    "wrapped": wrapped("module._fsdp_wrapped_module."),
+    "blocks compiled": inside,
+    "with buffers": with_buffers,
+    "bfloat16": narrow,
+}
+OF_TIED = {
+    "with its head": with_head,
+    "head alone": head_alone,
+    "head alone, compiled": lambda t: inside(head_alone(t)),
+}
+OF_MIXTURES = {"fused": fused, "fused and compiled": lambda t: wrapped("_orig_mod.")(fused(t))}
+UNBUFFERED = ("resnet", "with buffers")  # all of its buffers are statistics, which are kept
+CASES = [
+    *((model, change) for model in MODELS for change in CHANGES.items() if (model, *change[:1]) != UNBUFFERED),
+    *((model, change) for model in ("qwen2", "gpt2") for change in OF_TIED.items()),
+    *((model, change) for model in ("mixtral", "qwen3_moe") for change in OF_MIXTURES.items()),
+]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+@pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{model}, {change}" for model, (change, _) in CASES])
+def test_both_place_the_same(
+    name: str, change: tuple[str, Callable[[Tensors], Tensors]], sharded: bool, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    right = read_by_jaxdist(tmp_path, model) if folder_of(tmp_path, model) else {}
+    save(tmp_path, change[1](load_file(tmp_path / SINGLE)), sharded)
+    jax, ref = read_by_jaxdist(tmp_path, model), read_by_torch_ref(tmp_path, model)
+    assert {*jax} == {*ref} == {*right}
+    assert all(bits(jax[name]) == ref[name].tobytes() for name in jax)
+    if change[1] is not narrow:
+        assert all(bits(jax[name]) == bits(right[name]) for name in jax)
+
+
+def save(folder: Path, tensors: Tensors, sharded: bool = False) -> None:
+    """The weights of a folder, in one file or in two and their index."""
+    (folder / SINGLE).unlink(missing_ok=True)
+    if not sharded:
+        save_file(tensors, folder / SINGLE)
+        return
+    places = {name: f"{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+def refused(read: Callable[[Path, Family], Any], path: Path, model: Family) -> str:
+    with pytest.raises(ConfigError) as error:
+        read(path, model)
+    return str(error.value)
+
+
+NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+BAD: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
+    "missing": ("llama", lambda t: {n: x for n, x in t.items() if n != Q}, f"{Q} is absent there"),
+    "two missing": ("llama", lambda t: {n: x for n, x in t.items() if n not in (Q, NORM)}, "1 more differ"),
+    "no untied head": ("llama", lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, "lm_head"),
+    "unexpected": ("llama", lambda t: t | {"model.extra.weight": torch.ones(2)}, "model.extra.weight is"),
+    "a bias": ("llama", lambda t: t | {Q.replace("weight", "bias"): torch.ones(8)}, "absent in the model"),
+    "a layer too many": ("gpt2", lambda t: t | {"transformer.h.2.ln_1.weight": torch.ones(8)}, "absent in the model"),
+    "transposed": ("gpt2", lambda t: {n: x.t().contiguous() for n, x in t.items() if x.ndim == 2}, "tensor"),
+    "another shape": ("llama", lambda t: t | {NORM: torch.ones(9)}, r"\(9,\) there, and \(8,\) in the model"),
+    "no matrix": ("gpt2", lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(())}, r"is \(\) there"),
+    "quantized": ("llama", lambda t: t | {NORM: torch.ones(8, dtype=torch.int8)}, "int8; give float64"),
+    "one parameter twice": ("llama", lambda t: t | {"norm.weight": t[NORM].clone()}, "are the same parameter"),
+    "another head": ("qwen2", lambda t: t | {"lm_head.weight": torch.ones(16, 8)}, "differs from the embedding"),
+    "a head of another size": ("gpt2", lambda t: t | {"lm_head.weight": torch.ones(3, 8)}, "differs from the embed"),
+    "an expert too few": (
+        "mixtral",
+        lambda t: {n: x for n, x in t.items() if ".1.block_sparse_moe.experts.2." not in n},
+        "is absent there",
+    ),
+    "an expert too few, fused": (
+        "mixtral",
+        lambda t: {n: x[:2].clone() if ".mlp.experts." in n else x for n, x in fused(t).items()},
+        r"\(2, 8, 12\) there, and \(3, 8, 12\)",
+    ),
+    "no weights": ("llama", lambda t: {}, "absent there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_both_refuse_in_the_same_words(name: str, tmp_path: Path) -> None:
+    of, change, words = BAD[name]
+    model = MODELS[of]
+    save(tmp_path, change(folder_of(tmp_path, model)))
+    message = refused(read_by_jaxdist, tmp_path, model)
+    assert re.search(words, message), message
+    assert refused(read_by_torch_ref, tmp_path, model) == message
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut off": (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-9]), "whole safetensors file"),
+    "no safetensors": (lambda f: (f / SINGLE).write_bytes(b"weights"), "whole safetensors file"),
+    "another model": (
+        lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace("10000.0", "500000.0")),
+        "model.rope_theta = 10000.0, but",
+    ),
+    "no config.json": (lambda f: (f / "config.json").write_text("{"), "readable config.json"),
+    "an index of nothing": (
+        lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}') and (f / SINGLE).rename(f / "x"),
+        "b.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_both_refuse_damaged_files_in_the_same_words(name: str, tmp_path: Path) -> None:
+    damage, words = FILES[name]
+    folder_of(tmp_path, MODELS["llama"])
+    save_file({"unused": torch.ones(1)}, tmp_path / "other.safetensors")  # or it would be no folder with weights
+    damage(tmp_path)
+    message = refused(read_by_jaxdist, tmp_path, MODELS["llama"])
+    assert re.search(words, message), message
+    assert refused(read_by_torch_ref, tmp_path, MODELS["llama"]) == message
