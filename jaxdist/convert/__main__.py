@@ -19,10 +19,10 @@ from jaxdist.config.checkpoints import Damaged, run_of
 from jaxdist.config.display import aside, megabytes, say, transfer
 from jaxdist.convert import mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
-from jaxdist.convert.hf import CONFIG
+from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
-from jaxdist.convert.mapping import KeyMapping
+from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
 from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def convert(a: Any) -> None:
     """Write TARGET. Raises ConfigError, TrainingError."""
-    conversion, target = by_mapping(KeyMapping.load(a.mapping), a) if a.mapping else by_kind(a)
+    conversion, target = by_mapping(KeyMapping.load(find_mapping(a.mapping)), a) if a.mapping else by_kind(a)
     replaceable = partial(check_replaceable, a.target, target.files) if a.force else None
     if a.dry_run:
         check_target(a.target, replaceable)
@@ -153,13 +153,15 @@ def arguments(argv: Sequence[str]) -> Any:
         "--mapping",
         type=user_path,
         metavar="FILE",
-        help="convert a model of your own by this key mapping: an Orbax checkpoint of a pytree <-> safetensors",
+        help="convert a model of your own by this key mapping, a file or a shipped one "
+        f"({', '.join(sorted(MAPPINGS))}): an Orbax checkpoint of a pytree <-> safetensors",
     )
     parser.add_argument(
         "--like",
         type=user_path,
         metavar="CHECKPOINT",
-        help="with --mapping, from safetensors: an Orbax checkpoint with the tree and shapes to write",
+        help="with --mapping: a checkpoint with the names and shapes to write, Orbax or safetensors as TARGET is; from "
+        "safetensors it is needed; from a folder config.json and tokenizer go along",
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(
@@ -198,25 +200,48 @@ def arguments(argv: Sequence[str]) -> Any:
 def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
     """A model that is none of our families, in the direction that SOURCE tells. Raises ConfigError."""
     theirs = holds_tensors(a.source)
-    if theirs != bool(a.like):
+    if theirs and not a.like:
         raise ConfigError(
             f"SOURCE {a.source} is torch's: give --like, an Orbax checkpoint with the tree and shapes to write"
-            if theirs
-            else f"--like {a.like}: SOURCE {a.source} is no safetensors file or folder and has a tree; leave it out"
+        )
+    if a.like and holds_tensors(a.like) == theirs:
+        raise ConfigError(
+            f"--like {a.like} is of SOURCE's own kind; give one of TARGET's: "
+            + ("an Orbax checkpoint" if theirs else "a safetensors file, or a folder with model.safetensors")
         )
 
-    def verified(read: Callable[[Path], Leaves]) -> Callable[[Path, Recut], Iterator[str]]:
-        return lambda path, conversion: verify_tensors(conversion, {PARAMETERS: read(path)})
+    def verified(read: Callable[[Path], Leaves], said: str) -> Callable[[Path, Recut], Iterator[str]]:
+        def lines(path: Path, conversion: Recut) -> Iterator[str]:
+            yield from verify_tensors(conversion, {PARAMETERS: read(path)})
+            yield said
 
+        return lines
+
+    known = (
+        f"verified: names and shapes are those of {a.like}"
+        if a.like
+        else "not verified: whether the mapping is right, as nothing else than it was there to compare with; --like "
+        "FILE, the safetensors of the torch model, compares names and shapes"
+    )
     if theirs:
         like = Pytree(a.like)
         conversion = mapped.to_ours(a.source, mapping, a.dtype, like)
         write = partial(mapped.write_ours, tree=like.tree)
-        target = Target(write, verified(lambda path: Pytree(path).leaves), source=mapped.manifest_of(a.like))
+        target = Target(write, verified(lambda path: Pytree(path).leaves, known), source=mapped.manifest_of(a.like))
     else:
-        conversion = mapped.to_theirs(a.source, mapping, a.dtype)
-        write = partial(mapped.write_theirs, single=a.target.suffix == ".safetensors")
-        target = Target(write, verified(mapped.read_theirs), mapped.check_theirs, source=mapped.manifest_of(a.source))
+        conversion, left = mapped.to_theirs(a.source, mapping, a.dtype, a.like)
+        if left:
+            say(f"{a.source}: what stays behind: {', '.join(left)}")
+        single = a.target.suffix == ".safetensors"
+        files = companions(a.like) if a.like and a.like.is_dir() and not single else {}
+        write = partial(mapped.write_theirs, single=single, companions=files)
+        target = Target(
+            write,
+            verified(mapped.read_theirs, known),
+            mapped.check_theirs,
+            source=mapped.manifest_of(a.source),
+            files=files,
+        )
     say(f"{a.source} -> {a.target}: {summary(conversion)}")
     return conversion, target
 

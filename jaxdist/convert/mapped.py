@@ -1,7 +1,8 @@
 """Weights of a user's own model by a key mapping: an Orbax checkpoint of a pytree <-> safetensors of torch's names."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,30 @@ class Pytree:
         self.shapes = {name: leaf.shape for name, leaf in self.leaves.items()}
 
 
-def to_theirs(source: Path, mapping: KeyMapping, dtype: str | None) -> Remapping:
-    """An Orbax checkpoint, to be written as torch's tensors. Raises ConfigError."""
-    ours = Pytree(source)
-    mapping.check(ours.shapes, mapping.their_shapes(ours.shapes) | dict.fromkeys(mapping.theirs_only, ()))
-    return Remapping(ours.leaves, mapping.cuts(ours.shapes), dtype=dtype)
+def to_theirs(source: Path, mapping: KeyMapping, dtype: str | None, like: Path | None) -> tuple[Remapping, list[str]]:
+    """An Orbax checkpoint, to be written as torch's tensors, those of `like` where it is given; and what of the tree
+    lies outside of the mapping's prefix and stays behind. Raises ConfigError."""
+    tree = Pytree(source)
+    mapping = mapping.under(prefix := mapping.below(tree.shapes))
+    shapes = {name: shape for name, shape in tree.shapes.items() if name.startswith(prefix)}
+    if like:
+        mapping.check(shapes, {name: leaf.shape for name, leaf in read_theirs(like).items()})
+    else:
+        mapping.check(shapes, mapping.their_shapes(shapes) | dict.fromkeys(mapping.theirs_only, ()))
+    left = Counter(name.partition(".")[0] for name in tree.shapes.keys() - shapes.keys())
+    leaves = {name: tree.leaves[name] for name in shapes}
+    return Remapping(leaves, mapping.cuts(shapes), dtype=dtype), [f"{top} ({n})" for top, n in sorted(left.items())]
 
 
 def to_ours(source: Path, mapping: KeyMapping, dtype: str | None, like: Pytree) -> Remapping:
-    """Safetensors, to be written as arrays of `like`; those in `ours_only` keep its values. Raises ConfigError."""
+    """Safetensors, to be written as arrays of `like`; those in `ours_only`, or outside of the mapping's prefix, keep
+    its values. Raises ConfigError."""
     leaves, shapes = read_theirs(source), like.shapes
-    mapping.check(shapes, {name: leaf.shape for name, leaf in leaves.items()})
+    mapping = mapping.under(prefix := mapping.below(shapes))
+    outside = tuple(name for name in shapes if not name.startswith(prefix))
+    replace(mapping, ours_only=(*mapping.ours_only, *outside)).check(
+        shapes, {name: leaf.shape for name, leaf in leaves.items()}
+    )
     ours, theirs = mapping.cuts(shapes)
     kept = {name: f"{name} of --like" for name in shapes if name not in ours}  # no name of theirs
     ours |= {name: whole(name, (name, 0), shapes[name]) for name in kept}
@@ -111,8 +125,8 @@ def check_theirs(conversion: Remapping) -> None:
             raise ConfigError(f"{name} is {leaf.dtype}, which safetensors files cannot hold; give one of {known}")
 
 
-def write_theirs(path: Path, conversion: Remapping, single: bool) -> None:
-    """Write safetensors: a `single` file, or a folder."""
+def write_theirs(path: Path, conversion: Remapping, single: bool, companions: Mapping[str, bytes]) -> None:
+    """Write safetensors: a `single` file, or a folder with these `companions`, such as config.json."""
     leaves = conversion.groups[PARAMETERS]
     if single:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +134,9 @@ def write_theirs(path: Path, conversion: Remapping, single: bool) -> None:
     else:
         path.mkdir(parents=True)
         places = safetensors_writer.lay_out(path, leaves)
+        for name, content in companions.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(content)
     conversion.each(lambda _, name, array: buffers.write(*places[name], array), PARAMETERS)
 
 

@@ -8,8 +8,15 @@ Names are dotted, "ours" of the pytree and "theirs" of the state dict. It lives 
     ours_only = []
     theirs_only = ["pooler.weight"]
 
-`{layer}` stands for a number, the same on both sides. A row with it in `theirs` alone maps parameters that are
-stacked along their first axis, as a scan over layers wants them. `reshape` needs `shape`, which is theirs.
+`{layer}` stands for a number, the same on both sides. A row with it in `theirs` alone maps a parameter that holds all
+layers, stacked along its first axis, or along `axis = 1` or another (MaxText's param_scan_axis). Rows whose layers have
+the same name in `theirs` must agree on their number. `reshape` needs `shape`, which is theirs. `scale = "sqrt_last"`:
+theirs is ours times the square root of the size of our last axis, as MaxText divides queries by sqrt(head_dim).
+
+A row with `optional = true` is left out where ours has no such parameter, as a head that is the embedding.
+
+`ours` may lie deeper in the tree, as below `params.params.` of a training state: all rows below the same prefix.
+What lies outside of it stays behind.
 
 Where one side keeps in one array what the other keeps in several, each has a row: `part = 0` is the first entry of our
 array's first axis (the layers not counted), `chunk = [0, 3]` the first of three equal pieces of theirs:
@@ -21,8 +28,8 @@ array's first axis (the layers not counted), `chunk = [0, 3]` the first of three
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +42,10 @@ from jaxdist.convert.atoms import Entry, Shape, by_views, recut
 from jaxdist.convert.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
 LAYER = "{layer}"
+MOST_AXES = 32  # numpy's arrays have no more
+# By what a row's parameter of ours, of a shape, is multiplied to be theirs.
+SCALES: Mapping[str, Callable[[Shape], float]] = {"": lambda shape: 1, "sqrt_last": lambda shape: shape[-1] ** 0.5}
+MAPPINGS = {file.stem: file for file in (Path(__file__).parent / "mappings").glob("*.toml")}  # shipped, by name
 Shapes = Mapping[str, Shape]
 View = Callable[["Pair", np.ndarray], np.ndarray]
 
@@ -48,10 +59,17 @@ class Row(NamedTuple):
     shape: Shape = ()
     part: int | None = None
     chunk: tuple[int, int] | None = None
+    axis: int = 0
+    scale: str = ""
+    optional: bool = False
 
     @property
     def stacked(self) -> bool:
         return LAYER in self.theirs and LAYER not in self.ours
+
+    def of_layer(self, shape: Shape) -> Shape:
+        """The shape of one layer of a parameter of ours; that of the parameter itself where it is not stacked."""
+        return (*shape[: self.axis], *shape[self.axis + 1 :]) if self.stacked else shape
 
 
 class Pair(NamedTuple):
@@ -62,24 +80,25 @@ class Pair(NamedTuple):
     row: Row
     layer: int | None = None
 
-    @property
-    def entry(self) -> tuple[int, ...]:
-        """Where along the first axes of ours the piece lies."""
-        return tuple(i for i in (self.layer, self.row.part) if i is not None)
-
     def piece(self, shape: Shape) -> Shape:
         """The shape of the piece of ours."""
-        return shape[len(self.entry) :]
+        return self.row.of_layer(shape)[self.row.part is not None :]
 
     def of_ours(self, array: np.ndarray) -> np.ndarray:
         """The piece of ours, a view."""
-        place: tuple[Any, ...] = (*self.entry, ...)
-        return array[place]
+        if self.layer is not None:
+            array = np.moveaxis(array, self.row.axis, 0)[self.layer, ...]
+        array = array if self.row.part is None else array[self.row.part, ...]
+        return array.reshape(TRANSFORMS[self.row.transform].seen(array.shape))
 
     def of_theirs(self, tensor: np.ndarray, shape: Shape) -> np.ndarray:
         """The piece of theirs as ours has it, a view; `shape` is that of ours."""
         chunk = self.row.chunk
         return as_ours(self.row.transform, np.split(tensor, chunk[1])[chunk[0]] if chunk else tensor, self.piece(shape))
+
+    def factor(self, shape: Shape) -> float:
+        """By what ours, of this shape, is multiplied to be theirs."""
+        return SCALES[self.row.scale](shape)
 
     def whole(self, shape: Shape) -> Shape:
         """The shape of theirs, of which a chunk has this one."""
@@ -133,22 +152,77 @@ class KeyMapping:
         lines.append("rows = [")
         for row in self.rows:
             lines += [f"  # unsure: {notes[row]}"] if row in notes else []
-            fields = {name: value for name, value in row._asdict().items() if value not in ((), None)}
+            defaults = Row._field_defaults | {"transform": None}  # which a file always says
+            fields = {name: value for name, value in row._asdict().items() if value != defaults.get(name)}
             lines.append("  { " + ", ".join(f"{name} = {_toml(value)}" for name, value in fields.items()) + " },")
         lines += ["]", f"ours_only = {_toml(self.ours_only)}", f"theirs_only = {_toml(self.theirs_only)}"]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
+    def below(self, names: Collection[str]) -> str:
+        """The prefix, such as `params.params.`, under which names of ours have all rows; the shortest, and empty where
+        there is none."""
+        first = rf"(.*\.)?{_pattern(self.rows[0].ours).pattern}" if self.rows else ""
+        prefixes = {match[1] or "" for name in names if (match := re.fullmatch(first, name))}
+        for prefix in sorted(prefixes, key=lambda prefix: (prefix.count("."), prefix)):
+            if all(row.optional or _numbered(prefix + row.ours, names) for row in self.rows):
+                return prefix
+        return ""
+
+    def under(self, prefix: str) -> "KeyMapping":
+        """The mapping of names of ours that begin with `prefix`."""
+        rows = tuple(row._replace(ours=prefix + row.ours) for row in self.rows)
+        return replace(self, rows=rows, ours_only=tuple(prefix + name for name in self.ours_only))
+
     def pairs(self, ours: Shapes) -> list[Pair]:
-        """One pair for every tensor of theirs. Raises ConfigError for a row that no parameter of ours has."""
-        return [pair for i, row in enumerate(self.rows, 1) for pair in self._pairs_of(i, row, ours)]
+        """One pair for every tensor of theirs. Raises ConfigError for a row that no parameter of ours has, and for rows
+        that disagree on the number of layers."""
+        found = [pair for i, row in enumerate(self.rows, 1) for pair in self._pairs_of(i, row, ours)]
+        self._check_layers(ours)
+        return found
+
+    def _check_layers(self, ours: Shapes) -> None:
+        """Raises ConfigError where rows of the same layers, those with one name before `{layer}` in theirs, have
+        different numbers of them: then some are stacked along another axis than the row says."""
+        alike: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # layers -> count -> rows
+        for number, row in enumerate(self.rows, 1):
+            if LAYER in row.theirs and _numbered(row.ours, ours):
+                count = ours[row.ours][row.axis] if row.stacked else len(_numbered(row.ours, ours))
+                alike[row.theirs.partition(LAYER)[0]][count].append(number)
+        for layers, counts in alike.items():
+            if len(counts) > 1:
+                told = "; ".join(f"{n} in row {', '.join(map(str, rows))}" for n, rows in sorted(counts.items()))
+                raise ConfigError(
+                    f"{self.source}: rows disagree on the number of layers {layers}{LAYER}: {told}. "
+                    f"{self._advice({number for rows in counts.values() for number in rows}, ours)}"
+                )
+
+    def _advice(self, numbers: Collection[int], ours: Shapes) -> str:
+        """Which axis of the stacked rows has one size in all of them, as a sentence."""
+        shapes = [ours[row.ours] for i, row in enumerate(self.rows, 1) if i in numbers and row.stacked]
+        numbered = {
+            len(_numbered(row.ours, ours)) for i, row in enumerate(self.rows, 1) if i in numbers and not row.stacked
+        }
+        for axis in range(min(map(len, shapes), default=0)):
+            sizes = {shape[axis] for shape in shapes} | numbered
+            if len(sizes) == 1:
+                return f"Set axis = {axis} in each of them: that axis has size {sizes.pop()} in all"
+        return "Give each row the axis that its layers are stacked along"
 
     def _pairs_of(self, number: int, row: Row, ours: Shapes) -> Iterator[Pair]:
-        found = _numbered(row.ours, ours) if LAYER in row.ours else {0: row.ours} if row.ours in ours else {}
-        if not found or (row.stacked and not ours[row.ours]):
-            what = "cannot be stacked, it has no axes" if found else f"no such parameter; {nearest(row.ours, ours)}"
-            raise ConfigError(f"{self.source}: row {number}: ours = {row.ours!r}: {what}")
+        found = _numbered(row.ours, ours)
+        if not found and row.optional:
+            return
+        if not found:
+            raise ConfigError(
+                f"{self.source}: row {number}: ours = {row.ours!r}: no such parameter; {nearest(row.ours, ours)}"
+            )
+        if row.stacked and len(shape := ours[row.ours]) <= row.axis:
+            raise ConfigError(
+                f"{self.source}: row {number}: ours = {row.ours!r} {shape} has no axis = {row.axis} that layers could "
+                "be stacked along; give another, or remove {layer} from theirs"
+            )
         if row.stacked:
-            for i in range(ours[row.ours][0]):
+            for i in range(ours[row.ours][row.axis]):
                 yield Pair(row.ours, row.theirs.replace(LAYER, str(i)), row, i)
         else:
             for i, name in found.items():
@@ -182,7 +256,7 @@ class KeyMapping:
         self._check_complete("theirs", set(seen["theirs"]), set(self.theirs_only), set(theirs))
 
     def _check_pieces(self, pair: Pair, shape: Shape, seen: Mapping[str, Mapping[str, Mapping[Any, int]]]) -> None:
-        parts = range(shape[pair.row.stacked]) if pair.row.part is not None else ()
+        parts = range(pair.row.of_layer(shape)[0]) if pair.row.part is not None else ()
         chunks = [(i, pair.row.chunk[1]) for i in range(pair.row.chunk[1])] if pair.row.chunk else ()
         for side, name, field, pieces in (("ours", pair.ours, "part", parts), ("theirs", pair.theirs, "chunk", chunks)):
             if missing := [piece for piece in pieces if piece not in seen[side][name]]:
@@ -221,9 +295,25 @@ class KeyMapping:
         def turned(pairs: Sequence[Pair]) -> bool:
             return any(pair.row.transform not in (SAME, RESHAPE) or pair.row.chunk for pair in pairs)
 
+        def scaled(made: Entry, pairs: Sequence[Pair]) -> Entry:
+            factors = [pair.factor(shapes[pair.ours]) for pair in pairs]
+            if set(factors) == {1}:
+                return made
+            return made._replace(
+                split=lambda tensor: [piece / f for piece, f in zip(made.split(tensor), factors, strict=True)],
+                put=lambda out, i, atom: made.put(out, i, (atom * factors[i]).astype(out.dtype)),
+                order=(True, True),  # other numbers than any entry of ours
+            )
+
         return (
-            {name: entry(name, pairs, shapes[name], Pair.of_ours) for name, pairs in ours.items()},
-            {name: entry(name, pairs, there[name], of_theirs, turned(pairs)) for name, pairs in theirs.items()},
+            {
+                name: entry(name, pairs, shapes[name], Pair.of_ours, any(pair.row.axis for pair in pairs))
+                for name, pairs in ours.items()
+            },
+            {
+                name: scaled(entry(name, pairs, there[name], of_theirs, turned(pairs)), pairs)
+                for name, pairs in theirs.items()
+            },
         )
 
     def to_theirs(self, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -281,16 +371,31 @@ class KeyMapping:
         return found
 
 
-def _numbered(template: str, names: Iterable[str]) -> dict[int, str]:
-    """The names that a template with `{layer}` stands for, by number."""
-    pattern = re.compile(r"(\d+)".join(map(re.escape, template.split(LAYER))))
-    matches = ((pattern.fullmatch(name), name) for name in names)
+def find_mapping(name: Path) -> Path:
+    """A file, or the shipped mapping of that name. Raises ConfigError."""
+    if name.is_file() or name.suffix == ".toml":
+        return name
+    if name.name not in MAPPINGS:
+        raise ConfigError(f"--mapping {name}: neither a file nor a shipped mapping; {nearest(name.name, MAPPINGS)}")
+    return MAPPINGS[name.name]
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """The names that a template with `{layer}` stands for."""
+    return re.compile(r"(\d+)".join(map(re.escape, template.split(LAYER))))
+
+
+def _numbered(template: str, names: Collection[str]) -> dict[int, str]:
+    """The names that a template stands for, by number; without `{layer}` it stands for itself."""
+    if LAYER not in template:
+        return {0: template} if template in names else {}
+    matches = ((_pattern(template).fullmatch(name), name) for name in names)
     return dict(sorted((int(match[1]), name) for match, name in matches if match))
 
 
 def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:
     whole, row = ours[pair.ours], pair.row
-    if row.part is not None and (len(whole) <= row.stacked or row.part >= whole[row.stacked]):
+    if row.part is not None and row.part >= (*row.of_layer(whole), 0)[0]:
         raise ConfigError(f"{place}: {pair.ours} {whole} has no part = {row.part}; its parts are one axis of ours")
     if row.chunk:
         if not theirs or theirs[0] % row.chunk[1]:
@@ -324,8 +429,15 @@ def _row(place: str, values: Any) -> Row:
         raise ConfigError(f"{place}: part = {part!r}; give a whole number from 0")
     if chunk is not None and not (isinstance(chunk, list) and len(chunk) == 2 and {*map(type, chunk)} == {int}):
         raise ConfigError(f"{place}: chunk = {chunk!r}; give [which, of how many], as [0, 3]")
+    axis, scale = values.get("axis", 0), values.get("scale", "")
+    if type(axis) is not int or not 0 <= axis < MOST_AXES:
+        raise ConfigError(f"{place}: axis = {axis!r}; give the axis of ours along which layers are stacked, from 0")
+    if not isinstance(scale, str) or scale not in SCALES:
+        raise ConfigError(f"{place}: scale = {scale!r}; give 'sqrt_last', or leave it out")
+    if type(optional := values.get("optional", False)) is not bool:
+        raise ConfigError(f"{place}: optional = {optional!r}; give true or false")
     which = None if chunk is None else (chunk[0], chunk[1])
-    row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape), part, which)
+    row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape), part, which, axis, scale, optional)
     _check_row(place, row)
     if (row.transform == RESHAPE) != ("shape" in values):
         raise ConfigError(
@@ -347,6 +459,8 @@ def _check_row(place: str, row: Row) -> None:
         text = getattr(row, name)
         if text.count(LAYER) > 1:
             raise ConfigError(f"{place}: {name} = {text!r} has {LAYER} twice; write the rows out one by one")
+    if row.axis and not row.stacked:
+        raise ConfigError(f"{place}: axis = {row.axis} belongs to rows with {LAYER} in theirs alone; leave it out")
     if LAYER in row.ours and LAYER not in row.theirs:
         raise ConfigError(f"{place}: {LAYER} in ours alone; theirs needs it too, or write the rows out one by one")
 

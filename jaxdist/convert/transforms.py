@@ -14,12 +14,20 @@ from jaxdist.convert.atoms import Shape
 class Transform(NamedTuple):
     """`axes[i]` are the axes of ours that, merged in this order, are axis i of theirs; None: all as they are.
 
+    With `pairs` our last axis counts as two, [C/2, 2]: rotary embeddings turn numbers that are neighbours in ours, and
+    half a head apart in theirs.
+
     `output` says how the output of a module with such a kernel differs: not at all, by `heads` that are an axis of
     their own in ours, or by `channels` that come last in ours and after the batch in theirs.
     """
 
     axes: tuple[tuple[int, ...], ...] | None
     output: str = "same"
+    pairs: bool = False
+
+    def seen(self, shape: Shape) -> Shape:
+        """Our shape as `axes` count it."""
+        return (*shape[:-1], shape[-1] // 2, 2) if self.pairs and shape else shape
 
 
 SAME = "same"
@@ -30,6 +38,7 @@ TRANSFORMS = {
     "conv1d": Transform(((2,), (1,), (0,)), "channels"),  # (W,I,O) <-> (O,I,W)
     "conv2d": Transform(((3,), (2,), (0,), (1,)), "channels"),  # (H,W,I,O) <-> (O,I,H,W)
     "heads_out": Transform(((1, 2), (0,)), "heads"),  # DenseGeneral (D,H,C) <-> Linear (H·C,D)
+    "heads_out_pairs": Transform(((1, 3, 2), (0,)), pairs=True),  # the same, where ours rotates neighbouring numbers
     "heads_bias": Transform(((0, 1),)),  # its bias (H,C) <-> (H·C,)
     "heads_in": Transform(((2,), (0, 1))),  # DenseGeneral (H,C,D) <-> Linear (D,H·C)
     "heads_first": Transform(((0, 2), (1,)), "heads"),  # an einsum's (H,D,C) <-> Linear (H·C,D)
@@ -38,25 +47,30 @@ TRANSFORMS = {
 
 
 def result(name: str, shape: Shape) -> Shape | None:
-    """The shape of theirs for one of ours; None where ours has another number of axes than the transform."""
-    axes = TRANSFORMS[name].axes
-    if axes is None:
+    """The shape of theirs for one of ours; None where ours has another number of axes than the transform, or an odd
+    last one that should be pairs."""
+    transform = TRANSFORMS[name]
+    if transform.axes is None:
         return shape
+    if transform.pairs and (not shape or shape[-1] % 2):
+        return None
+    axes, shape = transform.axes, transform.seen(shape)
     if sorted(axis for group in axes for axis in group) != list(range(len(shape))):
         return None
     return tuple(math.prod(shape[axis] for axis in group) for group in axes)
 
 
 def fitting(ours: Shape, theirs: Shape) -> list[str]:
-    """Names of the transforms that turn one shape into the other; `reshape` only where axes of size 1 differ."""
-    fits = [name for name in TRANSFORMS if name != RESHAPE and result(name, ours) == theirs]
+    """Names of the transforms that turn one shape into the other; `reshape` only where axes of size 1 differ, and
+    none of `pairs`, which shapes do not show."""
+    fits = [name for name, t in TRANSFORMS.items() if name != RESHAPE and not t.pairs and result(name, ours) == theirs]
     units = [tuple(size for size in shape if size != 1) for shape in (ours, theirs)]
     return fits or ([RESHAPE] if units[0] == units[1] else [])
 
 
 def as_ours(name: str, tensor: np.ndarray, shape: Shape) -> np.ndarray:
-    """Theirs as ours of this shape: a view of a tensor that is contiguous."""
-    axes = TRANSFORMS[name].axes
+    """Theirs as ours of this shape (`Transform.seen`): a view of a tensor that is contiguous."""
+    axes, shape = TRANSFORMS[name].axes, TRANSFORMS[name].seen(shape)
     if axes is None:
         return tensor.reshape(shape)
     order = [axis for group in axes for axis in group]
