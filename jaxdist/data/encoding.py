@@ -1,8 +1,6 @@
 """From text to token ids: UTF-8 bytes, or a Hugging Face tokenizer."""
 
 import hashlib
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,21 +10,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jaxdist.config import ConfigError
+from jaxdist.data.documents import Piece
 
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>")
-TOGETHER = 4_000_000  # bytes handed to a tokenizer at once; it takes some hundred times that in memory
-PIECE = 250_000  # characters, after which a long document is cut, so that those bytes spread over the cores
-# A tokenizer that splits at newlines joins nothing across this; one that marks a start marks each piece.
-LINE_START = re.compile(r"\S\n(?=\S)")
-
-
-class Piece(NamedTuple):
-    """A text, the file it comes from, its share of the file in bytes, and whether a document ends with it."""
-
-    text: str
-    file: Path
-    size: float
-    last: bool
+TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some hundred times that in memory
 
 
 class Encoder(NamedTuple):
@@ -95,55 +82,15 @@ def encode(
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
-    size = 0.0
+    length = 0
     for piece in pieces:
         batch.append(piece)
-        size += piece.size
-        if size >= TOGETHER:
+        length += len(piece.text)
+        if length >= TOGETHER:
             yield batch
-            batch, size = [], 0.0
+            batch, length = [], 0
     if batch:
         yield batch
-
-
-def _cut(text: str, file: Path, size: int) -> Iterator[Piece]:
-    """A document of `size` bytes in pieces that begin at the start of a line; none when it is empty."""
-    start = 0
-    while start < len(text):
-        found = LINE_START.search(text, start + PIECE)
-        end = found.end() if found else len(text)
-        yield Piece(text[start:end], file, size * (end - start) / len(text), end == len(text))
-        start = end
-
-
-def text_file(file: Path) -> Iterator[Piece]:
-    """A whole file as one document. Raises ConfigError when it is not UTF-8."""
-    content = file.read_bytes()
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path = {str(file)!r}: not UTF-8 at byte {error.start}; convert it to UTF-8") from None
-    yield from _cut(text, file, len(content))
-
-
-def json_lines(file: Path, field: str) -> Iterator[Piece]:
-    """One document per line that has text. Raises ConfigError with file and line."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode())
-                text = record.get(field) if isinstance(record, dict) else None
-                if not isinstance(text, str):
-                    raise ValueError("no such text")
-                text.encode()  # JSON can spell half of a surrogate pair, which UTF-8 cannot
-            except ValueError as error:
-                raise ConfigError(
-                    f"data.path = {file}:{number}: {error}; each line is a JSON object with its text under "
-                    f"data.text_field = {field!r}"
-                ) from None
-            yield from _cut(text, file, len(line))
 
 
 def check_ids(ids: NDArray, file: Path, vocab: int) -> None:

@@ -10,15 +10,30 @@ from jaxdist.config import ConfigError
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# Files that lie beside data and are none: pickles (nanoGPT's meta.pkl), which are never opened.
+# What lies beside data and is none: pickles (nanoGPT's meta.pkl), which are never opened; tokenizers and descriptions.
 NOT_DATA = (".pkl", ".pickle")
+NOT_DATA_NAMES = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
+    "generation_config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
+}  # fmt: skip
+ABOUT = ("readme", "license")  # how names of files begin that are data only among other text
 # Words in a file's name that say which split it is.
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
     "test": "test",
 }
-KINDS = {".npy": ".npy", ".bin": ".bin", ".jsonl": ".jsonl"}
+KINDS = {
+    ".npy": ".npy", ".bin": ".bin", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON", ".parquet": "Arrow",
+    ".arrow": "Arrow", ".feather": "Arrow",
+}  # fmt: skip
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+# How files begin that are neither text nor raw ids, whatever they are called.
+SIGNATURES = {
+    b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
+    b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"%PDF-": "a PDF", b"\x89HDF": "an HDF5 file",
+    b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"SQLite format": "a database", b"GGUF": "a GGUF model",
+}  # fmt: skip
 
 
 class Files(NamedTuple):
@@ -65,15 +80,26 @@ def find_files(path: Path, by_name: bool) -> Files:
         return _files(path, beside, [], by_name)
     if not path.is_dir():
         raise ConfigError(f"data.path = {str(path)!r}: no such file or folder; give one that exists")
-    found = list(_visible(path)) or [
-        file for folder in sorted(path.iterdir()) if folder.is_dir() and folder.name.lower() in SPLITS
-        for file in _visible(folder)
-    ]  # fmt: skip
-    data = [file for file in found if file.suffix.lower() not in NOT_DATA and not _is_index(file)]
-    if not data:
+    own = list(_visible(path))
+    found = [file for file in own if _is_data(file)]
+    if all(file.name.lower().startswith(ABOUT) for file in found):
+        folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+        below = [file for folder in folders if folder.name.lower() in (*SPLITS, "data") for file in _visible(folder)]
+        own, found = (own + below, [file for file in below if _is_data(file)]) if below else (own, found)
+    elif {kind_of(file) for file in found if not file.name.lower().startswith(ABOUT)} != {"text"}:
+        found = [file for file in found if not file.name.lower().startswith(ABOUT)]
+    if not found:
         raise ConfigError(f"data.path = {str(path)!r}: the folder holds no files; put text or token ids in it")
-    aside = [file.name for file in found if file.suffix.lower() in NOT_DATA]
-    return _files(path, data, aside, by_name)
+    aside = [file.name for file in own if file not in found and not _is_index(file)]
+    return _files(path, found, aside, by_name)
+
+
+def _is_data(file: Path) -> bool:
+    cached = file.suffix == ".arrow" and file.name.startswith(
+        "cache-"
+    )  # of `datasets`: copies of what lies beside them
+    known = file.suffix.lower() in NOT_DATA or file.name in NOT_DATA_NAMES
+    return not (known or cached or _is_index(file))
 
 
 def _files(path: Path, found: list[Path], aside: list[str], by_name: bool) -> Files:
@@ -136,8 +162,13 @@ def _kind(path: Path, files: Sequence[Path]) -> str:
 
 
 def kind_of(file: Path) -> str:
-    """.npy, .bin, .jsonl or text, by the file's ending."""
+    """.npy, .bin, JSON, Arrow or text, by the file's ending; packed are JSON and text alone. Raises ConfigError."""
     suffix = file.suffix.lower()
+    if suffix in PACKED:
+        kind = KINDS.get(Path(file.stem).suffix.lower(), "text")
+        if kind not in ("JSON", "text"):
+            raise ConfigError(f"data.path = {str(file)!r}: {kind} files are not read packed; unpack it")
+        return kind
     if suffix == ".npz":
         raise ConfigError(
             f"data.path = {str(file)!r}: .npz holds images, and this model.family takes tokens; give text or "
@@ -145,7 +176,14 @@ def kind_of(file: Path) -> str:
         )
     if suffix == ".idx":
         raise ConfigError(f"data.path = {str(file)!r}: an index without {file.stem}.bin beside it; put that there")
+    if suffix in NOT_DATA:
+        raise ConfigError(f"data.path = {str(file)!r}: pickles are never opened; give text or token ids")
     return KINDS.get(suffix, "text")
+
+
+def signature(head: bytes) -> str | None:
+    """What a file is that begins so, where that is neither text nor raw ids."""
+    return next((what for begin, what in SIGNATURES.items() if head.startswith(begin)), None)
 
 
 def names(files: Iterable[Path], most: int = 3) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError
 from jaxdist.data.blocks import read_blocks
+from jaxdist.data.files import signature
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
 LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
@@ -28,12 +29,7 @@ LLM_C_OTHERS = {
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
 MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-# How files that are no ids begin, and might be called .bin.
-OTHERS = {
-    b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
-    b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"\x1f\x8b\x08": "packed by gzip",
-    b"\x28\xb5\x2f\xfd": "packed by zstd",
-}  # fmt: skip
+PACKED = {b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd"}
 
 
 class Mapped(NamedTuple):
@@ -122,7 +118,8 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     """The ids of a file without header; None where it holds nothing that would tell their type."""
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
-    if what := next((what for begin, what in OTHERS.items() if content.startswith(begin)), None):
+    packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
+    if what := signature(content) or packed:
         raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what}; give it the name of what it is")
     least = 2 if declared == "auto" else np.dtype(declared).itemsize
     if size % least:

@@ -3,7 +3,7 @@
 import codecs
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -15,8 +15,9 @@ from rich.progress import Progress
 from jaxdist.config import ConfigError, Data
 from jaxdist.config.display import console
 from jaxdist.data.blocks import BLOCKS, Earlier, fingerprint_by_names, fingerprint_of
-from jaxdist.data.encoding import Encoder, Piece, check_ids, encode, json_lines, make_encoder, text_file
-from jaxdist.data.files import Files, find_files, library_files, names
+from jaxdist.data.documents import BARE, Documents, start_of
+from jaxdist.data.encoding import Encoder, check_ids, encode, make_encoder
+from jaxdist.data.files import PACKED, Files, find_files, library_files, names
 from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, raw
 
 CHUNK = 1 << 22  # ids looked at together when a file is checked
@@ -62,34 +63,46 @@ def open_stream(data: Data, vocab: int) -> Stream:
     """The ids of data.path, every one of them checked to be in range(vocab). Raises ConfigError.
 
     .npy (1-D integers), .bin (see `ids`) and, under the tokenizer "bytes", text files are mapped: opening reads them
-    once, in pieces, to check them. What must be encoded, that is .jsonl and any text under a tokenizer, is encoded here
-    and held in memory: one byte per id for "bytes", two for a vocabulary of up to 65,536, four above, and eight per
-    document.
+    once, in pieces, to check them. What must be encoded, that is JSON, Arrow, packed text and any text under a
+    tokenizer (see `documents`), is encoded here and held in memory: one byte per id for "bytes", two for a vocabulary
+    of up to 65,536, four above, and eight per document.
 
     Packed, an encoded document is followed by the tokenizer's end-of-text token if it has one, by a newline under
     "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped, and long ones
-    encoded in pieces, see `encoding.LINE_START`.
+    encoded in pieces, see `documents.LINE_START`.
     """
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
     files = Files(library_files(root), [], "text", []) if library else find_files(root, data.split == "auto")
     encoder = None if files.kind in (".npy", ".bin") else make_encoder(data.tokenizer)
-    separator = encoder.separator if encoder and data.documents == "packed" else []
-    located = _locate(files, data, vocab)
+    joined = encoder is None or (files.kind == "text" and data.tokenizer == "bytes")  # as the files have their ids
+    separator = encoder.separator if encoder and not joined and data.documents == "packed" else []
+    located = _locate(files, data, vocab, library)
+    documents = Documents(data.text_field)
+
+    def encoded(some: Sequence[Path], ends: Sequence[int]) -> tuple[list[NDArray], list[int]]:
+        assert encoder is not None
+        pieces = chain.from_iterable(documents.read(file, files.kind) for file in some)
+        return encode(pieces, encoder, ends, vocab, advance)
+
     parts: list[Mapped | NDArray] = []
     sizes: list[int] = []
     training = None
     with _progress(sum(file.stat().st_size for file in files.all)) as advance:
         for split in (files.train, files.validation):
-            if located:
-                for part, documents, _ in (located[file] for file in split):
-                    # As bytes, the library may keep whatever encoding Python gave it.
-                    _check(part, vocab, files.kind == "text" and not library, advance)
-                    parts.append(part)
-                    sizes += [part.size] * (part.size > 0) if documents is None else documents.tolist()
-            elif encoder:
-                arrays, found = encode(_pieces(split, files.kind, data), encoder, separator, vocab, advance)
+            if not joined:
+                arrays, found = encoded(split, separator)
                 parts, sizes = [*parts, *arrays], sizes + found
+            for file in split if joined else ():
+                if there := located.get(file):
+                    # As bytes, the library may keep whatever encoding Python gave it.
+                    _check(there.part, vocab, files.kind == "text" and not library, advance)
+                    parts.append(there.part)
+                    own = [there.part.size] * (there.part.size > 0)
+                    sizes += own if there.documents is None else there.documents.tolist()
+                else:  # packed, or not in UTF-8
+                    arrays, found = encoded([file], [])
+                    parts, sizes = [*parts, *arrays], sizes + found
             training = sum(sizes) if training is None else training
     ids = next(iter(located.values())) if located else None
     of = (
@@ -97,6 +110,7 @@ def open_stream(data: Data, vocab: int) -> Stream:
         if ids and not encoder
         else f"{files.kind}, tokenizer {data.tokenizer}"
     )
+    of += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
     stream = Stream(parts, np.cumsum([0, *sizes], dtype=np.int64), training if files.validation else None)
     stream.rows = {
         "data": f"{len(stream):,} tokens: {of}; " + ("the library of this Python" if library else names(files.all))
@@ -119,7 +133,11 @@ def open_stream(data: Data, vocab: int) -> Stream:
 def _earlier(
     data: Data, files: Files, encoder: Encoder | None, located: Mapping[Path, Located], version: str | None
 ) -> Earlier:
-    """What a run that an earlier version began has recorded for the same files."""
+    """What a run that an earlier version began has recorded for the same files, if that read them at all, or alike."""
+    endings = {file.suffix.lower() for file in files.all}
+    marks = files.kind == "text" and any(there.part.offset for there in located.values())
+    if files.kind == "Arrow" or (files.kind == "JSON" and endings != {".jsonl"}) or endings & {*PACKED} or marks:
+        return Earlier()
     if encoder:
         identities = [encoder.identity]
     elif files.kind == ".bin":
@@ -137,24 +155,20 @@ def _earlier(
     )
 
 
-def _locate(files: Files, data: Data, vocab: int) -> dict[Path, Located]:
+def _locate(files: Files, data: Data, vocab: int, library: bool) -> dict[Path, Located]:
     """The files that hold their ids as they are; none where they must be encoded."""
     match files.kind:
         case ".bin":
-            found = locate_bins(files.all, data.bin_dtype, vocab)
+            return dict(zip(files.all, locate_bins(files.all, data.bin_dtype, vocab), strict=True))
         case ".npy":
-            found = [locate_npy(file) for file in files.all]
+            return {file: locate_npy(file) for file in files.all}
         case "text" if data.tokenizer == "bytes":
-            found = [Located(raw(file, np.dtype(np.uint8)), None, "") for file in files.all]
-        case _:
-            found = []
-    return dict(zip(files.all, found, strict=False))
-
-
-def _pieces(files: Sequence[Path], kind: str, data: Data) -> Iterable[Piece]:
-    if kind == "text":
-        return chain.from_iterable(map(text_file, files))
-    return chain.from_iterable(json_lines(file, data.text_field) for file in files)
+            starts = {file: BARE if library else start_of(file) for file in files.all}
+            return {
+                file: Located(raw(file, np.dtype(np.uint8), start.mark), None, "")
+                for file, start in starts.items() if start.bare
+            }  # fmt: skip
+    return {}
 
 
 def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None]) -> None:

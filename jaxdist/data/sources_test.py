@@ -14,6 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from jaxdist.config import ConfigError, Data
+from jaxdist.data import documents as reading
 from jaxdist.data import encoding, files, ids, open_dataset, sources
 from jaxdist.data.sources import open_stream
 
@@ -147,7 +148,7 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
     data = Data(path=str(file), tokenizer=str(tmp_path / "bpe.json"), documents=documents)
     one = open_stream(data, 512)
     monkeypatch.setattr(encoding, "TOGETHER", 900)
-    monkeypatch.setattr(encoding, "PIECE", 100)
+    monkeypatch.setattr(reading, "PIECE", 100)
 
     def same():
         cut = open_stream(data, 512)
@@ -155,7 +156,7 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
         return np.array_equal(cut.bounds, one.bounds) and np.array_equal(cut.read(0, len(cut)), one.read(0, len(one)))
 
     assert same()
-    monkeypatch.setattr(encoding, "LINE_START", re.compile("[a-z]"))
+    monkeypatch.setattr(reading, "LINE_START", re.compile("[a-z]"))
     assert not same(), "a cut inside words went unseen"
 
 

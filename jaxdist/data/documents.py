@@ -1,0 +1,324 @@
+"""Documents from text, JSON and Arrow files, packed or not. What a file is, its first bytes tell."""
+
+import bz2
+import codecs
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxdist.config import ConfigError
+from jaxdist.data.files import signature
+
+PIECE = 250_000  # characters, after which a long document is cut, so that those bytes spread over the cores
+# A tokenizer that splits at newlines joins nothing across this; one that marks a start marks each piece.
+LINE_START = re.compile(r"\S\n(?=\S)")
+# Byte order marks, the longest first: a mark of UTF-32 begins with one of UTF-16.
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32-le", codecs.BOM_UTF32_BE: "utf-32-be", codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be",
+}  # fmt: skip
+CHUNK = 1 << 22  # bytes that are decoded together where they are not UTF-8
+HEAD = 4096  # bytes of a file that are looked at
+ROWS = 1024  # of an Arrow file read together
+KEYS = 20  # of a record named in a message
+SPACE = re.compile(r"[\s,]*")
+UNPACKING = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
+
+
+class Piece(NamedTuple):
+    """A text, the file it comes from, its share of the file in bytes, and whether a document ends with it."""
+
+    text: str
+    file: Path
+    size: float
+    last: bool
+
+
+class Start(NamedTuple):
+    """What the first bytes of a file tell: how it is packed ("" for not), its encoding, and the length of its mark.
+
+    `bare` is a start in UTF-8 whose content may be mapped as it lies there."""
+
+    packed: str
+    encoding: str
+    mark: int
+
+    @property
+    def bare(self) -> bool:
+        return not self.packed and self.encoding == "utf-8"
+
+
+BARE = Start("", "utf-8", 0)
+
+
+def start_of(file: Path) -> Start:
+    """How a text file begins. Raises ConfigError for what is no text, and UTF-16 without a byte order mark."""
+    with _named(file), _opened(file) as (packed, stream, _):
+        head = stream.read(HEAD)
+    if what := signature(head):
+        raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what}; give it the name of what it is, or text")
+    for mark, encoding in MARKS.items():
+        if head.startswith(mark):
+            return Start(packed, encoding, len(mark))
+    if head.count(0) * 10 > len(head):
+        raise ConfigError(
+            f"data.path = {str(file)!r}: {head.count(0)} of its first {len(head)} bytes are zero, as in UTF-16 without "
+            "a byte order mark, or in no text at all; convert it to UTF-8"
+        )
+    return Start(packed, "utf-8", 0)
+
+
+class Documents:
+    """Reads files, as pieces of documents; `nulls` counts the records whose text is null, which are passed over."""
+
+    def __init__(self, field: str) -> None:
+        """`field`: the key of the text in a record, with dots between those of nested ones."""
+        self._field, self.nulls = field, 0
+
+    def read(self, file: Path, kind: str) -> Iterator[Piece]:
+        """The documents of a file of this kind. Raises ConfigError, naming the file and the line or row."""
+        with _named(file):
+            yield from {"text": _text, "JSON": self._json, "Arrow": self._arrow}[kind](file)
+
+    def _json(self, file: Path) -> Iterator[Piece]:
+        """One document for each line, or element of an array."""
+        start = start_of(file)
+        with _opened(file) as (_, stream, place):
+            stream.read(start.mark)
+            lines = stream if start.encoding == "utf-8" else _recoded(stream, start.encoding)
+            before = 0
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                if before == 0 and not _is_record(line):
+                    yield from self._json_whole(file, b"".join([line, *lines]), number)
+                    return
+                try:
+                    text = self._text_of(json.loads(line.decode()))
+                except (ValueError, RecursionError) as error:
+                    raise self._bad(f"{file}:{number}", error) from None
+                now = place()
+                yield from cut(text, file, now - before)
+                before = now
+
+    def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
+        """The elements of an array, or objects that take several lines each. `line`: where they begin."""
+        number, decoder = line, json.JSONDecoder()
+        try:
+            whole = content.decode()
+            place, done = SPACE.match(whole).end(), 0  # type: ignore[union-attr]
+            array = whole[place] == "["
+            place = SPACE.match(whole, place + array).end()  # type: ignore[union-attr]
+            while place < len(whole) and not (array and whole[place] == "]"):
+                number = line + whole.count("\n", 0, place)
+                record, place = decoder.raw_decode(whole, place)
+                place = SPACE.match(whole, place).end()  # type: ignore[union-attr]
+                yield from cut(self._text_of(record), file, (place - done) / len(whole) * file.stat().st_size)
+                done = place
+            if array and place >= len(whole):
+                raise ValueError("the array is cut: its ] is missing")
+        except (ValueError, RecursionError) as error:
+            raise self._bad(f"{file}:{number}", error) from None
+
+    def _arrow(self, file: Path) -> Iterator[Piece]:
+        """One document for each row."""
+        with file.open("rb") as opened:
+            head = opened.read(8)
+        names, count, columns = (_parquet if file.suffix.lower() == ".parquet" else _ipc)(file, head)
+        root = self._field if self._field in names else self._field.partition(".")[0]
+        if root not in names:
+            raise self._bad(
+                str(file), ValueError(f"no column {self._field!r}; it has {', '.join(names[:KEYS])}"), "row"
+            )
+        number = 0
+        for values in columns(root):
+            for value in values:
+                number += 1
+                try:
+                    text = self._text_of({root: value.decode() if isinstance(value, bytes) else value})
+                except ValueError as error:
+                    raise self._bad(f"{file}, row {number}", error, "row") from None
+                yield from cut(text, file, file.stat().st_size / max(count, number))
+
+    def _text_of(self, record: Any) -> str:
+        """The text of a record, "" for null. Raises ValueError."""
+        found = record
+        if not isinstance(record, str):
+            if not isinstance(record, dict):
+                raise ValueError(f"{_called(record)}, not an object")
+            keys = [self._field] if self._field in record else self._field.split(".")
+            for key in keys:
+                if not isinstance(found, dict) or key not in found:
+                    raise ValueError(f"no key {self._field!r}; it has {', '.join(_keys(record)[:KEYS]) or 'none'}")
+                found = found[key]
+        if found is None:
+            self.nulls += 1
+            return ""
+        if not isinstance(found, str):
+            raise ValueError(f"the key {self._field!r} holds {_called(found)}, not text")
+        found.encode()  # JSON can spell half of a surrogate pair, which UTF-8 cannot
+        return found
+
+    def _bad(self, where: str, error: Exception, unit: str = "line") -> ConfigError:
+        each = "each line is a JSON object" if unit == "line" else "each row is a document"
+        return ConfigError(
+            f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
+            "the key that holds the text"
+        )
+
+
+def cut(text: str, file: Path, size: float) -> Iterator[Piece]:
+    """A document of `size` bytes in pieces that begin at the start of a line; none when it is empty."""
+    start = 0
+    while start < len(text):
+        found = LINE_START.search(text, start + PIECE)
+        end = found.end() if found else len(text)
+        yield Piece(text[start:end], file, size * (end - start) / len(text), end == len(text))
+        start = end
+
+
+def _text(file: Path) -> Iterator[Piece]:
+    """A whole file as one document. Raises ConfigError when it is not of its encoding."""
+    start = start_of(file)
+    with _opened(file) as (_, stream, _place):
+        content = stream.read()[start.mark :]
+    try:
+        text = content.decode(start.encoding)
+    except UnicodeDecodeError as error:
+        place = error.start + start.mark
+        raise ConfigError(
+            f"data.path = {str(file)!r}: not {start.encoding.upper()} at byte {place}; convert it to UTF-8"
+        ) from None
+    yield from cut(text, file, file.stat().st_size)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
+    """How a file is packed, its content unpacked, and what tells how many bytes of the file are read. Raises
+    ConfigError where a package is missing."""
+    with file.open("rb") as raw:
+        head = raw.read(6)
+        raw.seek(0)
+        packed = next((name for begin, name in PACKED.items() if head.startswith(begin)), "")
+        yield packed, UNPACK[packed](raw), raw.tell
+
+
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+
+
+def _zstd(raw: BinaryIO) -> Any:
+    zstandard = needed("zstandard", "zstd")
+    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+
+
+UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
+    "": lambda raw: raw, "gzip": lambda raw: gzip.GzipFile(fileobj=raw), "zstd": _zstd, "bzip2": bz2.BZ2File,
+    "xz": lzma.LZMAFile,
+}  # fmt: skip
+
+
+def needed(package: str, what: str) -> Any:
+    """A package that only some data need. Raises ConfigError without it."""
+    try:
+        return __import__(package)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"data.path: to read {what} needs {package}, which is not installed; pip install 'jaxdist[data]'"
+        ) from None
+
+
+@contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Raises ConfigError for a file that cannot be unpacked or read."""
+    try:
+        yield
+    except UNPACKING as error:
+        raise _damaged(file, error) from None
+    except Exception as error:
+        if type(error).__name__ in ("ZstdError", "ArrowInvalid", "ArrowException"):
+            raise _damaged(file, error) from None
+        raise
+
+
+def _damaged(file: Path, error: Exception) -> ConfigError:
+    said = str(error).partition("\n")[0] or type(error).__name__
+    return ConfigError(f"data.path = {str(file)!r}: cannot be read, damaged or cut: {said}; write it anew")
+
+
+def _recoded(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Lines in UTF-8."""
+    decoder, rest = codecs.getincrementaldecoder(encoding)(), ""
+    for chunk in iter(lambda: stream.read(CHUNK), b""):
+        *lines, rest = (rest + decoder.decode(chunk)).split("\n")
+        yield from (line.encode() for line in lines)
+    yield (rest + decoder.decode(b"", final=True)).encode()
+
+
+def _is_record(line: bytes) -> bool:
+    """Whether a line is a whole record, or at least no part of one that takes several lines, nor an array."""
+    if line.lstrip().startswith(b"["):
+        return False
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    except (ValueError, RecursionError):
+        pass
+    return True
+
+
+def _keys(record: dict[str, Any]) -> list[str]:
+    """Its keys, with those of nested records after a dot."""
+    return [
+        f"{name}.{inner}" if inner else name
+        for name, value in record.items()
+        for inner in (value if isinstance(value, dict) and value else [""])
+    ]
+
+
+def _called(value: Any) -> str:
+    names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+Columns = Callable[[str], Iterator[list[Any]]]
+
+
+def _parquet(file: Path, head: bytes) -> tuple[list[str], int, Columns]:
+    """(names of columns, rows, what reads one of them, some rows at a time) of a Parquet file."""
+    if not head.startswith(b"PAR1"):
+        raise ConfigError(f"data.path = {str(file)!r}: no Parquet file, whatever its name says; give it its own name")
+    needed("pyarrow", "Parquet")
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+
+    def read(name: str) -> Iterator[list[Any]]:
+        for batch in opened.iter_batches(ROWS, columns=[name], use_threads=False):
+            yield batch.column(0).to_pylist()
+
+    return opened.schema_arrow.names, opened.metadata.num_rows, read
+
+
+def _ipc(file: Path, head: bytes) -> tuple[list[str], int, Columns]:
+    """Those of an Arrow file, or of a stream as `datasets.save_to_disk` writes it."""
+    pyarrow = needed("pyarrow", "Arrow")
+    from pyarrow import ipc
+
+    source = pyarrow.memory_map(str(file))
+    whole = head.startswith(b"ARROW1")
+    opened = ipc.open_file(source) if whole else ipc.open_stream(source)
+
+    def read(name: str) -> Iterator[list[Any]]:
+        for batch in map(opened.get_batch, range(opened.num_record_batches)) if whole else opened:
+            for start in range(0, batch.num_rows, ROWS):
+                yield batch.column(name).slice(start, ROWS).to_pylist()
+
+    return opened.schema.names, 0, read

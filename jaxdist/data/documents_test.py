@@ -1,0 +1,253 @@
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxdist.config import ConfigError, Data
+from jaxdist.data.sources import open_stream
+
+TEXTS = [f"document {number}: naïve café \u2028 line, 猫" for number in range(60)]
+RECORDS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
+RAW = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+WANTED = "".join(text + "\n" for text in TEXTS).encode()
+
+
+def read(path: Path, **fields: Any) -> bytes:
+    stream = open_stream(Data(path=str(path), **fields), 256)
+    return bytes(stream.read(0, len(stream)).astype(np.uint8))
+
+
+def zst(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(content)
+
+
+FILES: dict[str, bytes] = {
+    "a.jsonl": LINES.encode(),
+    "a.json": LINES.encode(),
+    "a.ndjson": RAW.encode(),
+    "A.JSONL": RAW.encode(),
+    "a.jsonl.gz": gzip.compress(LINES.encode()),
+    "two members.jsonl.gz": gzip.compress(LINES[:1000].encode()) + gzip.compress(LINES[1000:].encode()),
+    "a.jsonl.zst": zst(RAW.encode()),
+    "two frames.json.zst": zst(LINES[:1000].encode()) + zst(LINES[1000:].encode()),
+    "a.jsonl.bz2": bz2.compress(LINES.encode()),
+    "a.ndjson.xz": lzma.compress(LINES.encode()),
+    "packed, whatever its name.jsonl": gzip.compress(LINES.encode()),
+    "unpacked, whatever its name.jsonl.gz": LINES.encode(),
+    "mark.jsonl": b"\xef\xbb\xbf" + LINES.encode(),
+    "mark.json": b"\xef\xbb\xbf" + json.dumps(RECORDS).encode(),
+    "crlf.jsonl": LINES.replace("\n", "\r\n\r\n").encode(),
+    "utf16.jsonl": RAW.encode("utf-16"),
+    "utf16be.json": b"\xfe\xff" + json.dumps(RECORDS, indent=1).encode("utf-16-be"),
+    "utf32.jsonl": RAW.encode("utf-32"),
+    "no newline at the end.jsonl": LINES[:-1].encode(),
+    "array.json": json.dumps(RECORDS).encode(),
+    "array.jsonl": json.dumps(RECORDS).encode(),
+    "array of texts.json": json.dumps(TEXTS).encode(),
+    "indented.json": json.dumps(RECORDS, indent=2, ensure_ascii=False).encode(),
+    "objects over lines.json": "\n".join(json.dumps(record, indent=1) for record in RECORDS).encode(),
+    "nulls.jsonl": (LINES + '{"text": null}\n{"text": ""}\n').encode(),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_json_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    assert read(tmp_path / name) == WANTED
+
+
+def test_nested_keys_and_keys_with_dots(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"data": {"body": {"text": text}}}) + "\n" for text in TEXTS))
+    assert read(file, text_field="data.body.text") == WANTED
+    file.write_text("".join(json.dumps({"data.text": text, "data": {"text": "no"}}) + "\n" for text in TEXTS))
+    assert read(file, text_field="data.text") == WANTED
+
+
+TEXT = "\n".join(TEXTS)
+TEXT_FILES = {
+    "a.txt": TEXT.encode(),
+    "mark.txt": b"\xef\xbb\xbf" + TEXT.encode(),
+    "a.txt.gz": gzip.compress(TEXT.encode()),
+    "a.txt.zst": zst(TEXT.encode()),
+    "a.gz": gzip.compress(b"\xef\xbb\xbf" + TEXT.encode()),
+    "utf16.txt": TEXT.encode("utf-16"),
+    "utf16.txt.xz": lzma.compress(TEXT.encode("utf-16")),
+}
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_text_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
+    """And not ended by a newline where it is packed: packing changes nothing."""
+    (tmp_path / name).write_bytes(TEXT_FILES[name])
+    assert read(tmp_path / name) == TEXT.encode()
+    (tmp_path / "z.txt").write_text("last")
+    assert read(tmp_path) == TEXT.encode() + b"last"
+
+
+def test_marks_are_no_text_under_a_tokenizer(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "cat": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(tmp_path / "words.json"))
+    for name, encoding in (("a.txt", "utf-8-sig"), ("b.txt", "utf-16")):
+        (tmp_path / name).write_bytes("the cat".encode(encoding))
+        stream = open_stream(Data(path=str(tmp_path / name), tokenizer=str(tmp_path / "words.json")), 256)
+        assert stream.read(0, len(stream)).tolist() == [1, 2]
+
+
+def table(texts: Any = TEXTS) -> pa.Table:
+    return pa.table({"id": range(len(texts)), "text": texts, "meta": [{"title": text} for text in texts]})
+
+
+def stream_of(found: pa.Table, file: Path) -> None:
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, found.schema) as writer:
+        writer.write_table(found, max_chunksize=7)
+
+
+def file_of(found: pa.Table, file: Path) -> None:
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, found.schema) as writer:
+        writer.write_table(found)
+
+
+ARROW: dict[str, Callable[[pa.Table, Path], Any]] = {
+    "a.parquet": lambda found, file: pq.write_table(found, file, row_group_size=11),
+    "stream.arrow": stream_of,
+    "file.arrow": file_of,
+    "a.feather": file_of,
+}
+
+
+@pytest.mark.parametrize("name", ARROW)
+def test_arrow(tmp_path: Path, name: str) -> None:
+    ARROW[name](table(), tmp_path / name)
+    assert read(tmp_path / name) == read(tmp_path / name, text_field="meta.title") == WANTED
+    with pytest.raises(ConfigError, match=r"no column 'body'; it has id, text, meta; .* set it to the key") as raised:
+        read(tmp_path / name, text_field="body")
+    assert "data.text_field = 'body'" in str(raised.value)
+    with pytest.raises(ConfigError, match="row 1: the key 'id' holds a number, not text"):
+        read(tmp_path / name, text_field="id")
+    with pytest.raises(ConfigError, match=r"row 1: no key 'meta\.body'; it has meta\.title"):
+        read(tmp_path / name, text_field="meta.body")
+    ARROW[name](table([*TEXTS, None]), tmp_path / name)
+    assert read(tmp_path / name) == WANTED
+    assert "1 records of null passed over" in open_stream(Data(path=str(tmp_path / name)), 256).rows["data"]
+
+
+def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
+    """As `datasets.save_to_disk` and the Hub lay them out."""
+    saved, hub = tmp_path / "saved", tmp_path / "hub"
+    for split, texts in (("train", TEXTS[:40]), ("validation", TEXTS[40:])):
+        (saved / split).mkdir(parents=True)
+        stream_of(table(texts), saved / split / "data-00000-of-00001.arrow")
+        stream_of(table(texts[::-1]), saved / split / "cache-0123.arrow")
+        for name in ("dataset_info.json", "state.json"):
+            (saved / split / name).write_text("{}")
+        (hub / "data").mkdir(parents=True, exist_ok=True)
+        pq.write_table(table(texts), hub / "data" / f"{split}-00000-of-00001.parquet")
+    (saved / "dataset_dict.json").write_text("{}")
+    (hub / "README.md").write_text("a card")
+    for folder in (saved, hub):
+        assert read(folder) == WANTED
+        stream = open_stream(Data(path=str(folder)), 256)
+        assert stream.training == len("".join(text + "\n" for text in TEXTS[:40]).encode())
+    assert read(saved / "train") == "".join(text + "\n" for text in TEXTS[:40]).encode()
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        ({"body": "a", "meta": {"title": "b", "n": 1}}, r"no key 'text'; it has body, meta\.title, meta\.n; each line"),
+        ({}, "no key 'text'; it has none"),
+        ({"text": 3}, "the key 'text' holds a number, not text"),
+        ({"text": ["a"]}, "the key 'text' holds a list, not text"),
+        (3, "a number, not an object"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "array.json"])
+def test_a_line_without_text_is_told_its_keys(tmp_path: Path, record: Any, told: str, name: str) -> None:
+    content = f'{{"text": "a"}}\n{json.dumps(record)}\n'
+    if name == "array.json":
+        content = '[{"text": "a"},\n' + json.dumps(record) + "]"
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()) if "gz" in name else content.encode())
+    with pytest.raises(ConfigError, match=rf"{name}:2: {told}"):
+        read(tmp_path / name)
+
+
+def test_the_key_that_is_named_works(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"meta": {"body": "abc"}}))
+    with pytest.raises(ConfigError, match="set it to the key that holds the text") as raised:
+        read(tmp_path / "a.jsonl")
+    key = str(raised.value).split("it has ")[1].split(";")[0]
+    assert read(tmp_path / "a.jsonl", text_field=key) == b"abc\n"
+
+
+DAMAGED = {
+    "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-20], "cannot be read, damaged or cut"),
+    "junk.jsonl.gz": (b"\x1f\x8b" + bytes(range(200)), "cannot be read, damaged or cut"),
+    "junk.jsonl.zst": (b"\x28\xb5\x2f\xfd" + bytes(range(200, 250)) * 20, "cannot be read, damaged or cut"),
+    "cut.jsonl.zst": (zst(np.random.default_rng(0).bytes(5000))[:3000], "zst"),
+    "cut.txt.xz": (lzma.compress(TEXT.encode())[:-20], "cannot be read, damaged or cut"),
+    "junk.parquet": (b"PAR1" + bytes(range(128, 256)) * 8 + b"PAR1", "cannot be read, damaged or cut"),
+    "text.parquet": (b"some text", "no Parquet file, whatever its name says"),
+    "text.arrow": (b"some text " * 9, "cannot be read, damaged or cut"),
+    "half.jsonl": (RAW.encode("utf-16")[:-1], "cannot be read, damaged or cut"),
+    "cut.json": (json.dumps(RECORDS).encode()[:-1], r"cut\.json:1: the array is cut"),
+    "p.jsonl": (b"PAR1" + bytes(99), "no text: it is a Parquet file; give it the name"),
+    "a.txt": (b"PK\x03\x04" + bytes(99), "no text: it is a zip archive"),
+    "b.txt": (b"%PDF-1.7 text", "no text: it is a PDF"),
+    "utf16.txt": ("plain text".encode("utf-16-le"), "10 of its first 20 bytes are zero, as in UTF-16 .*; convert it"),
+    "utf16.jsonl": ('{"text": "a"}'.encode("utf-16-be"), "bytes are zero, as in UTF-16"),
+    "latin1.txt.gz": (gzip.compress("é".encode("latin1")), "not UTF-8 at byte 0; convert it to UTF-8"),
+    "deep.json": (b"[" * 100_000, r"deep\.json:1: "),
+    "ids.npy.gz": (gzip.compress(b"ids"), r"\.npy files are not read packed; unpack it"),
+    "meta.pkl": (b"\x80\x04.", "pickles are never opened"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    content, told = DAMAGED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as raised:
+        read(tmp_path / name)
+    assert "\n" not in str(raised.value) and name in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    (tmp_path / name).write_bytes(b"PAR1" if "parquet" in name else zst(b"{}"))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs {package}, .*; pip install 'jaxdist\[data\]'"):
+        read(tmp_path / name)
+
+
+def test_kinds_that_are_mixed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINES[:100])
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(ConfigError, match=r"the folder mixes JSON, text files; keep one kind"):
+        read(tmp_path)
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(b'[{"text": "b"}]'))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "README.md").write_text("a card")
+    assert read(tmp_path) == b"a\nb\n"
+    assert open_stream(Data(path=str(tmp_path)), 256).rows["left alone"] == "README.md, tokenizer.json"
+
+
+def test_neither_package_is_imported_for_other_data() -> None:
+    code = "import sys, jaxdist.data; sys.exit(bool({'pyarrow', 'zstandard'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
