@@ -35,6 +35,7 @@ FORGETS = {
     "data.text_field": ("fingerprint",),
     "data.bin_dtype": ("fingerprint",),
     "data.split": ("fingerprint",),
+    "data.end_of_text": ("fingerprint",),
 }
 
 

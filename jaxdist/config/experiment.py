@@ -47,7 +47,11 @@ class Data(Section):
     .arrow), or token ids in .npy or .bin; empty: the Python standard library's source. Of images, .npz with images and
     labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
     tokenizer: str = "bytes"
-    """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json. Pre-tokenized files ignore it."""
+    """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or its folder. Pre-tokenized files ignore it."""
+    end_of_text: str = "auto"
+    """The token that follows each document that is packed. auto: the one that tokenizer_config.json,
+    special_tokens_map.json, generation_config.json or config.json beside the tokenizer names, a newline for bytes;
+    none: no token; else the token's own text, as <|endoftext|>. The start-up table tells it."""
     sequence: Count = 128
     """Tokens per sequence, T."""
     documents: Literal["packed", "padded"] = "packed"

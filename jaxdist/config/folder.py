@@ -28,7 +28,7 @@ from jaxdist.config.record import write_record
 FREE = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
-    "data.bin_dtype", "data.split",
+    "data.bin_dtype", "data.split", "data.end_of_text",
 )  # fmt: skip
 
 LOCK = ".lock"  # held by the run that writes the folder

@@ -1,6 +1,7 @@
 """From text to token ids: UTF-8 bytes, or a Hugging Face tokenizer."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,27 +13,42 @@ from tokenizers import Tokenizer
 from jaxdist.config import ConfigError
 from jaxdist.data.documents import Piece
 
-END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+# Guesses, where nothing beside a tokenizer.json names its end of text.
+END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")
+# Where it is named beside it: files in the order in which they are believed, and their keys.
+NAMED_IN = {
+    "tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
+    "generation_config.json": "eos_token_id", "config.json": "eos_token_id",
+}  # fmt: skip
 TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some hundred times that in memory
 
 
 class Encoder(NamedTuple):
-    """Texts to arrays of ids; `separator` ends a document, `identity` stands for the tokenizer's content."""
+    """Texts to arrays of ids; `separator` ends a document, `identity` stands for the tokenizer's content, and `end`
+    tells the separator and how it is known. `earlier` is the value of data.end_of_text that ends documents as versions
+    did which knew three names alone; empty where that is what `separator` does."""
 
     encode: Callable[[Sequence[str]], list[NDArray]]
     separator: list[int]
     identity: str
+    end: str
+    earlier: str
 
 
-def make_encoder(name: str) -> Encoder:
-    """The encoder of data.tokenizer: "bytes" or the path of a tokenizer.json. Raises ConfigError.
+def make_encoder(name: str, end_of_text: str) -> Encoder:
+    """The encoder of data.tokenizer: "bytes", the path of a tokenizer.json, or a folder with one. Raises ConfigError.
 
     The truncation, padding and template (such as a leading <s>) that a tokenizer.json may ask for are not
-    applied.
+    applied. `end_of_text`: data.end_of_text, see `end_of`.
     """
     if name == "bytes":
-        return Encoder(lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], [ord("\n")], name)
+        text = {"auto": "\n", "none": ""}.get(end_of_text, end_of_text)
+        separator = [*text.encode()]
+        source = "the default of bytes" if end_of_text == "auto" else "by data.end_of_text"
+        earlier = "" if text == "\n" else "auto"
+        return Encoder(_as_bytes, separator, name, f"{text!r}, {source}" if text else NO_END, earlier)
     file = Path(name)
+    file = file / "tokenizer.json" if file.is_dir() else file
     try:
         content = file.read_bytes()
         tokenizer = Tokenizer.from_buffer(content)
@@ -48,8 +64,67 @@ def make_encoder(name: str) -> Encoder:
         found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype) for encoding in found]
 
-    ends = [number for end in END_OF_TEXT if (number := tokenizer.token_to_id(end)) is not None]
-    return Encoder(encode, ends[:1], hashlib.blake2b(content, digest_size=16).hexdigest())
+    number, source = end_of(tokenizer, file, end_of_text)
+    end = NO_END if number is None else f"{tokenizer.id_to_token(number)!r}, id {number}, {source}"
+    then = next((text for text in END_OF_TEXT[:3] if tokenizer.token_to_id(text) is not None), "none")
+    earlier = "" if tokenizer.token_to_id(then) == number else then
+    identity = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return Encoder(encode, [] if number is None else [number], identity, end, earlier)
+
+
+NO_END = "none: documents run into one another; data.end_of_text sets a token"
+
+
+def _as_bytes(texts: Sequence[str]) -> list[NDArray]:
+    return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | None, str]:
+    """The id of the token that ends a document, and how it is known; None where there is none. Raises ConfigError.
+
+    `end_of_text` is a token, "none", or "auto": the one that the files beside the tokenizer's `file` name (NAMED_IN),
+    or else the first of END_OF_TEXT that it has.
+    """
+    if end_of_text == "none":
+        return None, ""
+    if end_of_text != "auto":
+        if (number := tokenizer.token_to_id(end_of_text)) is None:
+            raise ConfigError(
+                f"data.end_of_text = {end_of_text!r}: no token of data.tokenizer = {str(file)!r}; give one of its "
+                "tokens, or none for no end of documents"
+            )
+        return number, "by data.end_of_text"
+    for name, key in NAMED_IN.items():
+        found = _named_in(file.with_name(name), key)
+        if found is None:
+            continue
+        number = found if isinstance(found, int) else tokenizer.token_to_id(found)
+        if number is None or tokenizer.id_to_token(number) is None:
+            raise ConfigError(
+                f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is no token of "
+                "it; set data.end_of_text to the token that ends a document, or none"
+            )
+        return number, f"as {name} says"
+    known = [name for name in END_OF_TEXT if tokenizer.token_to_id(name) is not None]
+    if not known:
+        return None, ""
+    others = f", as is {' and '.join(map(repr, known[1:]))}" if known[1:] else ""
+    return tokenizer.token_to_id(known[0]), f"guessed: a usual name{others}; data.end_of_text sets another"
+
+
+def _named_in(file: Path, key: str) -> str | int | None:
+    """The token, or its id, under a key of a JSON file: a name, a table with `content`, an id, or the first of a list
+    of ids; None without. Raises ConfigError."""
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"data.tokenizer: {str(file)!r} beside it: {error}; mend or remove it, or set data.end_of_text"
+        ) from None
+    value = found.get(key) if isinstance(found, dict) else None
+    value = value.get("content") if isinstance(value, dict) else value
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str | int) and not isinstance(value, bool) and value != "" else None
 
 
 def encode(

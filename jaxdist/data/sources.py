@@ -67,14 +67,14 @@ def open_stream(data: Data, vocab: int) -> Stream:
     tokenizer (see `documents`), is encoded here and held in memory: one byte per id for "bytes", two for a vocabulary
     of up to 65,536, four above, and eight per document.
 
-    Packed, an encoded document is followed by the tokenizer's end-of-text token if it has one, by a newline under
-    "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped, and long ones
+    Packed, an encoded document is followed by the tokenizer's end-of-text token (see `encoding.end_of`), by a newline
+    under "bytes"; mapped files are joined as they are. Padded, nothing is added. Empty texts are dropped, and long ones
     encoded in pieces, see `documents.LINE_START`.
     """
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
     files = Files(library_files(root), [], "text", []) if library else find_files(root, data.split == "auto")
-    encoder = None if files.kind in (".npy", ".bin") else make_encoder(data.tokenizer)
+    encoder = None if files.kind in (".npy", ".bin") else make_encoder(data.tokenizer, data.end_of_text)
     joined = encoder is None or (files.kind == "text" and data.tokenizer == "bytes")  # as the files have their ids
     separator = encoder.separator if encoder and not joined and data.documents == "packed" else []
     located = _locate(files, data, vocab, library)
@@ -115,6 +115,9 @@ def open_stream(data: Data, vocab: int) -> Stream:
     stream.rows = {
         "data": f"{len(stream):,} tokens: {of}; " + ("the library of this Python" if library else names(files.all))
     }
+    if not joined and encoder:
+        padded = "nothing is added to a document (data.documents = padded)"
+        stream.rows["end of document"] = encoder.end if data.documents == "packed" else padded
     if files.aside:
         stream.rows["left alone"] = ", ".join(files.aside)
     identity = encoder.identity if encoder else [(part.dtype.str, part.offset) for part, _, _ in located.values()]
@@ -145,13 +148,17 @@ def _earlier(
         identities = [name for name in ("uint16", "uint32", "int32") if np.dtype(name).itemsize == width]
     else:
         identities = ["uint16" if data.bin_dtype == "auto" else data.bin_dtype]
+    settings = ["data.split = share"] * bool(files.validation)
+    joined = files.kind == "text" and data.tokenizer == "bytes"
+    if encoder and encoder.earlier and data.documents == "packed" and not joined:
+        settings.append(f"data.end_of_text = {encoder.earlier!r}")
     root = Path(data.path or sysconfig.get_path("stdlib"))
     named = [(file.relative_to(root).as_posix() if version else file.name, file) for file in sorted(files.all)]
     if root.is_file():
         named = [(root.name, root)]
     return Earlier(
         frozenset(fingerprint_by_names(named, identity, version) for identity in identities),
-        "data.split = share" if files.validation else "",
+        " and ".join(settings),
     )
 
 
