@@ -66,7 +66,7 @@ def test_torch_ref_never_imports_jax() -> None:
 # In convert/: what reads and writes torch's own files.
 TORCH_FILES = {
     *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
-    *("torch_numpy.py", "boxes.py", "dcp_files.py", "optimizers.py", "assembled.py"),
+    *("torch_numpy.py", "boxes.py", "dcp_files.py", "optimizers.py", "assembled.py", "deepspeed_folders.py"),
 }
 WITNESS = "witness.py"  # there too: another implementation's logits, for --verify
 

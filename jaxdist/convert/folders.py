@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxdist.config.foreign import read_bytes, within
+
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 
 
@@ -31,12 +33,45 @@ def beside(file: Path) -> list[str]:
     return [name for name in names if name != file.name and (file.parent / name).exists()]
 
 
+LATEST, DEEPSPEED_WHOLE = "latest", "mp_rank_00_model_states.pt"
+DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER = "*mp_rank_*_model_states.pt", "*_optim_states.pt"
+DEEPSPEED = f"all {DEEPSPEED_MODEL} and {DEEPSPEED_OPTIMIZER}"
+LONGEST = 255  # bytes of the name of a folder, in `latest`
+
+
+def deepspeed_tag(path: Path) -> Path | None:
+    """The folder of a DeepSpeed checkpoint: `path`, or the one in it that its file `latest` names; else None."""
+    if _is_deepspeed_tag(path):
+        return path
+    try:
+        found = within(path, read_bytes(path / LATEST, LONGEST).decode().strip())
+    except (OSError, ValueError):
+        return None
+    return found if _is_deepspeed_tag(found) else None
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether `path` is a checkpoint of DeepSpeed's, or the folder around one that is told by its file `latest`."""
+    return deepspeed_tag(path) is not None
+
+
+def _is_deepspeed_tag(path: Path) -> bool:
+    beside = (DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt")
+    return any(path.glob(DEEPSPEED_MODEL)) and any(any(path.glob(pattern)) for pattern in beside)
+
+
 class PartFile(NamedTuple):
-    """A file that holds a part of a checkpoint: the pattern of its name, what it is, and what its folder must have."""
+    """A file that holds a part of a checkpoint: the pattern of its name, what it is, what its folder must have, and a
+    pattern of what must lie beside it, for it to be one."""
 
     name: re.Pattern[str]
     title: str
     needs: str
+    beside: str = ""
+
+    def holds(self, path: Path) -> bool:
+        """Whether `path` is one."""
+        return bool(self.name.fullmatch(path.name)) and (not self.beside or any(path.parent.glob(self.beside)))
 
 
 _SHARD = "one of several shards of a model's weights"
@@ -55,6 +90,20 @@ PART_FILES = (
         "the optimizer's state of a trainer, without weights",
         "the weights too",
     ),
+    PartFile(
+        re.compile(r".*_optim_states\.pt"), "what one rank of DeepSpeed's has of fp32 weights and moments", DEEPSPEED
+    ),
+    PartFile(
+        re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"),
+        "what one rank of DeepSpeed's ZeRO-3 has of a model: placeholders, without weights",
+        DEEPSPEED,
+    ),
+    PartFile(
+        re.compile(r"mp_rank_\d+_model_states\.pt"),
+        "DeepSpeed's copy of a model's weights, which has neither their fp32 values nor moments",
+        DEEPSPEED,
+        beside=DEEPSPEED_OPTIMIZER,
+    ),
     PartFile(re.compile(r"scheduler(_\d+)?\.(pt|bin)"), "the state of a trainer's schedule", "the weights too"),
     PartFile(
         re.compile(r"training_args\.bin|rng_state(_\d+)?\.pth|random_states_\d+\.pkl"),
@@ -66,4 +115,4 @@ PART_FILES = (
 
 def part_of(path: Path) -> PartFile | None:
     """What the file `path` is a part of, by its name; None where it stands for itself."""
-    return next((part for part in PART_FILES if part.name.fullmatch(path.name)), None) if path.is_file() else None
+    return next((part for part in PART_FILES if part.holds(path)), None) if path.is_file() else None

@@ -10,7 +10,7 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment, checkpoint_in
 from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
-from jaxdist.convert.folders import is_bin_folder, is_trainer_folder, part_of
+from jaxdist.convert.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
@@ -85,6 +85,7 @@ def _is_meta(path: Path) -> bool:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KINDS = {
+    "deepspeed": Kind("checkpoint of DeepSpeed's", is_deepspeed, "deepspeed_folders", ""),
     "trainer": Kind("folder of a Trainer or of Accelerate", is_trainer_folder, "trainer_folders", ""),
     "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
     "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),

@@ -1,4 +1,5 @@
-"""numpy's arrays and numbers in files of `torch.save`, as training scripts keep them: RNG states, the best loss so far.
+"""What is neither tensor nor plain value in files of `torch.save`, as trainers keep it: numpy's arrays and numbers, and
+DeepSpeed's small objects.
 
 They are pickled by names of numpy's that torch's `weights_only` refuses: in a hostile file these could ask for any
 memory, or give numpy's C code what it never wrote. Here small classes stand for them, which take plain numbers alone
@@ -58,11 +59,36 @@ def no_bytes() -> bytes:
     return b""
 
 
-STAND_INS: dict[str, Any] = {"numpy.ndarray": Array, "numpy.dtype": Dtype, "builtins.bytes": no_bytes} | {
-    f"numpy.{core}.multiarray.{name}": stand_in  # numpy 1, numpy 2
-    for core in ("core", "_core")
-    for name, stand_in in (("_reconstruct", Array), ("scalar", scalar))
+class Attributes:
+    """An object of DeepSpeed's, of which its attributes are kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise ValueError("it has an object without attributes")
+        self.attributes = state
+
+
+def member(value: int) -> int:
+    """A member of an enumeration of numbers."""
+    if type(value) is not int:
+        raise ValueError("it has a member of an enumeration that is no number")
+    return value
+
+
+DEEPSPEED: dict[str, Any] = {
+    **{f"deepspeed.runtime.fp16.loss_scaler.{name}": Attributes for name in ("LossScaler", "DynamicLossScaler")},
+    "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": member,
 }
+STAND_INS: dict[str, Any] = (
+    {"numpy.ndarray": Array, "numpy.dtype": Dtype, "builtins.bytes": no_bytes}
+    | DEEPSPEED
+    | {
+        f"numpy.{core}.multiarray.{name}": stand_in  # numpy 1, numpy 2
+        for core in ("core", "_core")
+        for name, stand_in in (("_reconstruct", Array), ("scalar", scalar))
+    }
+)
 
 
 @contextmanager
@@ -74,15 +100,17 @@ def allowed() -> Iterator[None]:
 
 
 def restored(tree: Any) -> Any:
-    """A tree that was read, with arrays in place of what stands for them. Raises ValueError where what stands for
-    numpy's types is a value itself. What is shared is gone through once: written out it may be huge."""
+    """A tree that was read, with arrays, and dicts of attributes, in place of what stands for them. Raises ValueError
+    where what stands for a type is a value itself. What is shared is gone through once: written out it may be huge."""
     made: dict[int, tuple[Any, Any]] = {}  # with the node, so that no other gets its id
 
     def restore(node: Any) -> Any:
         if isinstance(node, Array):
             return node.numbers
+        if isinstance(node, Attributes):
+            node = vars(node).get("attributes", {})
         if isinstance(node, Dtype) or any(node is stand_in for stand_in in STAND_INS.values()):
-            raise ValueError("it holds a type of numpy's")
+            raise ValueError("it holds a type")
         if not isinstance(node, dict | list | tuple):
             return node
         if id(node) not in made:

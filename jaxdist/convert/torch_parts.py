@@ -21,7 +21,7 @@ OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 APEX = ("amp",)  # of apex.amp: a loss scaler for each loss
-STEP = ("step", "global_step", "iteration", "iter", "iter_num")
+STEP = ("step", "global_step", "global_steps", "iteration", "iter", "iter_num")
 GROUPS, ENTRIES = "param_groups", "entries"  # of an optimizer: torch's, and of each parameter's what is no moment
 MARKS = {GROUPS, "last_epoch", "growth_factor"}  # what an optimizer's state has, a scheduler's, a scaler's; no settings
 
