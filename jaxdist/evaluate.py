@@ -15,13 +15,14 @@ from jaxdist.cache import keep_compiled
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
-from jaxdist.data import IGNORED, Split, dataset_of
+from jaxdist.data import Split, dataset_of
 from jaxdist.malloc import keep_freed
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
+from jaxdist.validation import pass_over
 from jaxdist.weights import load_weights, located, source_experiment
 
 
@@ -56,22 +57,18 @@ def evaluate(a: Any) -> str:
     if not sequences:
         raise ConfigError(f"the {split} split of {a.checkpoint} holds no sequence; give data by --data FILE")
     parameters = load_weights(program, a.checkpoint, a.ema)
-    total = count = right = 0.0
-    steps = range(1, min(-(-sequences // size), a.batches or sequences) + 1)
-    for step in track(steps, description="evaluating", console=console, disable=not console.is_terminal):
-        batch = dataset.batch(step, size, 0, split=split, rows=program.rows)
-        batch.targets[program.rows >= sequences - (step - 1) * size] = IGNORED  # the last batch goes round to the first
-        found = program.evaluate(parameters, program.place(batch))
-        total, count, right = total + float(found.loss), count + float(found.count), right + float(found.right)
-    if not math.isfinite(total):
-        raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {total}; use one from before it diverged")
-    loss = total / count
+    steps = range(1, min(dataset.passes(split, size), a.batches or sequences) + 1)
+    shown = track(steps, description="evaluating", console=console, disable=not console.is_terminal)
+    found = pass_over(program, parameters, dataset, split, shown)
+    if not math.isfinite(found.loss):
+        raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {found.loss}; use one from before it diverged")
+    loss, counted = found.mean, int(found.counted)
     if experiment.model.takes == "images":
-        result = {"loss": loss, "accuracy": right / count, "images": int(count)}
-        told = f"loss {loss:.6f}, accuracy {right / count:.2%}, {int(count):,} images"
+        result = {"loss": loss, "accuracy": found.right / counted, "images": counted}
+        told = f"loss {loss:.6f}, accuracy {result['accuracy']:.2%}, {counted:,} images"
     else:
-        result = {"loss": loss, "perplexity": perplexity(loss), "tokens": int(count)}
-        told = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {int(count):,} tokens"
+        result = {"loss": loss, "perplexity": perplexity(loss), "tokens": counted}
+        told = f"loss {loss:.6f}, perplexity {result['perplexity']:.4f}, {counted:,} tokens"
     return json.dumps(result) if a.json else f"{where}: {told}"
 
 

@@ -140,6 +140,12 @@ def allocated(program: Program) -> dict[str, int]:
     return {"allocator_peak": max(peaks)} if any(peaks) else {}
 
 
+def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The median after the warm-up; None without a step."""
+    values = [record[name] for record in records]
+    return statistics.median(values[WARM_UP:] or values) if values else None
+
+
 def summary(
     program: Program,
     state: TrainState,
@@ -149,8 +155,7 @@ def summary(
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """summary.json of the contract; `state` is that after the last step, `records` are this process's steps."""
-    rates = [record["tokens_per_second"] for record in records]
-    rate = statistics.median(rates[WARM_UP:] or rates) if rates else None
+    rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "jax",
         "versions": {"jaxdist": __version__}
@@ -171,6 +176,8 @@ def summary(
         "compiler_options": program.compiler_options,
         "counted": program.experiment.model.takes,  # as tokens
         "tokens_per_second": rate,
+        "target_tokens_per_second": target_rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),
         "mfu": utilization(program, rate) if rate else None,
+        "target_mfu": utilization(program, target_rate) if target_rate else None,
     }

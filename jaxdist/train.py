@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxdist.config.display import megabytes, progress, say, show_end, show_star
 from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.config.sources import Source, source_of
-from jaxdist.data import Batches, Dataset, dataset_of, in_steps
+from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
 from jaxdist.malloc import keep_freed, share_arena
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
@@ -33,6 +34,7 @@ from jaxdist.program import Program
 from jaxdist.record import Recorder
 from jaxdist.startup import Startup
 from jaxdist.step import TrainState
+from jaxdist.validation import pass_over
 
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
@@ -151,7 +153,7 @@ def loop(
     experiment = program.experiment
     train = experiment.train
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
-    tokens = train.batch * experiment.per_row
+    tokens, targets = train.batch * experiment.per_row, Targets(dataset, train, start)
 
     def fetch(step: int) -> Batches:
         return program.place(dataset.batch(step, train.batch, train.seed, rows=program.rows))
@@ -186,7 +188,7 @@ def loop(
                 "tokens": step * tokens,
                 "step_seconds": seconds,
                 "tokens_per_second": tokens / seconds,
-            }
+            } | targets.of(step, seconds)
             if scale is not None:
                 record["loss_scale"] = scale
             if scale is not None or train.skip or train.nonfinite == "skip":
@@ -220,19 +222,13 @@ def keep(
 
 
 def validation_loss(program: Program, state: TrainState, dataset: Dataset, schedule: Saving) -> float | None:
-    """Mean nats per token over `train.validation_batches` batches of the validation split; None where there is none, or
-    where the run is to end before it is known."""
+    """Mean nats per token over at most `train.validation_batches` batches of one pass over the validation split; None
+    where there is none, or where the run is to end before it is known."""
     train = program.experiment.train
-    if not train.validation_batches or not dataset.sequences("validation"):
-        return None
-    loss = count = 0.0
-    for step in range(1, train.validation_batches + 1):
-        if schedule.stopping():
-            return None
-        batch = dataset.batch(step, train.batch, train.seed, split="validation", rows=program.rows)
-        found = program.evaluate(state.parameters, program.place(batch))
-        loss, count = loss + float(found.loss), count + float(found.count)
-    return loss / count
+    batches = min(train.validation_batches, dataset.passes("validation", train.batch))
+    steps = takewhile(lambda _: not schedule.stopping(), range(1, batches + 1))
+    found = pass_over(program, state.parameters, dataset, "validation", steps)
+    return None if not batches or schedule.stopping() else found.mean
 
 
 def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any]) -> dict[str, str]:

@@ -86,6 +86,7 @@ def test_files_of_the_contract(straight: Path) -> None:
     records = read_metrics(straight)
     assert [r["step"] for r in records] == list(range(1, 9))
     fields = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "tokens_per_second"}
+    fields |= {"target_tokens", "target_tokens_per_second"}
     assert all(set(record) == fields for record in records)
     assert records[-1]["tokens"] == 8 * 8 * 16
     assert records[0]["loss"] == pytest.approx(np.log(256), rel=0.02)  # untrained

@@ -57,6 +57,12 @@ def schedule(o: Optimizer, steps: int) -> dict[int, float]:
     return {step: optim.learning_rate(o, steps, step) for step in o.landmarks(steps)}
 
 
+def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The median after the warm-up; None without a step."""
+    values = [record[name] for record in records]
+    return statistics.median(values[WARM_UP:] or values) if values else None
+
+
 def summary(
     experiment: Experiment,
     model: nn.Module,
@@ -66,8 +72,7 @@ def summary(
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """summary.json of the contract; `records` are this process's steps."""
-    rates = [record["tokens_per_second"] for record in records]
-    rate = statistics.median(rates[WARM_UP:] or rates) if rates else None
+    rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "torch",
         "versions": {"jaxdist": __version__, "torch": version("torch")},
@@ -83,6 +88,8 @@ def summary(
         "compile_seconds": 0.0,
         "counted": experiment.model.takes,  # as tokens
         "tokens_per_second": rate,
+        "target_tokens_per_second": target_rate,
         "flops_per_token": flops_per_token(experiment, model),
         "mfu": utilization(experiment, model, mesh, rate) if rate else None,
+        "target_mfu": utilization(experiment, model, mesh, target_rate) if target_rate else None,
     }

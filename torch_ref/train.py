@@ -19,7 +19,7 @@ from jaxdist.config.checkpoints import Saves
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
-from jaxdist.data import Batch, Dataset, dataset_of, dealt, in_steps
+from jaxdist.data import Batch, Dataset, Targets, dataset_of, dealt, in_steps
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.context import context
@@ -143,7 +143,7 @@ def loop(
     Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
     """
     config = experiment.train
-    tokens = config.batch * experiment.per_row
+    tokens, targets = config.batch * experiment.per_row, Targets(dataset, config, start)
     recorder = Recorder(model, optimizer, experiment, mesh, folder)
     measured = metered(range(start + 1, config.steps + 1), recorder.steps)
     records: list[dict[str, Any]] = []
@@ -166,6 +166,7 @@ def loop(
             raise diverged(step, values.loss, values.grad_norm, tensor, last)
         record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
+        record |= targets.of(step, seconds)
         if scaled or config.skip or config.nonfinite == "skip":
             record["skipped"] = not values.finite or step in config.skip
         records.append(record)
@@ -203,7 +204,10 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
     rows = dealt(size, ranks, experiment.train.accumulation)[rank * size // ranks : (rank + 1) * size // ranks]
-    batch = dataset.batch(step, size, experiment.train.seed, split=split, rows=rows)
+    if split == "train":
+        batch = dataset.batch(step, size, experiment.train.seed, rows=rows)
+    else:
+        batch = dataset.pass_over(split, step, size, rows)
     if isinstance(batch, Batch):
         own = context(experiment, mesh).own(experiment.data.sequence)
         batch = Batch(*(x[:, own].astype(np.int64) for x in batch))
@@ -214,18 +218,17 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
 def validation_loss(
     model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, schedule: Saving
 ) -> float | None:
-    """Mean nats per token over train.validation_batches of the validation split; None where there is none, or where the
-    run is to end before it is known."""
-    batches = experiment.train.validation_batches
-    if not batches or not dataset.sequences("validation"):
-        return None
+    """Mean nats per token over at most `train.validation_batches` batches of one pass over the validation split; None
+    where there is none, or where the run is to end before it is known."""
+    train = experiment.train
+    batches = min(train.validation_batches, dataset.passes("validation", train.batch))
     loss = count = 0.0
     for step in range(1, batches + 1):
         if schedule.stopping():
             return None
         total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), experiment, mesh)
         loss, count = loss + total, count + tokens
-    return loss / count
+    return loss / count if batches else None
 
 
 def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:

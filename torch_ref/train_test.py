@@ -134,6 +134,7 @@ def test_the_run_folder_keeps_the_contract(train: Train) -> None:
     assert [r["tokens"] for r in records] == [128, 256, 384, 512]
     assert [r["learning_rate"] for r in records] == pytest.approx([2.5e-3, 5e-3, 2.75e-3, 5e-4])
     names = {"step", "loss", "grad_norm", "learning_rate", "tokens", "step_seconds", "tokens_per_second"}
+    names |= {"target_tokens", "target_tokens_per_second"}
     assert all(r.keys() == names for r in records)
     summary = run.summary
     assert {"backend", "versions", "parameters", "devices", "mesh", "strategy", "precision"} < summary.keys()

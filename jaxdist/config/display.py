@@ -92,9 +92,16 @@ def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], p
         parts.append(f"validation loss {validation:.4f}")
         parts += [f"perplexity {perplexity(validation):.2f}"] if takes == "tokens" else []
     if summary["tokens_per_second"]:
-        parts.append(f"{summary['tokens_per_second']:,.0f} {takes}/s")
+        parts.append(pace(summary, takes))
     parts.append(kept(summary.get("checkpoints"), path))
     say(", ".join(parts))
+
+
+def pace(rates: Mapping[str, Any], counted: str) -> str:
+    """Tokens or images per second, of a step or a run; and how many have a target, where some have none."""
+    every, targets = rates["tokens_per_second"], rates.get("target_tokens_per_second")
+    without = f" ({targets:,.0f} with a target)" if targets and targets < every else ""
+    return f"{every:,.0f} {counted}/s{without}"
 
 
 def kept(checkpoints: Mapping[str, Any] | None, path: Path | None) -> str:
@@ -121,7 +128,7 @@ def progress(total: int, done: int, counted: str = "tokens") -> Iterator[Callabl
         task = bar.add_task("", total=total, completed=done, text="")
 
         def update(record: Mapping[str, Any]) -> None:
-            text = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} {counted}/s"
+            text = f"loss {record['loss']:.4f}  {pace(record, counted)}"
             bar.update(task, completed=record["step"], text=text)
             if not console.is_terminal and (record["step"] % every == 0 or record["step"] == total):
                 left = (total - record["step"]) * record["step_seconds"]

@@ -6,13 +6,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, Experiment, ResNet
+from jaxdist.config import ConfigError, Data, Experiment, ResNet, Train
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
 from jaxdist.data.sources import Stream, open_stream
 
 IGNORED = -100
+MANY = 1 << 20  # rows that are counted at a time
 Split = Literal["train", "validation"]
 
 
@@ -115,6 +116,10 @@ class Dataset(ABC):
     def _read(self, row: NDArray[np.int64]) -> Batches:
         """The rows with these numbers [B]."""
 
+    @abstractmethod
+    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many targets of each of these rows [B] count in the loss; nothing is read."""
+
     def sequences(self, split: Split) -> int:
         """How many sequences one epoch of the split has."""
         return self._splits[split][1]
@@ -145,20 +150,57 @@ class Dataset(ABC):
         """
         if step < 1:
             raise ValueError(f"step = {step}; steps count from 1")
+        return self._read(self._rows((step - 1) * size + np.arange(size, dtype=np.int64)[rows], size, seed, split))
+
+    def pass_over(self, split: Split, step: int, size: int, rows: slice | NDArray = slice(None)) -> Any:
+        """As `batch`, for one pass over the split, in which each row counts once: those that fill up the last batch
+        have IGNORED targets. Needs `passes(split, size)` steps."""
+        batch = self.batch(step, size, 0, split=split, rows=rows)
+        batch.targets[np.arange(size)[rows] >= self.sequences(split) - (step - 1) * size] = IGNORED
+        return batch
+
+    def passes(self, split: Split, size: int) -> int:
+        """Batches of `size` in one pass over the split."""
+        return -(-self.sequences(split) // size)
+
+    def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
+        """How many tokens (or images) of the training steps `after` + 1 to `until` have a target that counts: what is
+        padding has none, and neither has a document's last token."""
+        total = 0
+        for begin in range(after * size, until * size, MANY):
+            total += int(self._counted(self._rows(np.arange(begin, min(begin + MANY, until * size)), size, seed)).sum())
+        return total
+
+    def _rows(self, visit: NDArray[np.int64], size: int, seed: int, split: Split = "train") -> NDArray[np.int64]:
+        """The numbers of the rows that these visits [B], counted from 0, meet. Raises ConfigError."""
         first, count = self._splits[split]
         if count == 0:
             raise ConfigError(
                 f"data.validation = {self._data.validation} leaves no sequence for {split}; raise it, "
                 "give more text, or set train.validation_batches = 0"
             )
-        visits = count if split == "validation" else self.visits(size)
-        epoch, place = np.divmod((step - 1) * size + np.arange(size, dtype=np.int64)[rows], visits)
+        epoch, place = np.divmod(visit, count if split == "validation" else self.visits(size))
         place %= count
         if split == "validation":
             seed, epoch = 0, np.zeros_like(epoch)
         if self._data.shuffle:
             place = permute(place, count, seed, epoch)
-        return self._read(first + place)
+        return first + place
+
+
+class Targets:
+    """Counts the tokens that have a target, from the first step of a run on."""
+
+    def __init__(self, dataset: Dataset, train: Train, start: int) -> None:
+        """`start`: steps done before."""
+        self.dataset, self.train = dataset, train
+        self.total = dataset.target_tokens(0, start, train.batch, train.seed)
+
+    def of(self, step: int, seconds: float) -> dict[str, float]:
+        """What metrics.jsonl tells of `step`, the one after that of the last call, beside `tokens`."""
+        count = self.dataset.target_tokens(step - 1, step, self.train.batch, self.train.seed)
+        self.total += count
+        return {"target_tokens": self.total, "target_tokens_per_second": count / seconds}
 
 
 class Sequences(Dataset):
@@ -196,15 +238,27 @@ class Sequences(Dataset):
         super().__init__(data, count, None if training is None else count - before)
         self.rows = stream.rows | {"sequences": self._split_row}
 
-    def _read(self, sequence: NDArray[np.int64]) -> Batch:
-        """The sequences with these numbers [B]."""
+    def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
+        if self._data.documents == "packed":  # every target counts
+            return (until - after) * size * self._data.sequence
+        return super().target_tokens(after, until, size, seed)
+
+    def _found(self, sequence: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where in the stream sequences [B] begin, and how many ids, at most T + 1, each has."""
         T = self._data.sequence
         document = np.searchsorted(self._before, sequence, side="right") - 1
         start = self._starts[document] + (sequence - self._before[document]) * T
-        length = np.minimum(self._stops[document] - start, T + 1)
-        ids = np.zeros((len(sequence), T + 1), np.int32)
-        for row, (begin, some) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
-            ids[row, :some] = self._stream.read(begin, begin + some)
+        return start, np.minimum(self._stops[document] - start, T + 1)
+
+    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._found(row)[1] - 1
+
+    def _read(self, row: NDArray[np.int64]) -> Batch:
+        T = self._data.sequence
+        start, length = self._found(row)
+        ids = np.zeros((len(row), T + 1), np.int32)
+        for i, (begin, some) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+            ids[i, :some] = self._stream.read(begin, begin + some)
         counts = np.arange(1, T + 1) < length[:, None]
         return Batch(ids[:, :T].copy(), np.where(counts, ids[:, 1:], np.int32(IGNORED)))
 
@@ -216,6 +270,9 @@ class Labelled(Dataset):
         super().__init__(data, len(pictures.labels))
         self._pictures, self.fingerprint, self.earlier = pictures, pictures.fingerprint, Earlier()
         self.rows = {"images": self._split_row}
+
+    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.ones_like(row)
 
     def _read(self, row: NDArray[np.int64]) -> Images:
         number = permute(row, len(self._pictures.labels), 0, np.zeros_like(row))

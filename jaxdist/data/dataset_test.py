@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Data
-from jaxdist.data import IGNORED, Batch, dataset, open_dataset
+from jaxdist.config import ConfigError, Data, Train
+from jaxdist.data import IGNORED, Batch, Targets, dataset, open_dataset
 from jaxdist.data.permutation import permute
 
 
@@ -211,3 +211,34 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "open_stream", refuse)
     with pytest.raises(ConfigError, match=r"data\.path = '\S+secret': .*Permission denied.*; give files"):
         open_dataset(Data(path="secret"), vocab=256)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(13, 4), (13, 1), (13, 13), (3, 8), (8, 4)])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_one_pass_counts_each_row_once(tmp_path, rows, size, split):
+    """Also where a batch is larger than the split, and whatever rows of it are read."""
+    found = numbered(tmp_path, 2 * rows, validation=0.5)
+    first = 0 if split == "train" else rows
+    met = []
+    for part in (slice(0, size // 2), np.arange(size)[size // 2 :]):
+        for step in range(1, found.passes(split, size) + 1):
+            batch = found.pass_over(split, step, size, part)
+            met += batch.tokens[(batch.targets != IGNORED).any(axis=1), 0].tolist()
+    assert sorted(met) == list(range(first, first + rows))
+
+
+@pytest.mark.parametrize("documents", ["padded", "packed"])
+@pytest.mark.parametrize("last", ["continue", "drop", "pad"])
+def test_targets_are_counted_without_reading(tmp_path, monkeypatch, documents, last):
+    """As many as the batches hold, over the end of an epoch, in one sum or step by step."""
+    monkeypatch.setattr(dataset, "MANY", 5)
+    lines = [json.dumps({"text": "x" * (n * n % 19 + 1)}) for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = Data(path=str(tmp_path / "a.jsonl"), sequence=8, documents=documents, last=last, validation=0.2)
+    found, size, steps = open_dataset(data, vocab=300), 6, 25
+    held = [int((found.batch(step, size, 3).targets != IGNORED).sum()) for step in range(1, steps + 1)]
+    assert [found.target_tokens(step - 1, step, size, 3) for step in range(1, steps + 1)] == held
+    assert found.target_tokens(0, steps, size, 3) == sum(held)
+    assert (sum(held) == steps * size * 8) == (documents == "packed")
+    resumed = Targets(found, Train(batch=size, seed=3), start=steps - 1)
+    assert resumed.of(steps, 0.5) == {"target_tokens": sum(held), "target_tokens_per_second": held[-1] / 0.5}
