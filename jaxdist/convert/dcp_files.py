@@ -39,7 +39,7 @@ from jaxdist.convert.entries import trainable
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import PIECE
-from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, STEP, like, unread
+from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats.naming import carried, plain, recognized
@@ -47,6 +47,9 @@ from jaxdist.formats.tables import NAMINGS
 from jaxdist.loss_scale import LossScale, state_of
 
 APP, STATE, SCALING = "app.", "state.", "scaling."
+# torchtitan has its weights below nothing, beside these parts of a run.
+TRAIN_STATE = "train_state."
+BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
 # What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
 PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
 
@@ -65,13 +68,14 @@ class Tensors:
         below = tuple(f"{APP}{key}." for key in MODEL)
         within = any(name.startswith(below) for name in entries) or all(name.startswith(APP) for name in entries)
         outer = APP if within else ""
-        places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in STEP)
+        places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in (*STEP, f"{TRAIN_STATE}step"))
         step = next((name for name in places if name in found and _is_one_number(found[name])), "")
         # Lightning's are the first of several.
         optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in ("", ".0", "_0"))
         holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in found))
         optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
-        given = [name for name in entries if name != step and not name.startswith(optimizers)]
+        beside = (*optimizers, *(f"{outer}{part}" for part in BESIDE))
+        given = [name for name in entries if name != step and not name.startswith(beside)]
         self.prefixes = {"model": _before(given, outer), "optimizer": optimizer, "step": step}
         self.weights = [name for name in given if name.startswith(self.prefixes["model"])]
 

@@ -293,8 +293,19 @@ META = {
             *_linear("lm_head", "output"),
         ],
         head="output.weight",
-        ignored=re.compile(r"^rope\.freqs$"),
+        ignored=re.compile(r"(^|\.)(freqs_cis|rope\.(freqs|freqs_cis|cache))$"),  # of the rotation; torchtitan's too
     )
+}
+
+# torchtitan has Meta's names and rotations. Since 2026 queries, keys and values are within a module of their own.
+TORCHTITAN = {
+    family: table._replace(
+        rows=[
+            row._replace(theirs=re.sub(r"\.attention\.(?=w[qkv]\.)", ".attention.qkv_linear.", row.theirs))
+            for row in table.rows
+        ]
+    )
+    for family, table in META.items()
 }
 
 
@@ -319,6 +330,7 @@ NAMINGS = {
     "transformers in memory": {family: _fused(HUGGINGFACE[family]) for family in ("mixtral", "qwen3_moe")},
     "torch_ref": TORCH_REF,
     "meta": META,
+    "torchtitan": TORCHTITAN,
     "torchvision": TORCHVISION,
 }
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
