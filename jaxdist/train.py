@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
             from_first(partial(folder.create, experiment, from_step=start))
-        say(where)
+        for line in (*arguments.notes, where):
+            say(line)
         startup.ended("initialize")
 
         say("compiling the step ...")

@@ -73,6 +73,8 @@ def asked(argv: list[str]) -> tuple[Proof, bool, Path | None]:
         argv = ["--config", str(theirs.path / "config.toml"), *argv]
     a = parse(argv, "parity_tests", __doc__ or "", OPTIONS, described)
     a = replace(a, experiment=in_steps(a.experiment))
+    for line in a.notes:
+        say(line)
     if theirs is None:
         first = STEPS if a.more["first"] is None else a.more["first"]
         return Proof.of(a.experiment, check(a), a.device, known.against, first), a.more["bisect"], a.init

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from jaxdist.config import checkpoints, dcp, foreign, hf, model
-from jaxdist.config.hf import COUNT, Key
+from jaxdist.config.hf_keys import COUNT, Key
 from jaxdist.convert import safetensors_files, torch_files, torch_leaves, torch_records
 from jaxdist.convert.torch_records import Place, place
 from parity_tests import fuzz

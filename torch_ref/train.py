@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
+    for line in () if launch.quiet() else arguments.notes:
+        say(line)
     rank = partial(train, experiment, plan, dataset, arguments.init, folder)
     rank() if launch.launched() else launch.start(plan, rank)
 

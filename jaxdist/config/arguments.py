@@ -51,6 +51,8 @@ class Arguments:
     init: Path | None
     more: Mapping[str, Any]
     """Options that only this command has."""
+    notes: Sequence[str] = ()
+    """What is to be said of the weights that it starts from."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -265,4 +267,4 @@ def parse(
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
     start = describe(run["init"]) if run["init"] else None
-    return Arguments(experiment=load(run["config"], given, start=start), **run)
+    return Arguments(experiment=load(run["config"], given, start=start), notes=start.notes if start else (), **run)

@@ -3,6 +3,7 @@
 Both backends read these here. What only one of them can open, such as a torch file, is its own to describe.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,12 @@ ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's
 
 
 class Source(NamedTuple):
-    """The model of `path`, and the tokenizer.json that belongs to it, if there is one."""
+    """The model of `path`, the tokenizer.json that belongs to it, if there is one, and what is to be said of it."""
 
     path: Path
     model: Family
     tokenizer: Path | None = None
+    notes: Sequence[str] = ()
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """The sections of a config that follow from it: the model, and data that fit it."""
@@ -73,7 +75,7 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
 
 def _hf_source(folder: Path) -> Source:
     """Raises ConfigError."""
-    from jaxdist.config.hf import read_model  # few commands need it
+    from jaxdist.config.hf import read_folder  # few commands need it
 
-    model, tokenizer = read_model(folder), folder / TOKENIZER
-    return Source(folder, model, tokenizer if model.takes == "tokens" and tokenizer.is_file() else None)
+    (model, notes), tokenizer = read_folder(folder), folder / TOKENIZER
+    return Source(folder, model, tokenizer if model.takes == "tokens" and tokenizer.is_file() else None, notes)

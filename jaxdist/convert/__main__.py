@@ -17,7 +17,10 @@ from jaxdist.config import ConfigError, exit_codes, whole
 from jaxdist.config.arguments import Parser, load, user_path
 from jaxdist.config.checkpoints import Damaged, run_of
 from jaxdist.config.display import aside, megabytes, say, transfer
-from jaxdist.convert import mapped
+from jaxdist.config.foreign import parse
+from jaxdist.config.hf import read_folder
+from jaxdist.config.hf_decisions import notes_on
+from jaxdist.convert import hf, mapped
 from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
@@ -107,6 +110,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     if left := content.origin.left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
         say(f"{a.source}: what stays behind: {', '.join(left[:NAMED])}{more}")
+    for line in told(a.source, conversion, to_folder=target is KINDS["hf"]):
+        say(line)
     for line in verify_source(a.source) if a.verify else ():
         say(line)
     # Its module may import torch, which takes seconds: the source is being read by then.
@@ -118,6 +123,14 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         # A config.json gives way in any case: its checkpoint does, and the new one says itself which model it is of.
         {CONFIG: b"", **(content.origin.files if target is KINDS["hf"] else {})},
     )
+
+
+def told(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:
+    """What training in transformers would do that training here does not, by the config.json that is read or, where
+    there is none, written."""
+    if (source / CONFIG).is_file():
+        return read_folder(source)[1]
+    return [f"{CONFIG}: {note}" for note in notes_on(parse(hf.check(conversion)))] if to_folder else []
 
 
 def summary(conversion: Recut) -> str:

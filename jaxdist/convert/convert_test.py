@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
-from jaxdist.config.hf import ARCHITECTURES, from_settings, to_settings
+from jaxdist.config.hf import from_settings, to_settings
+from jaxdist.config.hf_keys import ARCHITECTURES
 from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory

@@ -18,7 +18,8 @@ from jaxdist import sharding
 from jaxdist.collectives import Parallel
 from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.hf import GELUS, from_settings, to_settings
+from jaxdist.config.hf import from_settings, to_settings
+from jaxdist.config.hf_keys import GELUS
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.mesh import make_mesh
@@ -47,7 +48,13 @@ GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions"
 SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 MIXTRAL = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}
-QWEN3_MOE = {**SIZES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+QWEN3_MOE = {
+    **SIZES,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "output_router_logits": True,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SIZES),
     "llama biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
