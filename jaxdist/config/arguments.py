@@ -3,13 +3,14 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import MODELS, Experiment
 from jaxdist.config.model import Section, model_differences, same_model
@@ -82,10 +83,24 @@ class Parser(argparse.ArgumentParser):
                 joined.append(text)
         namespace, unknown = self.parse_known_args(joined)
         if unknown:
-            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            name = unknown[0].partition("=")[0]
-            raise ConfigError(f"unknown argument {unknown[0]!r}; {nearest(name, flags)}")
+            raise ConfigError("\n".join(self._explain(unknown)))
         return namespace
+
+    def _explain(self, unknown: Sequence[str]) -> Iterator[str]:
+        """What each unknown flag should be. What is no flag is the value of the one before it."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for text, following in zip(unknown, [*unknown[1:], "--"], strict=True):
+            flag, _, value = text.partition("=")
+            if not flag.startswith("-"):
+                if text == unknown[0]:
+                    yield f"unknown argument {text!r}; {nearest(text, flags)}"
+                continue
+            given = value or (None if following.startswith("-") else following)
+            same = [known for known in flags if known.rpartition(".")[2] == plain(flag.lstrip("-")).rpartition(".")[2]]
+            hint = flag_here(flag, given, flags, SHORTCUTS)
+            if hint is None:
+                hint = f"did you mean {' or '.join(map(repr, same))}?" if same else nearest(flag, flags)
+            yield f"unknown argument {text!r}; {hint}"
 
 
 def fields() -> dict[str, tuple[type[Section], Any, str]]:

@@ -6,7 +6,7 @@ Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv head
 import math
 import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -14,6 +14,7 @@ import pydantic
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
+from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_here
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import (
     GPT2,
@@ -447,10 +448,24 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
         place[1:2] = []
     field, given, kind = ".".join(place), problem["input"], problem["type"]
     if kind == "extra_forbidden":
-        section = section_type(place[0], values) if len(place) > 1 else Experiment
-        return f"{field} = {given!r}: no such field; {nearest(place[-1], section.model_fields)}"
+        return f"{field} = {given!r}: no such field; {_field_hint(place, given, values)}"
     if kind == "value_error":  # our own validators already say everything
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
         return f"{field} = {given!r}: must be a table of fields"
-    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    here = value_here(field, given)
+    hint = f"; {given!r} is {here!r} here" if here else ""
+    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{hint}"
+
+
+def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> str:
+    """What an unknown section or field should be."""
+    name, fields = plain(place[-1]), Experiment.model_fields
+    if len(place) == 1 and isinstance(given, Mapping):
+        section = SECTION_NAMES.get(name)
+        return f"[{place[0]}] is [{section}] here" if section else nearest(name, fields)
+    if len(place) > 1:
+        fields = section_type(place[0], values).model_fields
+    if name in fields:
+        return f"did you mean {name!r}?"
+    return field_here(place[-1], given) or nearest(place[-1], fields)

@@ -1,0 +1,238 @@
+"""What settings are called by torch, Lightning, Hugging Face, DeepSpeed, Megatron, MaxText and torchtitan, and here.
+
+A name or value of theirs is not accepted, since it may count something else; the error says what it is here.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
+
+# Field, or flag without a field -> other names of it, whose values are the same.
+SAME = {
+    "train.steps": "max_steps num_steps n_steps total_steps train_steps training_steps num_train_steps max_train_steps "
+    "max_iters train_iters num_iterations iterations",
+    "train.epochs": "epoch num_epochs n_epochs max_epochs num_train_epochs",
+    "train.accumulation": "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps "
+    "accumulate_grad_batches accumulation_steps accum_steps num_microbatches",
+    "train.seed": "random_seed manual_seed data_seed data_shuffle_seed init_weights_seed",
+    "train.validation_batches": "eval_iters limit_val_batches",
+    "optimizer.name": "optim optimizer optimizer_type opt opt_type",
+    "optimizer.learning_rate": "lr max_lr base_lr peak_lr max_learning_rate peak_learning_rate",
+    "optimizer.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters",
+    "optimizer.decay": "lr_scheduler lr_scheduler_type scheduler scheduler_type lr_schedule lr_decay_style decay_type",
+    "optimizer.decay_steps": "lr_decay_iters lr_decay_steps learning_rate_schedule_steps",
+    "optimizer.final": "min_lr_ratio min_lr_factor lr_min_ratio cosine_learning_rate_final_fraction",
+    "optimizer.clip": "max_grad_norm max_norm grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping "
+    "gradient_clipping_threshold",
+    "optimizer.weight_decay": "wd adam_weight_decay",
+    "optimizer.beta1": "adam_beta1 adam_b1 b1",
+    "optimizer.beta2": "adam_beta2 adam_b2 b2",
+    "optimizer.eps": "epsilon adam_epsilon adam_eps",
+    "optimizer.momentum": "sgd_momentum",
+    "optimizer.ema": "ema_decay",
+    "data.path": "data dataset dataset_path data_path data_dir train_data train_file input_path",
+    "data.tokenizer": "tokenizer_path tokenizer_file tokenizer_model tokenizer_name",
+    "data.sequence": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length block_size "
+    "context_length max_target_length train_seq_len",
+    "data.text_field": "dataset_text_field text_column text_key",
+    "data.validation": "val_split validation_split val_fraction eval_fraction",
+    "data.shuffle": "shuffle_data",
+    "parallel.strategy": "sharding_strategy fsdp_sharding_strategy fsdp zero zero_stage stage distributed_strategy",
+    "parallel.bucket_mb": "bucket_cap_mb ddp_bucket_cap_mb",
+    "parallel.overlap": "overlap_comm overlap_grad_reduce",
+    "parallel.pipeline_schedule": "pipeline_parallel_schedule pp_schedule",
+    "precision.policy": "mixed_precision dtype torch_dtype amp_dtype",
+    "precision.compute": "compute_dtype mixed_precision_param param_dtype",
+    "precision.reduce": "reduce_dtype mixed_precision_reduce",
+    "precision.loss_scale": "initial_loss_scale init_scale",
+    "precision.growth_interval": "loss_scale_window",
+    "memory.remat": "remat_policy activation_checkpoint_mode ac_mode recompute_granularity",
+    "checkpoint.every": "save_steps save_every save_interval checkpoint_interval checkpoint_period checkpointing_steps "
+    "every_n_train_steps",
+    "checkpoint.keep": "save_total_limit keep_latest_k max_to_keep",
+    "model.family": "model_type arch architecture",
+    "model.layers": "num_layers num_hidden_layers n_layer n_layers base_num_decoder_layers",
+    "model.dim": "hidden_size d_model n_embd embed_dim emb_dim base_emb_dim",
+    "model.heads": "num_heads num_attention_heads n_head n_heads num_query_heads base_num_query_heads",
+    "model.kv_heads": "num_key_value_heads n_kv_heads num_kv_heads base_num_kv_heads num_query_groups",
+    "model.head_dim": "head_size kv_channels d_head",
+    "model.hidden": "intermediate_size ffn_hidden_size mlp_dim base_mlp_dim d_ff ffn_dim n_inner",
+    "model.vocab": "vocab_size n_vocab padded_vocab_size",
+    "model.positions": "max_position_embeddings n_positions",
+    "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon normalization_layer_epsilon",
+    "model.init_std": "initializer_range",
+    "model.rope_theta": "rope_base rotary_base rope_max_timescale",
+    "model.tied": "tie_word_embeddings tie_embeddings weight_tying logits_via_embedding",
+    "model.window": "sliding_window",
+    "model.qkv_bias": "attention_bias",
+    "model.experts": "num_experts num_local_experts n_experts num_moe_experts",
+    "model.top_k": "num_experts_per_tok experts_per_token moe_router_topk",
+    "model.balance": "router_aux_loss_coef load_balance_loss_weight moe_aux_loss_coeff",
+    "model.capacity": "capacity_factor moe_expert_capacity_factor",
+    "config": "config_file config_path cfg",
+    "output": "output_dir out_dir save_dir save_folder dump_folder run_dir default_root_dir base_output_directory",
+    "init": "model_name_or_path init_from load_parameters_path pretrained",
+}
+
+# Field -> (other names, whose values count something else; what it counts here).
+OTHERWISE = {
+    "train.batch": (
+        "batch_size global_batch_size train_batch_size total_batch_size bs per_device_train_batch_size "
+        "per_device_batch_size micro_batch_size local_batch_size device_batch_size train_micro_batch_size_per_gpu",
+        "in sequences, over all devices and microbatches",
+    ),
+    "optimizer.warmup": ("warmup_ratio warmup_steps_fraction lr_warmup_fraction", "in steps"),
+    "optimizer.final": ("min_lr eta_min lr_min", "as a share of the peak"),
+}
+
+# (Field or flag, what its value is here; {}: made of the value given) -> names elsewhere.
+MADE = {
+    ("parallel.mesh", "tensor={}"): "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
+    "tensor_model_parallel_size ici_tensor_parallelism",
+    ("parallel.mesh", "pipeline={}"): "pp pp_size pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
+    "pipeline_model_parallel_size ici_pipeline_parallelism",
+    ("parallel.mesh", "context={}"): "cp cp_size context_parallel context_parallel_size context_parallel_degree "
+    "ici_context_parallelism",
+    ("parallel.mesh", "expert={}"): "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
+    "expert_model_parallel_size ici_expert_parallelism",
+    ("parallel.mesh", "fsdp={}"): "fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
+    ("parallel.mesh", "data={},fsdp=2"): "dp_replicate data_parallel_replicate_degree ici_data_parallelism",
+    ("parallel.mesh", "{}x1"): "dp dp_size data_parallel data_parallel_size gpus num_gpus devices num_devices "
+    "nproc_per_node world_size",
+    ("parallel.sequence", "true"): "sequence_parallel enable_sequence_parallel",
+    ("precision.policy", "bf16"): "bf16 bfloat16",
+    ("precision.policy", "fp16"): "fp16 half amp",
+    ("precision.policy", "fp32"): "fp32",
+    ("precision.policy", "fp64"): "fp64",
+    ("memory.remat", "full"): "gradient_checkpointing activation_checkpointing activation_checkpoint recompute "
+    "recompute_activations",
+    ("memory.offload", "optimizer"): "offload_optimizer optimizer_offload optimizer_memory_host_offload",
+    ("memory.offload", "optimizer,parameters"): "cpu_offload fsdp_offload_params enable_cpu_offload",
+    ("train.compile", "true"): "torch_compile use_compile",
+    ("metrics.tensorboard", "true"): "use_tensorboard enable_tensorboard report_to",
+    ("data.last", "drop"): "drop_last dataloader_drop_last",
+    ("data.documents", "packed"): "packing pack",
+    ("resume", ""): "resume_from_checkpoint ckpt_path resume_from load_checkpoint auto_resume",
+}
+
+DTYPES = {"float32": "fp32 float 32", "bfloat16": "bf16", "float16": "fp16 half 16"}
+
+# Field -> its value here -> what others call it.
+VALUES = {
+    "parallel.strategy": {
+        "fsdp": "full_shard fully_shard fsdp1 fsdp2 hybrid_shard hsdp zero3 zero_3 stage3 stage_3 3 deepspeed_stage_3",
+        "zero2": "shard_grad_op _hybrid_shard_zero2 zero_2 stage2 stage_2 2 deepspeed_stage_2",
+        "zero1": "zero_1 stage1 stage_1 1 deepspeed_stage_1 zero zero_redundancy_optimizer distributed_optimizer",
+        "ddp": "no_shard zero0 zero_0 stage0 stage_0 0 dp data_parallel replicate distributed_data_parallel none",
+    },
+    "precision.policy": {
+        "bf16": "bfloat16 amp_bf16 mixed_bf16 bf16_mixed_precision mixed_bfloat16",
+        "fp16": "float16 half amp amp_fp16 16 mixed_float16",
+        "fp32": "float32 float single full no 32",
+        "fp64": "float64 double 64",
+        "bf16-true": "bf16_true pure_bf16",
+    },
+    "precision.parameters": DTYPES,
+    "precision.compute": DTYPES,
+    "precision.reduce": DTYPES,
+    "optimizer.name": {
+        "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adam_w adam_pax fused_adamw",
+        "adam": "adam_torch fused_adam",
+        "sgd": "momentum sgd_momentum",
+        "lion": "lion_32bit",
+    },
+    "optimizer.decay": {
+        "cosine": "cosine_with_min_lr cosine_annealing cosineannealinglr cosine_decay warmup_cosine",
+        "linear": "linear_decay warmup_linear linear_with_warmup linearlr",
+        "constant": "constant_with_warmup none constantlr",
+    },
+    "memory.remat": {
+        "full": "true on always 1",
+        "selective": "minimal checkpoint_dots dots_saveable save_dot_except_mlp op",
+        "none": "false off no never 0",
+    },
+    "parallel.context": {"ring": "ring_attention p2p", "ulysses": "a2a all_to_all alltoall deepspeed_ulysses"},
+    "parallel.batch_norm": {"global": "sync syncbn sync_batch_norm", "replica": "local"},
+    "data.documents": {"packed": "pack packing concat concatenated true", "padded": "pad padding false"},
+    "data.last": {"drop": "drop_last true"},
+    "model.gelu": {"tanh": "gelu_new gelu_pytorch_tanh gelu_tanh gelu_fast", "exact": "gelu none erf"},
+    "checkpoint.failure": {"go on": "go_on continue ignore", "stop": "raise abort"},
+}
+
+SECTIONS = {
+    "train": "training trainer training_args",
+    "optimizer": "optim optimization lr_scheduler",
+    "parallel": "parallelism distributed fsdp fsdp_config",
+    "precision": "mixed_precision amp",
+    "data": "dataset dataloader",
+    "memory": "activation_checkpoint",
+    "checkpoint": "checkpointing",
+    "model": "model_args architecture",
+}
+
+
+class Meaning(NamedTuple):
+    """What a name is here: a field or flag, its value ({}: made of the one given), and what that counts."""
+
+    field: str
+    value: str = "{}"
+    counts: str = ""
+
+
+def _by_word(table: Mapping[str, str]) -> dict[str, str]:
+    return {word: ours for ours, words in table.items() for word in words.split()}
+
+
+NAMES: dict[str, Meaning] = {
+    **{word: Meaning(field) for word, field in _by_word(SAME).items()},
+    **{word: Meaning(field, counts=here) for field, (words, here) in OTHERWISE.items() for word in words.split()},
+    **{word: Meaning(*made) for made, words in MADE.items() for word in words.split()},
+}
+SECTION_NAMES = _by_word(SECTIONS)
+VALUE_NAMES = {field: _by_word(table) for field, table in VALUES.items()}
+
+
+def plain(name: Any) -> str:
+    """A name or value as the tables have it."""
+    return str(name).lower().replace("-", "_").replace(" ", "_")
+
+
+def value_here(field: str, value: Any) -> str | None:
+    """What another trainer's `value` is called in `field`; None where that is not known."""
+    return VALUE_NAMES.get(field, {}).get(plain(value))
+
+
+def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Mapping[str, str]) -> str | None:
+    """What an unknown `flag`, as --lr, is here, in a sentence; None where that is not known.
+
+    `value`: what was given with it. `known`: flags of the command; `shortcuts`: their short names -> fields.
+    """
+    name = plain(flag.lstrip("-"))
+    meaning = NAMES.get(name) or NAMES.get(name.rpartition(".")[2])
+    if meaning is None:
+        return None
+    short = [f"--{short}" for short, field in shortcuts.items() if field == meaning.field]
+    candidates = (*short, f"--{meaning.field}", f"--{meaning.field.rpartition('.')[2]}")
+    if (ours := next((candidate for candidate in candidates if candidate in known), None)) is None:
+        return None
+    theirs = flag
+    if meaning.value == "{}":
+        if value is not None and (mapped := value_here(meaning.field, value)):
+            theirs, ours = f"{flag} {value}", f"{ours} {mapped}"
+    else:
+        theirs = f"{flag} {value or 'N'}" if "{}" in meaning.value else flag
+        ours = f"{ours} {meaning.value.format(value or 'N')}".rstrip()
+    return f"{theirs} is {ours} here{f', {meaning.counts}' if meaning.counts else ''}"
+
+
+def field_here(name: str, value: Any) -> str | None:
+    """As `flag_here`, of a key in a config: the field it is here, as a line of TOML where the value is another."""
+    meaning = NAMES.get(plain(name))
+    if meaning is None or "." not in meaning.field:
+        return None
+    made = value_here(meaning.field, value) if meaning.value == "{}" else meaning.value.format(value)
+    ours = f"{meaning.field} = {_toml(made)}" if made else meaning.field
+    return f"{name} is {ours} here{f', {meaning.counts}' if meaning.counts else ''}"
+
+
+def _toml(value: str) -> str:
+    return value if value in ("true", "false") else f'"{value}"'

@@ -1,0 +1,156 @@
+"""Each name and value of another trainer is told as what it is here; what is told is accepted when it is followed."""
+
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config import ConfigError, Experiment, parse
+from jaxdist.config.aliases import NAMES, SECTION_NAMES, VALUE_NAMES
+from jaxdist.config.arguments import SHORTCUTS, Parser, add_fields, fields, load
+
+# What else is needed where a field is of one family.
+MIXTRAL, GPT2 = {"family": "mixtral", "heads": 16}, {"family": "gpt2", "heads": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "model.experts": MIXTRAL, "model.top_k": MIXTRAL, "model.balance": MIXTRAL, "model.capacity": MIXTRAL,
+    "model.gelu": GPT2,
+}  # fmt: skip
+FLAGS = ("config", "output", "init")  # without a field, and `resume`, without a value
+SMALL = ("accumulation", "seed", "experts", "heads", "kv_heads", "layers", "top_k")
+FIELDS = fields()
+
+
+def sample(field: str) -> str:
+    """A value that the field takes."""
+    if field in FLAGS:
+        return "."
+    _, default, shape = FIELDS[field]
+    if shape != "VALUE":
+        return shape.partition("|")[0]
+    if isinstance(default, bool):
+        return "true"
+    if field.rpartition(".")[2] in SMALL:
+        return "4"
+    if isinstance(default, float) and default < 1:
+        return "0.25"
+    return "x" if isinstance(default, str) and field != "parallel.mesh" else "256"
+
+
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    """The flags of a command that trains."""
+    parser = Parser(allow_abbrev=False)
+    for flag in FLAGS:
+        parser.add_argument(f"--{flag}", default=None)
+    parser.add_argument("--resume", action="store_true")
+    add_fields(parser)
+    return parser
+
+
+def error_of(function: Callable[..., Any], *inputs: Any, **named: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        function(*inputs, **named)
+    return str(error.value)
+
+
+def read(parser: Parser, line: list[str], field: str) -> dict[str, Any]:
+    """What the line sets; accepted as an experiment, too."""
+    given = {name: value for name, value in vars(parser.parse_args(line)).items() if "." in name}
+    load(None, {f"model.{n}": v for n, v in MODELS.get(field, {}).items()} | given)
+    return given
+
+
+def test_each_flag_is_told_and_what_is_told_is_accepted(parser: Parser) -> None:
+    for name, meaning in NAMES.items():
+        value = "2" if meaning.value != "{}" else sample(meaning.field)
+        for flag in (f"--{name}", f"--{name.replace('_', '-')}", f"--section.{name}"):
+            told = error_of(parser.parse_args, [flag, value])
+            found = re.fullmatch(rf"unknown argument {flag!r}; {flag}(?: {value})? is (--.*?) here(?:, .*)?", told)
+            assert found, told
+            line = found[1].split()
+            if len(line) == 1 and line != ["--resume"]:
+                line.append(value)
+            given = read(parser, line, meaning.field)
+            assert list(given) == ([meaning.field] if "." in meaning.field else []), told
+
+
+def test_each_field_is_told_and_what_is_told_is_accepted() -> None:
+    for name, meaning in NAMES.items():
+        if "." not in meaning.field:
+            continue
+        value = "2" if meaning.value != "{}" else sample(meaning.field)
+        section, model = meaning.field.partition(".")[0], MODELS.get(meaning.field, {})
+        table = {section: {name: value}}
+        told = error_of(Experiment.parse, table | ({"model": model | table["model"]} if model else {}), source="x")
+        found = re.search(rf"no such field; {name} is (.*?) here(?:, .*)?$", told)
+        assert found, told
+        values = tomllib.loads(found[1] if " = " in found[1] else f'{found[1]} = "{value}"')
+        assert list(values) == [section]
+        Experiment.parse(values | ({"model": model | values["model"]} if model else {}), source="x")
+
+
+@pytest.mark.parametrize("name", [name for name in SECTION_NAMES if name not in Experiment.model_fields])
+def test_a_section_is_told(name: str) -> None:
+    told = error_of(Experiment.parse, {name: {"steps": 1}}, source="x")
+    assert told.endswith(f"[{name}] is [{SECTION_NAMES[name]}] here") and SECTION_NAMES[name] in Experiment.model_fields
+
+
+def test_each_value_is_told_and_what_is_told_is_accepted() -> None:
+    for field, table in VALUE_NAMES.items():
+        section, _, name = field.partition(".")
+        model = MODELS.get(field, {}) if section == "model" else {}
+        for theirs, ours in table.items():
+            for spelt in {theirs, theirs.upper(), theirs.replace("_", "-")} - {*FIELDS[field][2].split("|")}:
+                told = error_of(Experiment.parse, {section: model | {name: spelt}}, source="x")
+                assert told.endswith(f"; {spelt!r} is {ours!r} here"), told
+            got = Experiment.parse({section: model | {name: ours}}, source="x")
+            assert getattr(getattr(got, section), name) == ours
+
+
+def test_the_tables_are_of_this_program() -> None:
+    """Each field is one; and what is accepted here is no name or value of another, of which nothing would be told."""
+    assert {m.field for m in NAMES.values()} <= {*FIELDS, *FLAGS, "resume"}
+    assert not NAMES.keys() & {*SHORTCUTS, *FLAGS, "resume", "device"}
+    for field, table in VALUE_NAMES.items():
+        assert not table.keys() & set(FIELDS[field][2].split("|"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--lr", "3e-4"], ["--lr is --optimizer.learning_rate here"]),
+        (["--lr=3e-4", "--max_steps", "5"], ["--lr is --optimizer.learning_rate here", "--max_steps is --steps here"]),
+        (["--batch-size", "8"], ["--batch-size is --train.batch here, in sequences, over all devices and micro"]),
+        (["--zero_stage", "3"], ["--zero_stage 3 is --strategy fsdp here"]),
+        (["--sharding_strategy=SHARD_GRAD_OP"], ["--sharding_strategy SHARD_GRAD_OP is --strategy zero2 here"]),
+        (["--strategy", "FULL_SHARD"], ["'FULL_SHARD' is 'fsdp' here"]),
+        (["--tp", "2"], ["--tp 2 is --mesh tensor=2 here"]),
+        (["--parallelism.tensor_parallel_degree", "2"], ["2 is --mesh tensor=2 here"]),
+        (["--bf16"], ["--bf16 is --precision bf16 here"]),
+        (["--batch", "8"], ["did you mean '--train.batch'?"]),
+        (["--weight_decay", "0.1"], ["did you mean '--optimizer.weight_decay'?"]),
+        (["--momentum", "0.1"], ["did you mean '--model.momentum' or '--optimizer.momentum'?"]),
+        (["--kv-heads", "2"], ["did you mean '--model.kv_heads'?"]),
+        (["--optimizer.learnin_rate", "2"], ["did you mean '--optimizer.learning_rate'?"]),
+        (["stray"], ["unknown argument 'stray'; "]),
+    ],
+)
+def test_what_a_command_line_is_told(argv: list[str], told: list[str]) -> None:
+    """All unknown flags at once, each in a line of its own."""
+    lines = error_of(parse, argv, "jaxdist.train", "").splitlines()
+    assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
+
+
+def test_a_name_that_is_accepted_is_left_alone(tmp_path: Path) -> None:
+    for policy in ("bf16-mixed", "32-true"):
+        parse(["--precision", policy, "--output", str(tmp_path / "run")], "jaxdist.train", "")
+
+
+def test_a_command_tells_of_its_own_flags_alone() -> None:
+    parser = Parser()
+    parser.add_argument("--batch")
+    assert "--bs is --batch here" in error_of(parser.parse_args, ["--bs", "8"])
+    assert "learning_rate" not in error_of(parser.parse_args, ["--lr", "8"])
