@@ -56,6 +56,7 @@ def prove(argv: Sequence[str] | None = None) -> None:
         parting = proof.parting(verdict, start)
         notes = verdict.notes if parting else [*verdict.notes, proof.unfound]
         verdict = replace(verdict, parting=parting, notes=notes)
+    verdict = proof.explained(verdict, start)
     write(proof, verdict)
     for line in (*verdict.notes, verdict.sentence):
         say(line)

@@ -283,6 +283,18 @@ def precision(
             yield from cost(field, *lost(policy, double, field), DRIFT, DRIFTS)
 
 
+def float_bounds(ours: Run, exact: Run, compute: str) -> dict[str, np.ndarray]:
+    """What each curve of a run in `compute` may differ by from our float64 run, per step, to tell where it first does:
+    K times the most that ours has lost until then, or in the first few steps, of which one may lose little by chance.
+    """
+    found = {}
+    for field in compare.FLOOR:
+        lost = compare.curve(ours.metrics, exact.metrics, field)
+        until = np.maximum.accumulate(lost)
+        found[field] = K * np.maximum(np.maximum(until, lost[:FEWEST].max()), ROUNDING[compute])
+    return found
+
+
 def counted(run: Run, as_of: Run | None = None) -> list[dict[str, Any]]:
     """The metrics of the steps that did not overflow, in this run or in another."""
     return [record for record in run.metrics if record["step"] not in (as_of or run).overflown]

@@ -320,9 +320,9 @@ def test_the_verdict_names_what_fails(runs: Runs, experiments: dict[str, Path], 
     alone = proof(runs, experiments, tmp_path, "1x1", {"optimizer.learning_rate": 0.010001})
     assert {check.level for check in alone.verdict().failed} == {"mathematics"}
     assert {"gradients at step 20", levels.SCHEDULE} <= {check.name for check in alone.verdict().failed}
-    assert (
-        alone.verdict().sentence.startswith("Not equivalent") and "first mathematics: loss" in alone.verdict().sentence
-    )
+    sentence = alone.explained(alone.verdict()).sentence
+    assert sentence.startswith("Not equivalent: learning rate, step 1: it is ")
+    assert "1.0001 times ours at every step" in sentence and "first mathematics: learning_rate" in sentence
 
     # A mesh that trains otherwise than one device; another strategy's memory and traffic.
     mixed = proof(runs, experiments, tmp_path, "2x4")

@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,6 +18,7 @@ from jaxdist.convert.hf import read_hf, write_hf
 from jaxdist.sharding import Layout
 from parity_tests import bisect, collectives, compare, levels, names, reach, scratch
 from parity_tests.bisect import Parting
+from parity_tests.causes import Evidence, diagnose
 from parity_tests.commands import TRAIN
 from parity_tests.reach import OTHERS, RECORDED
 from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
@@ -38,6 +39,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "eps": {"precision": DOUBLE},
 }
 
+KIND_NAMES = {"one": "one device", "mesh": "the mesh"}
 ASKED = "the mesh of the config, by the sizes that a run's own mesh says it has"
 NO_NUMBER = re.compile(r"= -?(nan|inf)\b|not finite")  # of a run that diverged, which is bad input of a proof
 REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
@@ -373,7 +375,63 @@ class Proof:
         told = self.sides == scratch.SIDES and peaks and not self.scratch.unknown
         return self.scratch.causes(memory) if told else []
 
-    # ---- where they part
+    # ---- where they part, and why
+
+    def explained(self, verdict: Verdict, start: Path | None = None) -> Verdict:
+        """The verdict with the cause of what fails, where it is recognized.
+
+        With `start`, batches are looked for whose loss under our weights is theirs, for which a run may be made anew.
+        """
+        evidence = self.evidence(verdict, start) if verdict.failed else None
+        return replace(verdict, cause=diagnose(evidence) if evidence else None)
+
+    def evidence(self, verdict: Verdict, start: Path | None = None) -> Evidence | None:
+        """What tells the cause: of the first pair of float64 runs that fails, or of the policy's."""
+        failed = {(check.level, check.about) for check in verdict.failed}
+        pairs = (c for c in self.comparisons() if (c.level, c.what) in failed)
+        if comparison := next(pairs, None):
+            ours, theirs = comparison.a, comparison.b
+            if comparison.level == "distribution":
+                ours, theirs = theirs, ours
+            bounds = {name: self.noise.curve(name) for name in compare.FLOOR}
+            return self.between(ours, theirs, bounds, verdict, start)
+        costly = [check for check in verdict.failed if check.level == "precision"]
+        if not costly:
+            return None
+        ours, theirs = (JAX, "mesh"), (self.sides[1], "policy")
+        bounds = levels.float_bounds(self.pair("policy")[0], self.done[ours], self.experiment.precision.compute)
+        found = self.between(ours, theirs, bounds, verdict, start)
+        if self.exact:
+            return replace(found, bounds={}, costly=f"in float64 the runs agree, and not in {costly[0].title}")
+        return found
+
+    def between(
+        self,
+        ours: tuple[str, str],
+        theirs: tuple[str, str],
+        bounds: dict[str, np.ndarray],
+        verdict: Verdict,
+        start: Path | None,
+    ) -> Evidence:
+        """The evidence of two runs; names that are the same are told apart by the kind of run."""
+        a, b = self.done[ours], self.done[theirs]
+        if a.side == b.side:
+            a, b = (Run(f"{run.side} on {KIND_NAMES[kind]}", run.path) for run, (_, kind) in ((a, ours), (b, theirs)))
+
+        def batch(step: int) -> str:
+            if start is None:
+                return ""
+            from parity_tests import batches
+
+            losses = a.metrics[step - 1]["loss"], b.metrics[step - 1]["loss"]
+            run = self.recorded(ours, [step], start) if step > 1 else None
+            before = self.started if run is None else run.kept("start", step)
+            weights = {name.partition("/")[2]: w for name, w in before.items()}
+            return batches.found(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
+
+        narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
+        started = self.started if self.init else {}
+        return Evidence(a, b, bounds, started, batch, verdict.parting, "; ".join(narrow))
 
     def parting(self, verdict: Verdict, start: Path) -> Parting | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.

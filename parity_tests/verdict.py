@@ -1,6 +1,7 @@
 """What a proof concludes: each check with its value, its bound and where the bound comes from, and one word for all."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parity_tests.bisect import Parting
+from parity_tests.causes import Diagnosis
 
 Word = Literal["equivalent", "not_equivalent", "undecided"]
 LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
+# Checks of a level in the order in which a step computes what they compare, by their names.
+ORDER = ("starting weights", "learning.rate", "loss", "gradient|grad_norm", "exp_avg|momentum|_var|variance", "")
 NOT_EQUIVALENT = 3  # the exit code of any word but `equivalent`
 
 
@@ -62,20 +66,22 @@ class Verdict:
     """All checks, and what kept some from being made: `open` names each with its reason.
 
     `notes` say how far the checks reach, `not_compared` what of the other side's run there was not; `parting` is where
-    the runs part, when that was looked for and found. `memory` are the causes of what a step takes beside its state;
-    with the last, UNEXPLAINED, they sum to the measured.
+    the runs part, when that was looked for and found, `cause` what made them, where it is recognized. `memory` are the
+    causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured.
     """
 
     checks: Sequence[Check]
     open: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     parting: Parting | None = None
+    cause: Diagnosis | None = None
     memory: Sequence[Cause] = ()
     not_compared: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Check]:
-        return [check for check in self.checks if not check.holds]
+        """The checks that fail, by level, and within one in the order of a step."""
+        return sorted((check for check in self.checks if not check.holds), key=place)
 
     @property
     def word(self) -> Word:
@@ -86,13 +92,17 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict for a person: what failed first, in the order of the levels, or what was shown."""
-        if self.failed:
-            first = min(self.failed, key=lambda check: LEVELS.index(check.level))
-            return (
-                f"Not equivalent: {len(self.failed)} of {len(self.checks)} checks fail, first {first.level}: "
-                f"{first.title} is {first.value:.3g}, at most {first.bound:.3g} was allowed."
-                + (f" {self.parting}" if self.parting else "")
+        """The verdict for a person: the cause and the first check that shows it, or what was shown."""
+        if failed := self.failed:
+            pattern = self.cause.checks if self.cause else ""
+            first = next((check for check in failed if re.search(pattern, check.name)), failed[0])
+            return " ".join(
+                [
+                    f"Not equivalent: {self.cause or ''}".rstrip(),
+                    f"{len(failed)} of {len(self.checks)} checks fail, first {first.level}: "
+                    f"{first.title} is {first.value:.3g}, at most {first.bound:.3g} was allowed.",
+                    *([str(self.parting)] if self.parting else []),
+                ]
             )
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
@@ -118,10 +128,17 @@ class Verdict:
             "open": dict(self.open),
             "notes": list(self.notes),
             "not_compared": list(self.not_compared),
+            "cause": self.cause and asdict(self.cause),
             "parting": parting and finite(parting),
             "memory": [asdict(cause) for cause in self.memory],
             "checks": [finite(asdict(check) | {"holds": check.holds}) for check in self.checks],
         }
+
+
+def place(check: Check) -> tuple[int, int]:
+    """Where a check comes: its level, and within it the stage of a step."""
+    stage = next(i for i, pattern in enumerate(ORDER) if re.search(pattern, check.name))
+    return LEVELS.index(check.level), stage
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
