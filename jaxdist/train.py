@@ -25,6 +25,7 @@ from jaxdist.config.errors import LESS
 from jaxdist.config.saving import Due, Saving
 from jaxdist.config.sources import Source, source_of
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
+from jaxdist.finite import check_resumed
 from jaxdist.malloc import keep_freed, share_arena
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
@@ -124,7 +125,9 @@ def starting_state(
     step = from_first(partial(folder.resume_from, marker="parameters")) if folder else None
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
-        return step, program.placed(checkpoints.restore(step, program.abstract))
+        restored = checkpoints.restore(step, program.abstract)
+        check_resumed(program, checkpoints.folder / str(step), restored)
+        return step, program.placed(restored)
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:

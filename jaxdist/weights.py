@@ -10,10 +10,12 @@ from jaxdist import checkpoint, items
 from jaxdist.config import ConfigError, Experiment, same_model, whole
 from jaxdist.config.checkpoints import placed
 from jaxdist.config.experiment import Verify
+from jaxdist.config.finite import of_start
 from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
+from jaxdist.finite import check_start
 from jaxdist.formats.tables import OWN
 from jaxdist.program import Program
 
@@ -45,17 +47,23 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     """The weights of a `located` checkpoint of any kind, laid out for the program, one at a time where it is not ours;
     with `ema` their moving average.
 
-    Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window.
+    Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window, and
+    where a weight is not finite.
     """
     abstract = program.abstract.parameters
     if checkpoint.is_checkpoint(path) and not ema:
         same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
-        return program.placed(items.restore(path, parameters=abstract).parameters)
+        weights = items.restore(path, parameters=abstract).parameters
+        check_start(program, path, weights)
+        return program.placed(weights)
 
     def put(a: Any, array: Any) -> jax.Array:
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
 
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = content.averaged(path) if ema else content
-    streamed = Conversion(content, OWN).stream(PARAMETERS)
-    return program.placed({name: put(abstract[name], array) for _, name, array in streamed})
+    conversion = Conversion(content, OWN, nonfinite="refuse")
+    weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
+    conversion.refuse(path, of_start(path))
+    check_start(program, path, weights)  # again: in a narrower dtype a finite number may be infinite
+    return program.placed(weights)

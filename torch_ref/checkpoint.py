@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from jaxdist.config import ConfigError, Experiment, Model, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
+from jaxdist.config.finite import of_start, refused
 from jaxdist.config.foreign import read_json
 from torch_ref import hf
+from torch_ref.finite import check_resumed, check_start
 from torch_ref.launch import from_first
 from torch_ref.optim import Optimizer
 from torch_ref.weights import fill, held
@@ -75,6 +77,8 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -
     same_model(config, read_experiment(path).model, str(path))
     state = state_of(model, optimizer)
     load(path, state)
+    kept = {f"{name} ({kind})": t for name, of in state["optimizer"]["state"].items() for kind, t in of.items()}
+    check_resumed(path, state["model"], kept)
     if scaling := state.get("scaling"):
         optimizer.scaling = scaling
 
@@ -86,10 +90,14 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
         same_model(config, read_experiment(found).model, str(found))
         load(found, {"model": dict(held(model))})
+        check_start(found, dict(held(model)))
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
         weights.check()
         fill(model, lambda name, _: weights.read(name))
+        if weights.not_finite:
+            raise refused(path, weights.not_finite, of_start(path))
+        check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
     else:
         raise ConfigError(
             f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder; "

@@ -9,10 +9,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from jaxdist.config import ConfigError, Model, same_model
+from jaxdist.config.finite import NotFinite
 from jaxdist.config.hf import read_model
 from jaxdist.formats.headers import Headers
 from jaxdist.formats.plan import plan_of, stacked, untied
 from jaxdist.formats.tables import EXPERTS, Stored, stored
+from torch_ref.finite import not_finite
 from torch_ref.models import build
 from torch_ref.weights import held
 
@@ -29,6 +31,7 @@ class Weights:
         with torch.device("meta"):
             shapes = stacked(found, {name: tuple(tensor.shape) for name, tensor in held(build(found))})
         self.plan = plan_of(str(path), self.files.headers, found, shapes)
+        self.not_finite: dict[str, NotFinite] = {}  # of the tensors read so far, by their names
         self.atoms, self.targets = self.plan.atoms(), stored("torch_ref", found, shapes)
 
     def check(self) -> None:
@@ -44,6 +47,9 @@ class Weights:
         target = self.targets[name]
         places = [self.atoms[atom] for atom in target.atoms]
         sources = {tensor.name: self._theirs(self.plan.names[tensor.name]) for tensor, _ in places}
+        for source, theirs in sources.items():
+            if found := not_finite(theirs):
+                self.not_finite[self.plan.names[source]] = found
         parts = [self._part(sources[tensor.name], tensor, i, target) for tensor, i in places]
         return torch.stack(parts) if EXPERTS in name else parts[0]
 

@@ -107,7 +107,8 @@ class Train(Section):
     seed: Seed = 0
     """Seed of the starting weights and of the data order."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is NaN or infinite: stop before the update, or pass over the step and its batch."""
+    """A loss or gradient norm that is NaN or infinite: stop before the update, or pass over the step and its batch.
+    Weights or optimizer state that are not finite when they are read are refused in both cases: no step mends them."""
     skip: Steps = ()
     """Steps to pass over, as 120,121: weights and moments stay, the schedule goes on. For batches after which the loss
     jumps (arXiv:2204.02311, section 5.1)."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 
@@ -27,12 +27,13 @@ from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, 
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
 from jaxdist.convert.replacing import check_apart, check_replaceable
-from jaxdist.convert.stream import DTYPES, Conversion, Recut
+from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.formats.naming import family_of
 
 NAMED = 8  # of what stays behind
+KEEP_OR_ZERO = "Give a source without them; or --nonfinite zero, which writes 0 in their place, or --nonfinite keep"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def convert(a: Any) -> None:
     """Write TARGET. Raises ConfigError, TrainingError."""
     conversion, target = by_mapping(KeyMapping.load(find_mapping(a.mapping)), a) if a.mapping else by_kind(a)
+    conversion = replace(conversion, nonfinite=a.nonfinite)
     replaceable = partial(check_replaceable, a.target, target.files) if a.force else None
     if a.dry_run:
         check_target(a.target, replaceable)
@@ -72,9 +74,12 @@ def convert(a: Any) -> None:
             target.check(conversion)
             with unchanged(wait), writing(a.target), transfer(conversion.bytes) as report:
                 target.write(beside, replace(conversion, report=report))
+                conversion.refuse(a.source, KEEP_OR_ZERO)
         if a.verify:
             for line in target.verify(beside, conversion):
                 say(line)
+    for name, found in conversion.found.items():
+        say(f"{a.source}: tensor {name} has {found}, written as 0")
     say(f"wrote {megabytes(conversion.bytes)} to {a.target}")
 
 
@@ -176,6 +181,12 @@ def arguments(argv: Sequence[str]) -> Any:
         help="with --mapping: a checkpoint with the names and shapes to write, Orbax or safetensors as TARGET is; from "
         "safetensors it is needed; from a folder config.json and tokenizer go along",
     )
+    parser.add_argument(
+        "--nonfinite",
+        choices=get_args(NonFinite),
+        default="refuse",
+        help="values that are NaN or infinite: refuse (default), keep, or write zero in their place",
+    )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(
         "--verify",
@@ -200,6 +211,8 @@ def arguments(argv: Sequence[str]) -> Any:
     for option in ("to", "dtype", "model", "ema", "verify", "dry_run", "force"):
         if a.inspect and getattr(a, option):
             raise ConfigError(f"--inspect with --{option.replace('_', '-')}: inspecting writes nothing; leave one out")
+    if a.verify and a.nonfinite == "zero":
+        raise ConfigError("--verify with --nonfinite zero: TARGET is to differ from SOURCE; leave one out")
     if a.dry_run and a.verify:
         raise ConfigError("--dry-run with --verify: nothing is written that could be read again; leave one out")
     for option in ("to", "model", "inspect", "ema"):

@@ -309,7 +309,7 @@ class TestCommandLine:
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
     def test_verify_of_what_is_no_number(self, tmp_path: Path) -> None:
-        """NaN and zeros are converted as they are, and equal."""
+        """NaN, if it is to be kept, and zeros are converted as they are, and equal."""
         for value in np.nan, 0:
             content = content_of(MODELS["Qwen2ForCausalLM"])
             leaves = {
@@ -317,7 +317,7 @@ class TestCommandLine:
                 for n, x in content.groups[PARAMETERS].items()
             }
             source = written(tmp_path / f"a{value}", "hf", replace(content, groups={PARAMETERS: leaves}))
-            main([str(source), str(tmp_path / f"b{value}"), "--verify"])
+            main([str(source), str(tmp_path / f"b{value}"), "--verify", "--nonfinite", "keep"])
 
     @pytest.mark.parametrize("killed", ["before", "after"])
     def test_a_kill_while_a_target_was_replaced(self, killed: str, tmp_path: Path) -> None:

@@ -13,21 +13,24 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError
+from jaxdist.config.finite import NotFinite, refused
 from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
+from jaxdist.convert.finite import not_finite
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
 KEPT = "iubc"  # numpy's kinds of numbers that stay as they are: whole ones, and what would lose a part
 AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
+NonFinite = Literal["refuse", "keep", "zero"]
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
 
@@ -56,10 +59,16 @@ def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Un
 
 @dataclass(frozen=True, kw_only=True)
 class Recut(ABC):
-    """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are."""
+    """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are.
+
+    `nonfinite` says what becomes of values that are NaN or infinite: they are kept, are 0, or are refused, when all
+    tensors have been looked at.
+    """
 
     dtype: str | None = None
+    nonfinite: NonFinite = "keep"
     report: Callable[[int], None] = lambda count: None  # is told the bytes of each tensor that is taken
+    found: dict[str, NotFinite] = field(default_factory=dict, compare=False)  # by name, of the tensors read so far
 
     @property
     @abstractmethod
@@ -113,11 +122,28 @@ class Recut(ABC):
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.given[group], self._dtype(group, unit)
         source, target = unit.sources[0], unit.targets[0]
+
+        def read(source: Entry) -> np.ndarray:
+            return cast(source.name, self._looked_at(group, source.name, leaves[source.name].read()), dtype)
+
         if target.same(source):  # then they are all of the unit
-            return {target.name: np.asarray(cast(source.name, leaves[source.name].read(), dtype), order="C")}
+            return {target.name: np.asarray(read(source), order="C")}
         made = {target.name: buffers.empty(target.shape, dtype) for target in unit.targets}
-        fill(made, unit.targets, unit.sources, lambda source: cast(source.name, leaves[source.name].read(), dtype))
+        fill(made, unit.targets, unit.sources, read)
         return made
+
+    def _looked_at(self, group: str, name: str, array: np.ndarray) -> np.ndarray:
+        """A tensor that was read, as `nonfinite` says."""
+        found = None if self.nonfinite == "keep" else not_finite(array)
+        if found is None:
+            return array
+        self.found[name if group == PARAMETERS else f"{name} ({group})"] = found
+        return np.where(np.isfinite(array), array, array.dtype.type(0))
+
+    def refuse(self, source: object, fix: str) -> None:
+        """Raises ConfigError naming the tensors that were read and have values that are to be refused."""
+        if self.nonfinite == "refuse" and self.found:
+            raise refused(source, self.found, fix)
 
     def stream(self, *groups: str) -> Iterator[tuple[str, str, np.ndarray]]:
         """(group, name, tensor) of all tensors of these groups, by units, which are made ahead.
@@ -276,7 +302,19 @@ def cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
             twice = (array.dtype, dtype) == (np.float64, ml_dtypes.bfloat16)
             np.copyto(after, rounded_to_odd(before) if twice else before, casting="unsafe")
         if not np.array_equal(np.isfinite(after), np.isfinite(before)):
-            raise ConfigError(
-                f"--dtype {dtype}: parameter {name} has values beyond its range; choose float32 or bfloat16"
-            )
+            raise _beyond(name, array, dtype)
     return result
+
+
+def _beyond(name: str, array: np.ndarray, dtype: np.dtype) -> ConfigError:
+    """The error of finite values that are infinite in `dtype`: how many, the first of them, and the dtypes that hold
+    them all."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        wrong = np.isfinite(array) & ~np.isfinite(array.astype(dtype))
+        wide = [d for d in DTYPES if np.array_equal(np.isfinite(array.astype(DTYPES[d])), np.isfinite(array))]
+    index = np.unravel_index(int(wrong.argmax()), array.shape)
+    first = f"{float(array[index]):g} at [{', '.join(map(str, index))}]"
+    return ConfigError(
+        f"--dtype {dtype}: parameter {name} has values beyond its range, {int(wrong.sum()):,} of {array.size:,}, the "
+        f"first {first}; choose {' or '.join(wide)}"
+    )
