@@ -366,8 +366,18 @@ def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
 
 
 def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raises ConfigError naming the first tensor of `source` that is missing, unexpected or of another shape."""
+    """Raises ConfigError naming the first tensor of `source` that is transposed, missing, unexpected or of another
+    shape."""
     bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
+    turned = [name for name in bad if len(found.get(name, ())) == 2 and wanted.get(name) == found[name][::-1]]
+    if turned:
+        name, others = turned[0], len(bad) - len(turned)
+        more = f", and so are {len(turned) - 1} more" if len(turned) > 1 else ""
+        more += f"; {others} others differ in name or shape" if others else ""
+        raise ConfigError(
+            f"{source}: tensor {name} is transposed: {tuple(found[name])} there, {tuple(wanted[name])} in the "
+            f"model{more}; save its transpose (tensor.T), as torch's Linear has (outputs, inputs)"
+        )
     if bad:
         there, here = (str(tuple(shapes[bad[0]])) if bad[0] in shapes else "absent" for shapes in (found, wanted))
         more = f" ({len(bad) - 1} more differ)" if len(bad) > 1 else ""

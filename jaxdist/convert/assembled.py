@@ -1,6 +1,6 @@
 """A checkpoint put together from several files: weights from some, the optimizer's state and the step from others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,8 +17,7 @@ from jaxdist.convert.entries import kept as kept_by
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, reading
-from jaxdist.formats.naming import carried, plain, recognized
-from jaxdist.formats.tables import NAMINGS
+from jaxdist.formats.naming import carried, recognized, renaming
 
 
 class State(NamedTuple):
@@ -57,15 +56,22 @@ class Weights:
         entries = trainable(self.naming, self.experiment.model)
         return {name: entry.shape for name, entry in entries.items() if name in self.names}
 
-    def full_name(self, name: str) -> str:
-        """The naming's name of a parameter that a file or an optimizer calls `name`."""
-        return NAMINGS[self.naming][self.experiment.model.family].full_name(plain(name))
+    @cached_property
+    def full_name(self) -> Callable[[str], str]:
+        """How to get the naming's name of a parameter from what a file or an optimizer calls it."""
+        return renaming(self.names, self.naming, self.experiment.model)
+
+    @property
+    def parameters(self) -> Leaves:
+        """The weights, by their names in the naming."""
+        return {full: self.leaves[name] for full, name in self.names.items()}
 
     def state(self, file: Path, optimizer: Mapping[Any, Any]) -> State | None:
         """What a state dict of torch's holds, whose tensors lie in `file`; None of one without a state. Raises
         ConfigError."""
         if not optimizer.get("state"):
             return None
+        Content(self.experiment, self.naming, {PARAMETERS: self.parameters}).check_weights(self.path)
         kept = partial(kept_by, self.naming, self.experiment.model)
         with reading(file, "optimizer"):
             rule, order = optimizers.order_of(str(file), optimizer, self.shapes, kept, self.full_name)
@@ -84,7 +90,7 @@ class Weights:
 
         `step`: steps done, None where only the optimizer's count tells. Raises ConfigError.
         """
-        groups: dict[str, Leaves] = {PARAMETERS: {full: self.leaves[name] for full, name in self.names.items()}}
+        groups: dict[str, Leaves] = {PARAMETERS: self.parameters}
         first = next(iter(groups[PARAMETERS].values()))
         names = carried(self.names, self.naming, self.experiment.model)
         origin = replace(origin, naming=self.naming, names=names, dtype=str(first.dtype))

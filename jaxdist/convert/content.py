@@ -155,10 +155,8 @@ class Content:
                 f"{source}: its optimizer keeps {there}, where optimizer.name = {o.name} and optimizer.ema = {o.ema} "
                 f"keep {asked}; give --model another optimizer, or leave it out"
             )
-        for group, leaves in groups.items():
-            what = str(source) if group == PARAMETERS else f"{source}, {group}"
-            found = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
-            check_tensors(what, found, {name: entry.shape for name, entry in self.entries(group).items()})
+        for group in groups:
+            self._check(source, group, groups[group])
         scaling = None
         if self.updates is not None and (fresh := start(self.experiment.precision)):
             scaling = self.scaling or fresh
@@ -166,6 +164,16 @@ class Content:
             if not (0 < scale < np.inf and 0 <= good < 2**31):
                 raise ConfigError(f"{source}: a loss scale of {scale} after {good} good steps; leave it out")
         return replace(self, groups=groups, scaling=scaling, origin=self._with_buffers(source))
+
+    def check_weights(self, source: Path) -> None:
+        """Raises ConfigError as `checked` does, of the weights alone: before an optimizer is looked at, whose order or
+        shapes would be blamed for what the weights are."""
+        self._check(source, PARAMETERS, self._without_extras(source, self.groups[PARAMETERS]))
+
+    def _check(self, source: Path, group: str, leaves: Leaves) -> None:
+        what = str(source) if group == PARAMETERS else f"{source}, {group}"
+        found = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()}
+        check_tensors(what, found, {name: entry.shape for name, entry in self.entries(group).items()})
 
     def _with_buffers(self, source: Path) -> Origin:
         """The origin, with the model's buffers."""

@@ -42,8 +42,7 @@ from jaxdist.convert.torch_leaves import PIECE
 from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
-from jaxdist.formats.naming import carried, plain, recognized
-from jaxdist.formats.tables import NAMINGS
+from jaxdist.formats.naming import carried, plain, recognized, renaming
 from jaxdist.loss_scale import LossScale, state_of
 
 APP, STATE, SCALING = "app.", "state.", "scaling."
@@ -237,11 +236,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     said = _experiment(found)
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
-    table = NAMINGS[naming][experiment.model.family]
-
-    def full_name(name: str) -> str:
-        return table.full_name(plain(name))
-
+    full_name = renaming(names, naming, experiment.model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: model[name] for full, name in names.items()}}
     carries = carried(names, naming, experiment.model)
     prefix, others = tensors.prefixes["optimizer"], training and not said

@@ -73,7 +73,7 @@ from jaxdist.convert.torch_parts import (
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
-from jaxdist.formats.naming import carried, plain, recognized
+from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.tables import NAMINGS
 from jaxdist.optim import learning_rate
 
@@ -159,9 +159,10 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     found = _found(path, tree, wanted)
     model = found.model
     naming, names = recognized(str(path), tensors, model)
-    table = NAMINGS[naming][model.family]
+    rename = renaming(names, naming, model)
+    carries = carried(names, naming, model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}
-    kept = carried(names, naming, model)
+    Content(found, naming, groups).check_weights(path)
 
     all_shapes = {name: entry.shape for name, entry in trainable(naming, model).items()}
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
@@ -169,7 +170,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     order, kinds = optimizers.Order(), tuple[str, ...]()
     if optimizer.get("state"):
         with reading(path, "optimizer"):
-            kept_as, rename = partial(entries.kept, naming, model), lambda name: table.full_name(plain(name))
+            kept_as = partial(entries.kept, naming, model)
             rule, order = optimizers.order_of(str(path), optimizer, shapes, kept_as, rename)
             trained = optimizers.named(tree_map_only(Tensor, partial(number, path), optimizer[GROUPS]), order)
         states, kinds = {name: optimizer["state"][i] for i, name in order.items()}, rule.kinds(trained)
@@ -187,7 +188,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if training and averaged:
         with reading(path, EMA):
             averages = {k.removeprefix(INNER): t for k, t in tree[EMA].items() if k != AVERAGED}
-            groups |= {EMA: {table.full_name(plain(n)): leaf(path, f"{EMA} of {n}", t) for n, t in averages.items()}}
+            groups |= {EMA: {rename(n): leaf(path, f"{EMA} of {n}", t) for n, t in averages.items()}}
             updates = count_of(path, tree[EMA][AVERAGED])
     scaling = None
     if trained:
@@ -202,7 +203,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | files_of(path, tree)
-    origin = Origin("torch", naming, kept, files=files, held=lambda: extras, step=step, own=own, left=beside(path))
+    origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=beside(path))
     if own and ORIGIN in tree:
         origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
     logged = log_of(path, tree) if training and own else b""

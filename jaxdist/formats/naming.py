@@ -1,14 +1,23 @@
-"""What the tensors of a file are called: the wrappers' prefixes off, and which naming it is."""
+"""What the tensors of a file are called: without prefixes of wrappers and outer modules, and by which naming."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 from jaxdist.config import ConfigError, Family
-from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, Table
+from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, Shape, Table
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 NUMBER = re.compile(r"\d+|\{\w+\}")
+
+
+class Shaped(Protocol):
+    """A tensor, whether it was read or not."""
+
+    @property
+    def shape(self) -> Shape: ...
 
 
 def plain(name: str) -> str:
@@ -16,9 +25,9 @@ def plain(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def recognized(source: str, names: Iterable[str], model: Family) -> tuple[str, dict[str, str]]:
-    """The naming that has most of `names`, and its names -> those given. Raises ConfigError where two are one."""
-    given = list(names)
+def recognized(source: str, given: Mapping[str, Shaped], model: Family) -> tuple[str, dict[str, str]]:
+    """The naming that has most of the given tensors, and its names -> those given. Raises ConfigError where two are
+    one."""
     known = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
     found = {naming: inverted(source, given, naming, model) for naming in known}
     best = max(known, key=lambda naming: sum(map(_kinds(known[naming]).__contains__, map(kind, found[naming]))))
@@ -37,9 +46,10 @@ def _kinds(table: Table) -> set[str]:
 def inverted(source: str, names: Iterable[str], naming: str, model: Family) -> dict[str, str]:
     """Full name -> name in the file; a tied head that is there alone is the embedding, of which safetensors may have
     kept that name. Raises ConfigError where two tensors are the same parameter."""
-    table, found = NAMINGS[naming][model.family], dict[str, str]()
-    for name in names:
-        parameter = table.full_name(plain(name))
+    table, found, given = NAMINGS[naming][model.family], dict[str, str](), list(names)
+    prefix = outer(map(plain, given), table)
+    for name in given:
+        parameter = table.full_name(plain(name).removeprefix(prefix))
         if parameter in found:
             raise ConfigError(f"{source}: tensors {found[parameter]} and {name} are the same parameter; give each once")
         found[parameter] = name
@@ -47,6 +57,26 @@ def inverted(source: str, names: Iterable[str], naming: str, model: Family) -> d
     if model.tied and table.head in found and embedding not in found:
         return {embedding: found.pop(table.head)} | found
     return found
+
+
+def outer(names: Iterable[str], table: Table) -> str:
+    """What stands before the names of a model that is an attribute of a larger module, as Lightning's `model.` or
+    `net.`: what leaves most names that the table has, and nothing where leaving it out gains none."""
+    known = _kinds(table)
+    found: Counter[str] = Counter({"": 0})
+    for name in names:
+        parts = name.split(".")
+        for i in range(len(parts) - 1):
+            if kind(table.full_name(".".join(parts[i:]))) in known:
+                found["".join(f"{part}." for part in parts[:i])] += 1
+    return max(found, key=lambda prefix: (found[prefix], -len(prefix)))
+
+
+def renaming(names: Mapping[str, str], naming: str, model: Family) -> Callable[[str], str]:
+    """How to turn another list's names for the same parameters, an optimizer's or an average's, into full ones, of
+    which `names` says what the weights' file calls them."""
+    table, given = NAMINGS[naming][model.family], {plain(name): full for full, name in names.items()}
+    return lambda name: given.get(plain(name)) or table.full_name(plain(name))
 
 
 def carried(names: Mapping[str, str], naming: str, model: Family) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError, Family, check_shapes
 from jaxdist.formats.headers import Header
-from jaxdist.formats.naming import kind, recognized
+from jaxdist.formats.naming import Shaped, kind, recognized
 from jaxdist.formats.tables import EXPERTS, NAMINGS, STACKED, TORCH_REF, TURNED, Atom, Shape, Stored, stored
 
 WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # others hold quantized weights, whose scales lie elsewhere
@@ -68,12 +68,12 @@ class Plan(NamedTuple):
         check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()})
 
 
-def plan_of(source: str, names: Iterable[str], model: Family, shapes: Mapping[str, Shape]) -> Plan:
-    """The plan of a source with tensors of these names, by which their naming is recognized.
+def plan_of(source: str, given: Mapping[str, Shaped], model: Family, shapes: Mapping[str, Shape]) -> Plan:
+    """The plan of a source with these tensors, by whose names their naming is recognized.
 
     `shapes`: those of the model's parameters as jaxdist has them. Raises ConfigError where two are one.
     """
-    naming, found = recognized(source, names, model)
+    naming, found = recognized(source, given, model)
     return Plan(found, parted(naming, model, found), stored(naming, model, shapes), embedding(naming, model))
 
 

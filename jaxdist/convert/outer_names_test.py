@@ -1,0 +1,118 @@
+"""Names of a model within a larger module, and causes told before their consequences."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.formats_test import content_of, tensors, written
+
+torch = pytest.importorskip("torch")
+MODEL, GPT2 = MODELS["Qwen2ForCausalLM"], MODELS["GPT2LMHeadModel"]
+CASES = [
+    ("model.", MODEL), ("model._orig_mod.", MODEL), ("lit.backbone.", MODEL),
+    ("module.net.", GPT2), ("transformer.", GPT2),
+]  # fmt: skip
+
+
+def config(folder: Path, model: Any = MODEL) -> list[str]:
+    file = folder / "model.toml"
+    file.write_text(experiment_for(model.model_dump(), "test").to_toml())
+    return ["--model", str(file)]
+
+
+def lightning(path: Path, prefix: str, model: Any = MODEL, **parts: Any) -> dict[str, Any]:
+    """What Lightning's Trainer saves of a LightningModule that has the model as an attribute."""
+    tree = torch.load(written(path.with_suffix(".pt"), "torch", content_of(model)), weights_only=True)
+    found = {
+        "epoch": 0, "global_step": tree["step"], "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
+        "state_dict": {prefix + name: tensor for name, tensor in tree["model"].items()},
+        "optimizer_states": [tree["optimizer"]], "lr_schedulers": [], "hparams_name": "kwargs",
+    } | parts  # fmt: skip
+    torch.save(found, path)
+    return found
+
+
+def same_as_without(folder: Path, model: Any = MODEL) -> None:
+    """Weights, moments and step are those of the file without a prefix."""
+    for source, run in (("a.ckpt", "run"), ("a.pt", "right")):
+        main([str(folder / source), str(folder / run), *config(folder, model)])
+    assert tensors(folder / "run") == tensors(folder / "right")
+
+
+@pytest.mark.parametrize(("prefix", "model"), CASES, ids=[f"{model.family} {prefix}" for prefix, model in CASES])
+def test_prefixes_come_off_and_come_back(prefix: str, model: Any, tmp_path: Path) -> None:
+    before = lightning(tmp_path / "a.ckpt", prefix, model)
+    same_as_without(tmp_path, model)
+    assert (tmp_path / "run" / "checkpoints" / "7").is_dir()
+    main([str(tmp_path / "run"), str(tmp_path / "b.ckpt")])
+    after = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert list(after["state_dict"]) == list(before["state_dict"]) and after["global_step"] == 7
+
+
+def test_a_base_model_within(tmp_path: Path) -> None:
+    """Without its head, transformers' names have no prefix of their own."""
+    tied = MODELS["Qwen3ForCausalLM"]
+    found = lightning(tmp_path / "a.ckpt", "", tied)
+    base = {n.removeprefix("model."): t for n, t in found["state_dict"].items() if n != "lm_head.weight"}
+    found["state_dict"] = {f"net.{name}": tensor for name, tensor in base.items()}
+    torch.save(found, tmp_path / "a.ckpt")
+    same_as_without(tmp_path, tied)
+
+
+@pytest.mark.parametrize("prefix", ["", "net."])
+def test_an_optimizer_with_names_of_either_module(prefix: str, tmp_path: Path) -> None:
+    """Of `self.named_parameters()`, or of the model alone, in an order that no rule gives."""
+    found = lightning(tmp_path / "a.ckpt", "net.")
+    (optimizer,) = found["optimizer_states"]
+    keys = [key for group in optimizer["param_groups"] for key in group["params"]]
+    called = [prefix + name for group in optimizer["param_groups"] for name in group["param_names"]]
+    order = sorted(range(len(keys)), key=lambda i: called[i][::-1])
+    one = {**optimizer["param_groups"][0], "params": [keys[i] for i in order]}
+    optimizer["param_groups"] = [one | {"param_names": [called[i] for i in order]}]
+    torch.save(found, tmp_path / "a.ckpt")
+    same_as_without(tmp_path)
+
+
+def refused(folder: Path, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        main([str(folder / "a.ckpt"), str(folder / "run"), *config(folder)])
+    assert not (folder / "run").exists()
+
+
+def test_weights_are_looked_at_before_the_optimizer(tmp_path: Path) -> None:
+    """A missing tensor, one too many, a second copy of the model, another shape: none is blamed on the order."""
+    found = lightning(tmp_path / "a.ckpt", "net.")
+    state = dict(found["state_dict"])
+    norm = "net.model.norm.weight"
+    for wrong, says in (
+        ({n: t for n, t in state.items() if n != norm}, "tensor model.norm.weight is absent there, and"),
+        (
+            state | {"loss.weight": torch.ones(2)},
+            r"tensor (model.)?loss.weight is \(2,\) there, and absent in the model",
+        ),
+        (
+            state | {"teacher" + n[3:]: t for n, t in state.items()},
+            r"tensor .*teacher.* is .* there, and absent in the model",
+        ),
+        (state | {norm: torch.ones(9)}, r"tensor model.norm.weight is \(9,\) there, and \(8,\) in the model"),
+    ):
+        torch.save(found | {"state_dict": wrong}, tmp_path / "a.ckpt")
+        refused(tmp_path, says)
+
+
+def test_a_transposition_is_called_one(tmp_path: Path) -> None:
+    """And the fix that the message gives leads to the right weights."""
+    found = lightning(tmp_path / "a.ckpt", "net.")
+    state = found["state_dict"]
+    turned = [name for name in state if name.endswith("up_proj.weight")]
+    torch.save(found | {"state_dict": state | {n: state[n].T.contiguous() for n in turned}}, tmp_path / "a.ckpt")
+    refused(tmp_path, r"up_proj.weight is transposed: \(8, 10\) there, \(10, 8\) in the model, and so are 2 more; save")
+    wrong = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    wrong["state_dict"] |= {name: wrong["state_dict"][name].T for name in turned}
+    torch.save(wrong, tmp_path / "a.ckpt")
+    same_as_without(tmp_path)
