@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         compiled = lowered.compile()
         startup.ended("compile")
         compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
-        rows = dataset.rows | notes(
+        rows = dataset.table(experiment.train) | notes(
             metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options
         )
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)

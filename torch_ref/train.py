@@ -77,7 +77,7 @@ def train(
                 launch.from_first(lambda: folder.create(experiment, from_step=start))
             if first:
                 say(str(plan))
-                rows = dataset.rows | notes(model, held)
+                rows = dataset.table(experiment.train) | notes(model, held)
                 show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(whole), rows)
             traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
             peak = footprint.Peak(model, optimizer.holder, mesh.device_type)

@@ -124,6 +124,19 @@ class Dataset(ABC):
         """How many sequences one epoch of the split has."""
         return self._splits[split][1]
 
+    def table(self, train: Train) -> dict[str, str]:
+        """Rows of the start-up table: what was found, and how often a run visits it. Raises ConfigError where it has
+        no batch."""
+        visits, total = self.visits(train.batch), train.steps * train.batch
+        epochs, over = divmod(total, visits)
+        told = f"{total / visits:.4g}" if over else f"{epochs}"
+        if epochs and 0 < over < train.batch:
+            told = (
+                f"{epochs}, and {over} of the sequences of one more in the last batch (data.last = drop or pad ends "
+                "with the epoch)"
+            )
+        return self.rows | {"epochs": told}
+
     def visits(self, size: int) -> int:
         """Sequences that an epoch of training gives to batches of `size`. Raises ConfigError for none."""
         count = self.sequences("train")
@@ -264,16 +277,21 @@ class Sequences(Dataset):
 
 
 class Labelled(Dataset):
-    """Images with their classes. They are split in a fixed permutation, as files often are in the order of classes."""
+    """Images with their classes. Each split is in a fixed permutation, as files often are in the order of classes."""
 
     def __init__(self, data: Data, pictures: Pictures) -> None:
-        super().__init__(data, len(pictures.labels))
-        self._pictures, self.fingerprint, self.earlier = pictures, pictures.fingerprint, Earlier()
-        self.rows = {"images": self._split_row}
+        count, training = len(pictures.labels), pictures.training
+        super().__init__(data, count, None if training is None else count - training)
+        self._pictures, self._training = pictures, count if training is None else training
+        self.fingerprint, self.earlier = pictures.fingerprint, pictures.earlier
+        self.rows = pictures.rows | {"splits": self._split_row}
 
     def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.ones_like(row)
 
     def _read(self, row: NDArray[np.int64]) -> Images:
-        number = permute(row, len(self._pictures.labels), 0, np.zeros_like(row))
+        number, count = np.empty_like(row), len(self._pictures.labels)
+        for first, stop in ((0, self._training), (self._training, count)):
+            of = (row >= first) & (row < stop)
+            number[of] = first + permute(row[of] - first, stop - first, 0, np.zeros_like(row[of]))
         return Images(self._pictures.read(number), self._pictures.labels[number])

@@ -105,6 +105,31 @@ def test_the_first_validation_batches_are_a_sample_of_the_whole_split(tmp_path):
     assert seen(in_order, 1, 50, split="validation").tolist() == list(range(500, 550))
 
 
+@pytest.mark.parametrize(
+    ("steps", "size", "last", "told"),
+    [
+        (5, 2, "continue", "1"),
+        (10, 2, "continue", "2"),
+        (4, 3, "continue", "1, and 2 of the sequences of one more in the last batch (data.last = drop or pad"),
+        (7, 3, "continue", "2, and 1 of the sequences of one more"),
+        (4, 3, "drop", "1.333"),
+        (6, 3, "drop", "2"),
+        (4, 3, "pad", "1"),
+        (7, 2, "continue", "1.4"),
+        (0, 2, "continue", "0"),
+    ],
+)
+def test_the_table_tells_where_epochs_end(tmp_path, steps, size, last, told):
+    """Of ten sequences; what is told is what the batches hold."""
+    found = numbered(tmp_path, 10, validation=0, last=last)
+    row = found.table(Train(steps=steps, batch=size))["epochs"]
+    assert row.startswith(told) and ("," in row) == ("," in told)
+    if "," in told:
+        epochs, over = int(told.split(",")[0]), int(told.split(" ")[2])
+        counts = np.bincount(seen(found, steps, size), minlength=10)
+        assert (counts == epochs + 1).sum() == over and (counts == epochs).sum() == 10 - over
+
+
 def test_data_that_changed_are_refused(tmp_path):
     before = numbered(tmp_path, 10).fingerprint
     assert numbered(tmp_path, 10, fingerprint=before).fingerprint == before

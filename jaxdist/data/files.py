@@ -76,7 +76,7 @@ def find_files(path: Path, by_name: bool) -> Files:
         pair = path.with_suffix(".bin") if path.suffix == ".idx" else path.with_name(f"{path.name}.bin")
         path = pair if pair.is_file() and pair.with_suffix(".idx").is_file() else path
     if path.is_file():
-        beside = [path, *_siblings(path)] if by_name else [path]
+        beside = [path, *siblings(path)] if by_name else [path]
         return _files(path, beside, [], by_name)
     if not path.is_dir():
         raise ConfigError(f"data.path = {str(path)!r}: no such file or folder; give one that exists")
@@ -129,16 +129,16 @@ def split_of(file: Path, root: Path) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _siblings(file: Path) -> Iterator[Path]:
-    """Beside a file of training data, those named as it is but for another split's word and a number."""
+def siblings(file: Path) -> list[Path]:
+    """Beside a file of training data, those of the other splits, whose names differ in the split's word and numbers."""
 
     def stem(name: str) -> list[str]:
         return [word for word in _words(name) if word not in SPLITS and not word.isdigit()]
 
-    if split_of(file, file) == "train":
-        for other in _visible(file.parent):
-            if split_of(other, file) in ("validation", "test") and stem(other.name) == stem(file.name):
-                yield other
+    if split_of(file, file) != "train":
+        return []
+    alike = (other for other in _visible(file.parent) if stem(other.name) == stem(file.name))
+    return [other for other in alike if split_of(other, file) in ("validation", "test")]
 
 
 def _words(name: str) -> list[str]:

@@ -1,3 +1,5 @@
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ MODEL = {"family": "resnet", "channels": 1, "image": 5, "classes": 4}
 RANDOM = np.random.default_rng(0)
 
 
-def opened(path: Path, model: dict[str, Any] = MODEL, **data: Any) -> Dataset:
+def opened(path: Path | str, model: dict[str, Any] = MODEL, **data: Any) -> Dataset:
     return dataset_of(Experiment.parse({"model": model, "data": {"path": str(path), **data}}, source="test"))
 
 
@@ -76,6 +78,86 @@ def test_wrong_images(tmp_path: Path, arrays: dict[str, np.ndarray], told: str) 
     np.savez(tmp_path / "a.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=told):
         opened(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_pixels_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
+    images = RANDOM.random((6, 5, 5, 1), dtype=np.float32)
+    images[4, 2, 3, 0] = images[5, 0, 0, 0] = value
+    np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(6, int))
+    told = rf"a\.npz': images\[4\] is {value} at \[2, 3, 0\], as are 2 of 6 images not finite somewhere; mend"
+    with pytest.raises(ConfigError, match=told):
+        opened(tmp_path / "a.npz")
+    np.savez(tmp_path / "a.npz", images=images[:4], labels=np.zeros(4, int))
+    assert opened(tmp_path / "a.npz").sequences("train") == 3, "those left out"
+
+
+def both(found: Dataset) -> list[tuple[list[int], list[int]]]:
+    """Of each split the middle pixels and the classes, in the order of the pixels."""
+    result = []
+    for split in ("train", "validation"):
+        batch = found.batch(1, found.sequences(split), 0, split=split)  # type: ignore[arg-type]
+        pixels = np.rint(batch.images[:, 2, 2, 0] * 255).astype(int)
+        order = np.argsort(pixels)
+        result.append((pixels[order].tolist(), batch.targets[order].tolist()))
+    return result
+
+
+def test_splits_of_arrays(tmp_path: Path) -> None:
+    for first, name in ((0, "train.npz"), (10, "val.npz"), (20, "test.npz")):
+        images = np.broadcast_to(np.arange(first, first + 8, dtype=np.uint8)[:, None, None], (8, 5, 5))
+        np.savez(tmp_path / name, images=images, labels=np.arange(8) // 2)
+    wanted = [([*range(8)], [0, 0, 1, 1, 2, 2, 3, 3]), ([*range(10, 18)], [0, 0, 1, 1, 2, 2, 3, 3])]
+    for path in (tmp_path / "train.npz", tmp_path):
+        assert both(opened(path)) == wanted
+    assert "train.npz, val.npz" in opened(tmp_path).rows["images"]
+    assert opened(tmp_path / "train.npz", split="share", validation=0.25).sequences("train") == 6
+    assert opened(tmp_path / "val.npz", validation=0).sequences("train") == 8
+    np.savez(tmp_path / "val.npz", images=np.zeros((8, 5, 5)), labels=np.zeros(8, int))
+    with pytest.raises(ConfigError, match=r"train\.npz, val\.npz differ \(uint8 \[8, 5, 5\], float64 \[8, 5, 5\]\)"):
+        opened(tmp_path)
+
+
+def test_splits_of_folders(tmp_path: Path) -> None:
+    """As ImageNet is laid out: two folders of classes are no two classes."""
+    image = pytest.importorskip("PIL.Image")
+    number = 0
+    for split, classes in (("train", ("ant", "bee", "cat")), ("val", ("ant", "cat"))):
+        for name in classes:
+            for count in range(2):
+                number += 10
+                (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+                image.new("L", (5, 5), number).save(tmp_path / split / name / f"{count}.png")
+    (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
+    found = opened(tmp_path)
+    assert both(found) == [([10, 20, 30, 40, 50, 60], [0, 0, 1, 1, 2, 2]), ([70, 80, 90, 100], [0, 0, 2, 2])]
+    assert "training 6, validation 4" in found.rows["splits"]
+    assert opened(tmp_path / "train", validation=0).sequences("train") == 6
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(ConfigError, match=r"val': classes dog are not among those of train; give them pictures there"):
+        opened(tmp_path)
+    (tmp_path / "extra").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"train and val are splits, and extra beside them not; .* data\.split = share"
+    ):
+        opened(tmp_path)
+    assert opened(tmp_path, split="share", validation=0).sequences("train") == 10, "three classes"
+
+
+def test_images_are_known_by_their_content(tmp_path: Path) -> None:
+    """Two pixels or two labels exchanged, and the size the same; what an earlier version recorded is taken."""
+    images, labels = RANDOM.integers(0, 256, (8, 5, 5), dtype=np.uint8), np.arange(8) // 2
+    np.savez(tmp_path / "a.npz", images=images, labels=labels)
+    before, size = opened(tmp_path / "a.npz").fingerprint, (tmp_path / "a.npz").stat().st_size
+    recorded = hashlib.blake2b(json.dumps(("a.npz", size)).encode(), digest_size=16)
+    assert opened(tmp_path / "a.npz", fingerprint=recorded.hexdigest()).fingerprint == before
+    for other, others in ((images[::-1], labels), (images, labels[::-1])):
+        np.savez(tmp_path / "a.npz", images=other, labels=others)
+        assert (tmp_path / "a.npz").stat().st_size == size
+        with pytest.raises(ConfigError, match=rf"'{before}': the data at .* are others"):
+            opened(tmp_path / "a.npz", fingerprint=before)
+    digits = opened("", {"family": "resnet", "channels": 1, "image": 8, "classes": 10}).rows["images"]
+    assert digits == "1,797 of 8×8×1, float32 from 0 to 1, as they are; scikit-learn's digits"
 
 
 def test_data_of_the_other_kind(file: Path, tmp_path: Path) -> None:
