@@ -20,7 +20,7 @@ from jaxdist.config.display import aside, megabytes, say, transfer
 from jaxdist.config.foreign import parse
 from jaxdist.config.hf import read_folder
 from jaxdist.config.hf_decisions import notes_on
-from jaxdist.convert import hf, mapped
+from jaxdist.convert import hf, mapped, peft
 from jaxdist.convert.content import PARAMETERS, Leaves
 from jaxdist.convert.hf import CONFIG, companions
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with aside(a.json):
             inspect(a.source, a.json)
         return
-    check_apart(a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like}, a.force)
+    check_apart(
+        a.target, {"SOURCE": a.source, "--mapping": a.mapping, "--like": a.like, "--adapter": a.adapter}, a.force
+    )
     try:
         convert(a)
     except Damaged as error:  # as was found while it was read
@@ -100,6 +102,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     check_name(a.target, target)
     wanted = load(a.model, {}, "--model") if a.model else None
     content = source.format.opened(a.source, wanted, training=target.state or a.ema)
+    if a.adapter:
+        content = peft.merged(content, a.source, a.adapter, lambda file: KINDS["torch"].format.described(file))
     if a.ema:
         content = content.averaged(a.source)
     elif source.state and not target.state:
@@ -122,7 +126,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     # Its module may import torch, which takes seconds: the source is being read by then.
     return conversion, Target(
         lambda path, c: target.format.write(path, c),
-        partial(verify, target, a.source),
+        partial(verify, target, a.adapter or a.source),  # transformers would compute the base without the adapter
         lambda c: target.format.check(c),
         content.checkpoint,
         # A config.json gives way in any case: its checkpoint does, and the new one says itself which model it is of.
@@ -187,6 +191,9 @@ def arguments(argv: Sequence[str]) -> Any:
         default="refuse",
         help="values that are NaN or infinite: refuse (default), keep, or write zero in their place",
     )
+    parser.add_argument(
+        "--adapter", type=user_path, metavar="FOLDER", help="merge a LoRA adapter of PEFT into the weights of SOURCE"
+    )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(
         "--verify",
@@ -208,14 +215,14 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
-    for option in ("to", "dtype", "model", "ema", "verify", "dry_run", "force"):
+    for option in ("to", "dtype", "model", "adapter", "ema", "verify", "dry_run", "force"):
         if a.inspect and getattr(a, option):
             raise ConfigError(f"--inspect with --{option.replace('_', '-')}: inspecting writes nothing; leave one out")
     if a.verify and a.nonfinite == "zero":
         raise ConfigError("--verify with --nonfinite zero: TARGET is to differ from SOURCE; leave one out")
     if a.dry_run and a.verify:
         raise ConfigError("--dry-run with --verify: nothing is written that could be read again; leave one out")
-    for option in ("to", "model", "inspect", "ema"):
+    for option in ("to", "model", "adapter", "inspect", "ema"):
         if a.mapping and getattr(a, option):
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:

@@ -116,3 +116,24 @@ PART_FILES = (
 def part_of(path: Path) -> PartFile | None:
     """What the file `path` is a part of, by its name; None where it stands for itself."""
     return next((part for part in PART_FILES if part.holds(path)), None) if path.is_file() else None
+
+
+# Formats of weights that are not read: the pattern of a file's name, and what it is.
+UNREADABLE = (
+    (re.compile(r".*\.(gguf|ggml)", re.I), "GGUF of llama.cpp, whose weights are mostly quantized"),
+    (re.compile(r".*\.msgpack", re.I), "a msgpack file of flax"),
+    (re.compile(r".*\.(h5|keras|tflite)", re.I), "a model of TensorFlow or Keras"),
+    (re.compile(r".*\.onnx(_data)?", re.I), "a graph of ONNX"),
+    (re.compile(r".*\.nemo", re.I), "an archive of NeMo"),
+    (re.compile(r".*\.(mlmodel|mlpackage)", re.I), "a model of Core ML"),
+)
+
+
+def unreadable(path: Path) -> str:
+    """What `path`, or the first such file of a folder, is, where it is a format that is not read; else empty."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return UNREADABLE[0][1]
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name] if path.is_file() else []
+    return next((title for name in names for pattern, title in UNREADABLE if pattern.fullmatch(name)), "")

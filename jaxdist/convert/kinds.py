@@ -10,8 +10,9 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment, checkpoint_in
 from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
-from jaxdist.convert.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of
+from jaxdist.convert.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of, unreadable
 from jaxdist.convert.hf import is_hf
+from jaxdist.convert.peft import is_adapter, refusal
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
 from jaxdist.formats.tables import LAYERS
@@ -112,6 +113,10 @@ def kind_of(path: Path) -> str:
     if part := part_of(path):
         folder = f"give its folder {path.parent}" if kind_at(path.parent) else f"give a folder with {part.needs}"
         raise ConfigError(f"{path} is {part.title}; {folder}")
+    if found is None and is_adapter(path):
+        raise refusal(path)
+    if found in (None, "torch") and (title := unreadable(path)):
+        raise ConfigError(f"{path} is {title}; give the weights as safetensors, in a Hugging Face folder")
     if found is None and path.suffix == ".safetensors" and path.is_file():
         raise ConfigError(
             f"{path}: a safetensors file does not say what model it is; give its folder {path.parent}, with "

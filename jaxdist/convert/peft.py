@@ -1,0 +1,164 @@
+"""LoRA adapters of PEFT, merged into the weights of their base model: W + scale · B A (arXiv:2106.09685)."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import read_json
+from jaxdist.config.hf import SHOWN
+from jaxdist.convert.atoms import Shape
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
+from jaxdist.convert.hf import leaves
+from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.stream import cast
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+# What changes how an adapter is added, and is not computed here.
+WITHOUT = (
+    "use_dora", "use_qalora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
+    "target_parameters",
+)  # fmt: skip
+FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
+
+
+class Pair(NamedTuple):
+    """What is added to a tensor of the base: scale · B A of B [O, r] and A [r, I]; `turned` where that is (I, O)."""
+
+    a: Leaf
+    b: Leaf
+    scale: float
+    turned: bool
+
+    @property
+    def shape(self) -> Shape:
+        """That of the tensor of the base."""
+        shape = self.b.shape[0], self.a.shape[1]
+        return shape[::-1] if self.turned else shape
+
+    def change(self, weight: np.ndarray) -> np.ndarray:
+        """The weight with the product added, computed in float32 at least."""
+        wide = np.result_type(weight.dtype, np.float32)
+        delta = wide.type(self.scale) * (self.b.read().astype(wide) @ self.a.read().astype(wide))
+        return weight.astype(wide) + (delta.T if self.turned else delta)
+
+
+class Saved(NamedTuple):
+    """A tensor that was trained whole, which takes the place of the base's (modules_to_save)."""
+
+    leaf: Leaf
+
+    @property
+    def shape(self) -> Shape:
+        return self.leaf.shape
+
+    def change(self, weight: np.ndarray) -> np.ndarray:
+        return self.leaf.read()
+
+
+def is_adapter(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def refusal(path: Path) -> ConfigError:
+    """The error for an adapter that is given as a model."""
+    settings = _settings(path)
+    base = settings.get("base_model_name_or_path") or "a base model that it does not name"
+    return ConfigError(
+        f"{path} is a PEFT adapter ({settings.get('peft_type')}, r = {settings.get('r')}) of {base}, and no model; "
+        f"give the Hugging Face folder of that model as SOURCE, and --adapter {path} to merge it"
+    )
+
+
+def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Path], Leaves]) -> Content:
+    """The base model with an adapter merged into its weights. Raises ConfigError, also where a tensor of the adapter
+    belongs to no tensor of the base. `read_torch` reads a file of torch.save's."""
+    if base.naming != "huggingface":
+        raise ConfigError(
+            f"--adapter {adapter}: SOURCE {source} has other names than transformers; give a Hugging Face folder"
+        )
+    settings, tensors = _settings(adapter), _tensors(adapter, read_torch)
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise ConfigError(
+            f"{adapter}: peft_type = {SHOWN.repr(kind)}: only LORA is merged here; use PEFT's merge_and_unload"
+        )
+    if used := [key for key in WITHOUT if settings.get(key)]:
+        raise ConfigError(
+            f"{adapter}: {', '.join(f'{key} = {SHOWN.repr(settings[key])}' for key in used)}: not merged here; use "
+            "PEFT's merge_and_unload"
+        )
+    weights = dict(base.groups[PARAMETERS])
+    inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
+    for name, change in _changes(adapter, settings, tensors):
+        target = _target(adapter, name, inside)
+        before = weights[target]
+        if change.shape != before.shape:
+            raise ConfigError(
+                f"{adapter}: {name} is of a tensor {change.shape}, and {target} of {source} is {before.shape}; give "
+                "the model that the adapter was trained on"
+            )
+        read = partial(_read, change, before, target)
+        weights[target] = replace(before, read=read, place=None, besides=2 * before.bytes)
+    return replace(base, groups={**base.groups, PARAMETERS: weights})
+
+
+def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:
+    """The changed tensor in the dtype of the base. Raises ConfigError where a finite value becomes infinite."""
+    return cast(name, np.ascontiguousarray(change.change(before.read())), before.dtype)
+
+
+def _target(adapter: Path, name: str, inside: Mapping[str, str]) -> str:
+    bare = name.removeprefix(PREFIX).replace(".base_layer.", ".")  # a table that is saved beside its factors
+    for found in (bare, f"{bare}.weight"):
+        if found in inside:
+            return inside[found]
+    raise ConfigError(f"{adapter}: tensor {name} belongs to no tensor of the base model; give the adapter's own base")
+
+
+def _changes(adapter: Path, settings: Mapping[str, Any], tensors: Leaves) -> Iterator[tuple[str, Pair | Saved]]:
+    """Each name of the base, with PREFIX, and what changes there. Raises ConfigError for a factor that is alone."""
+    pairs: dict[tuple[str, bool], dict[str, Leaf]] = defaultdict(dict)
+    for name, leaf in tensors.items():
+        if match := FACTOR.fullmatch(name):
+            pairs[match[1], bool(match[2])][match[3]] = leaf
+        else:
+            yield name, Saved(leaf)
+    for (module, embedding), pair in pairs.items():
+        if pair.keys() != {"A", "B"}:
+            raise ConfigError(f"{adapter}: {module} has lora_{next(iter(pair))} alone; give a whole adapter")
+        turned = embedding or bool(settings.get("fan_in_fan_out"))
+        yield module, Pair(pair["A"], pair["B"], _scale(settings, module, pair["A"].shape[0]), turned)
+
+
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """lora_alpha / r, or / sqrt(r) (arXiv:2312.03732), with the module's own alpha where a pattern names one."""
+    bare, patterns = module.removeprefix(PREFIX), settings.get("alpha_pattern") or {}
+    own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", bare))
+    return float(next(own, settings["lora_alpha"])) / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path / CONFIG)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / CONFIG}: {error}; give a folder that PEFT's save_pretrained wrote") from None
+    if not isinstance(found, dict) or not isinstance(found.get("lora_alpha", 1), int | float):
+        raise ConfigError(
+            f"{path / CONFIG}: no settings of an adapter; give a folder that PEFT's save_pretrained wrote"
+        )
+    return found
+
+
+def _tensors(path: Path, read_torch: Callable[[Path], Leaves]) -> Leaves:
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{path}: neither {' nor '.join(WEIGHTS)}; give a folder that PEFT's save_pretrained wrote")
+    return leaves(Tensors(file)) if file.suffix == ".safetensors" else read_torch(file)

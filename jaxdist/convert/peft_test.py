@@ -1,0 +1,167 @@
+"""LoRA adapters are merged into their base as PEFT computes them, or told what they are; unread formats are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxdist.config import ConfigError
+from jaxdist.convert.__main__ import main
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+SETTINGS = {
+    "peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama", "r": 4, "lora_alpha": 8, "use_rslora": False,
+    "use_dora": False, "fan_in_fan_out": False, "bias": "none", "alpha_pattern": {}, "rank_pattern": {},
+}  # fmt: skip
+RANDOM = np.random.default_rng(0)
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return RANDOM.normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpt2")
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def adapter(path: Path, tensors: dict[str, np.ndarray], **settings: Any) -> Path:
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
+    save_file(
+        {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, path / "adapter_model.safetensors"
+    )
+    return path
+
+
+def pair(module: str, outputs: int, inputs: int, rank: int = 4) -> dict[str, np.ndarray]:
+    return {f"{module}.lora_A.weight": drawn(rank, inputs), f"{module}.lora_B.weight": drawn(outputs, rank)}
+
+
+QUERY, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        ({}, (2.0, 2.0)),
+        ({"use_rslora": True}, (4.0, 4.0)),
+        ({"alpha_pattern": {"q_proj": 16}}, (4.0, 2.0)),
+        ({"alpha_pattern": {r"layers\.0\.mlp\.down_proj": 2}}, (2.0, 0.5)),
+    ],
+    ids=str,
+)
+def test_merged_weights(settings: Any, scales: tuple[float, float], llama: Path, tmp_path: Path) -> None:
+    tensors = pair(QUERY, 32, 32) | pair(DOWN, 32, 48)
+    found, base = merged(llama, adapter(tmp_path / "a", tensors, **settings), tmp_path)
+    for module, scale in zip((QUERY, DOWN), scales, strict=True):
+        b, a = (tensors[f"{module}.lora_{one}.weight"].astype(np.float64) for one in "BA")
+        wanted = base[f"{module}.weight"] + scale * b @ a
+        np.testing.assert_allclose(
+            found.pop(f"{module}.weight"), wanted, rtol=0, atol=2.0**-24 * np.abs(wanted).max() * 8
+        )
+    assert all(np.array_equal(tensor, base[name]) for name, tensor in found.items())
+
+
+def merged(
+    base: Path, adapter: Path, tmp_path: Path, *more: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tensors of a base with an adapter, by the command, and those without."""
+    main([str(base), str(tmp_path / "out"), "--to", "hf", "--adapter", str(adapter), "--verify"])
+    return load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
+
+
+def test_conv1d_embeddings_and_tensors_saved_whole(gpt2: Path, llama: Path, tmp_path: Path) -> None:
+    fused = "transformer.h.0.attn.c_attn"
+    tensors = pair(fused, 96, 32)
+    found, base = merged(gpt2, adapter(tmp_path / "a", tensors, fan_in_fan_out=True), tmp_path)
+    delta = 2 * tensors[f"{fused}.lora_B.weight"] @ tensors[f"{fused}.lora_A.weight"]
+    np.testing.assert_allclose(found[f"{fused}.weight"], base[f"{fused}.weight"] + delta.T, atol=1e-5)
+    table, head = "model.embed_tokens", "lm_head"
+    tensors = {f"{table}.lora_embedding_A": drawn(4, 96), f"{table}.lora_embedding_B": drawn(32, 4)}
+    whole = {f"{head}.weight": drawn(96, 32), f"{table}.base_layer.weight": drawn(96, 32)}  # as PEFT saves both
+    (tmp_path / "b").mkdir()
+    found, base = merged(llama, adapter(tmp_path / "c", tensors | whole), tmp_path / "b")
+    delta = 2 * tensors[f"{table}.lora_embedding_B"] @ tensors[f"{table}.lora_embedding_A"]
+    np.testing.assert_allclose(found[f"{table}.weight"], whole[f"{table}.base_layer.weight"] + delta.T, atol=1e-5)
+    assert np.array_equal(found[f"{head}.weight"], whole[f"{head}.weight"])
+
+
+def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
+    """The sum is made in float32, not with a delta that was rounded before."""
+    main([str(llama), str(tmp_path / "half"), "--to", "hf", "--dtype", "bfloat16"])
+    tensors = pair(QUERY, 32, 32)
+    found, base = merged(tmp_path / "half", adapter(tmp_path / "a", tensors), tmp_path)
+    name = f"{QUERY}.weight"
+    b, a = (tensors[f"{QUERY}.lora_{one}.weight"] for one in "BA")
+    wanted = (base[name].astype(np.float32) + np.float32(2) * (b @ a)).astype(base[name].dtype)
+    assert found[name].dtype == base[name].dtype and np.array_equal(found[name], wanted)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "says"),
+    [
+        (pair(QUERY, 32, 32), {"peft_type": "IA3"}, "peft_type = 'IA3': only LORA is merged here"),
+        (pair(QUERY, 32, 32), {"use_dora": True}, "use_dora = True: not merged here; use PEFT's merge_and_unload"),
+        (pair("model.layers.7.self_attn.q_proj", 32, 32), {}, r"belongs to no tensor of the base model; give the"),
+        (pair(QUERY, 64, 32), {}, r"is of a tensor \(64, 32\), and \S+.q_proj.weight of .* \(32, 32"),
+        (pair(DOWN, 32, 48), {"fan_in_fan_out": True}, r"is of a tensor \(48, 32\)"),
+        ({f"{QUERY}.lora_A.weight": drawn(4, 32)}, {}, r"q_proj has lora_A alone; give a whole adapter"),
+    ],
+)  # fmt: skip
+def test_adapters_that_do_not_fit(tensors: Any, settings: Any, says: str, llama: Path, tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", tensors, **settings)
+    with pytest.raises(ConfigError, match=says):
+        main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
+    """The message's fix, followed, merges it."""
+    folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))
+    says = (
+        rf"PEFT adapter \(LORA, r = 4\) of meta-llama/Llama, and no model; give .* and --adapter {folder} to merge it"
+    )
+    with pytest.raises(ConfigError, match=says):
+        main([str(folder), str(tmp_path / "out")])
+    main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
+    with pytest.raises(ConfigError, match=r"--adapter .* has other names than transformers; give a Hugging"):
+        main([str(tmp_path / "out"), str(tmp_path / "again"), "--adapter", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("renamed.bin", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("folder/q4.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("folder/flax_model.msgpack", b"\x81", "a msgpack file of flax"),
+        ("tf_model.h5", b"\x89HDF", "a model of TensorFlow or Keras"),
+        ("model.onnx", b"\x08", "a graph of ONNX"),
+    ],
+)
+def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    source = tmp_path / name.partition("/")[0]
+    with pytest.raises(ConfigError, match=f"{source.name} is {says}.*; give the weights as safetensors"):
+        main([str(source), str(tmp_path / "out")])
