@@ -59,6 +59,9 @@ from parity_tests.verdict import Verdict
 PERTURBED = 4  # roundings of the starting weights where a model computes in one dtype whatever it is given
 # The widest bounds of a model that computes in float32 whatever it is given: that costs more, and may hide more.
 NARROW = levels.WIDEST | {"mathematics": 1e-3, "distribution": 1e-3}
+DECIDES = dict.fromkeys(("mathematics", "distribution"), "a proof of fewer batches") | {
+    "precision": "one of other batches"
+}
 Runs = tuple[PortRun, PortRun]
 # (side, dtype, whether the start is perturbed) of every run
 RUNS = {
@@ -298,7 +301,7 @@ class Port:
         decay = self.optimizer.weight_decay if self.jax_step is None else None
         if reason := findings["mathematics"].hardly_moved(decay):
             undecided.setdefault("mathematics", reason)
-        verdict = Verdict(checks, undecided, notes, not_compared=[*self.not_compared()])
+        verdict = Verdict(checks, undecided, notes, not_compared=[*self.not_compared()], decides=DECIDES)
         differ = next((level for level in findings if any(c.level == level for c in verdict.failed)), None)
         parting = self.parting(folder / "bisection", findings[differ], compared[differ]) if differ else None
         if any(check.level == "precision" for check in verdict.failed) and not differ:

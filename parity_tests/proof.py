@@ -354,7 +354,8 @@ class Proof:
         """What the runs show."""
         checks = list(self.checks())
         open_levels, notes = dict(reach.open_levels(self, checks)), list(reach.notes(self, checks))
-        return Verdict(checks, open_levels, notes, memory=self.causes(), not_compared=reach.not_compared(self))
+        lacking, decides = reach.not_compared(self), reach.decides(self)
+        return Verdict(checks, open_levels, notes, memory=self.causes(), not_compared=lacking, decides=decides)
 
     @property
     def scratch(self) -> Scratch:

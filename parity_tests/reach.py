@@ -52,6 +52,20 @@ def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, 
             yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
 
 
+def decides(proof: "Proof") -> dict[str, str]:
+    """By level, the run that would decide where a bound is met or missed by a hair."""
+    steps, seed = proof.experiment.train.steps, proof.experiment.train.seed
+    theirs = proof.pair("policy")[1]
+    if proof.reference in REFERENCES:
+        fewer = f"a proof of fewer steps (--first {max(levels.FEWEST, steps // 2)}), whose rounding has grown less,"
+        return {"mathematics": fewer, "distribution": fewer, "precision": f"a proof with --seed {seed + 1}"}
+    command = f"python -m parity_tests --against RUN_IN_FP64 --init {proof.init} --output DIR"
+    fewer = f"a run of fewer steps (train.steps = {max(levels.FEWEST, steps // 2)}), whose rounding has grown less,"
+    if proof.exact:
+        return {"mathematics": fewer, "distribution": fewer, "precision": fewer}
+    return {"precision": f'a run of {theirs.side} with precision.policy = "fp64" ({DOUBLE}), as `{command}`,'}
+
+
 def not_compared(proof: "Proof") -> list[str]:
     """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
     theirs = proof.pair("policy")[1]

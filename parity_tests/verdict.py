@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ Word = Literal["equivalent", "not_equivalent", "undecided"]
 LEVELS = ("mathematics", "distribution", "precision", "memory", "traffic")
 # Checks of a level in the order in which a step computes what they compare, by their names.
 ORDER = ("starting weights", "learning.rate", "loss", "gradient|grad_norm", "exp_avg|momentum|_var|variance", "")
+NEAR = 2.0
 NOT_EQUIVALENT = 3  # the exit code of any word but `equivalent`
 
 
@@ -37,6 +38,11 @@ class Check:
     @property
     def holds(self) -> bool:
         return self.value <= self.bound < float("inf")
+
+    @property
+    def near(self) -> bool:
+        """Whether a bound that follows from rounding is met or missed by less than a factor of two."""
+        return self.widest > 0 and self.bound / NEAR < self.value < self.bound * NEAR
 
     @property
     def key(self) -> str:
@@ -67,7 +73,8 @@ class Verdict:
 
     `notes` say how far the checks reach, `not_compared` what of the other side's run there was not; `parting` is where
     the runs part, when that was looked for and found, `cause` what made them, where it is recognized. `memory` are the
-    causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured.
+    causes of what a step takes beside its state; with the last, UNEXPLAINED, they sum to the measured. `decides` says
+    by level which further run would decide where a bound is met or missed by a hair.
     """
 
     checks: Sequence[Check]
@@ -77,6 +84,7 @@ class Verdict:
     cause: Diagnosis | None = None
     memory: Sequence[Cause] = ()
     not_compared: Sequence[str] = ()
+    decides: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Check]:
@@ -95,19 +103,36 @@ class Verdict:
         """The verdict for a person: the cause and the first check that shows it, or what was shown."""
         if failed := self.failed:
             pattern = self.cause.checks if self.cause else ""
-            first = next((check for check in failed if re.search(pattern, check.name)), failed[0])
+            shown = [check for check in failed if re.search(pattern, check.name)] or failed
+            first = next((check for check in shown if not check.near), shown[0])
             return " ".join(
                 [
                     f"Not equivalent: {self.cause or ''}".rstrip(),
                     f"{len(failed)} of {len(self.checks)} checks fail, first {first.level}: "
                     f"{first.title} is {first.value:.3g}, at most {first.bound:.3g} was allowed.",
                     *([str(self.parting)] if self.parting else []),
+                    *self.by_a_hair("missed"),
                 ]
             )
         if self.word == "undecided":
             return f"Undecided: {'; '.join(f'{name}: {reason}' for name, reason in self.open.items()) or 'no checks'}."
         rest = f" Not compared: {', '.join(self.not_compared)}." if self.not_compared else ""
-        return f"Equivalent: all {len(self.checks)} checks hold.{rest}"
+        near = "".join(f" {sentence}" for sentence in self.by_a_hair("met"))
+        return f"Equivalent: all {len(self.checks)} checks hold.{near}{rest}"
+
+    def by_a_hair(self, met: str) -> Iterator[str]:
+        """That the verdict hangs on bounds which are met or missed by less than a factor of two, and what decides it.
+
+        It does where all that fails is that near, or where nothing fails.
+        """
+        failed = self.failed
+        near = [check for check in failed or self.checks if check.near and check.level in self.decides]
+        if near and (not failed or len(near) == len(failed)):
+            closest = max(near, key=lambda check: check.value / check.bound)
+            yield (
+                f"{closest.title} is {closest.value:.3g} where {closest.bound:.3g} is allowed, {met} by less than a "
+                f"factor of two: {self.decides[closest.level]} decides it."
+            )
 
     def exit(self) -> None:
         """End the process with 3, unless the runs are equivalent."""
