@@ -14,7 +14,7 @@ from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import MODELS, Experiment
 from jaxdist.config.model import Section, model_differences, same_model
-from jaxdist.config.sources import Source, read_config, source_of
+from jaxdist.config.sources import RUN_CONFIG, Source, read_config, source_of
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -259,7 +259,15 @@ def parse(
     parser.add_argument(
         "--output", type=user_path, metavar="DIR", help="run folder: config, metrics, summary, checkpoints"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        type=user_path,
+        const=True,
+        default=False,
+        metavar="DIR",
+        help="go on from the newest checkpoint in DIR, or in --output; without --config by the config of that run",
+    )
     parser.add_argument(
         "--init",
         type=user_path,
@@ -276,10 +284,28 @@ def parse(
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}
-    if run["resume"] and run["output"] is None:
-        raise ConfigError("--resume needs --output DIR, the run folder to go on with")
+    _resolve_resume(run)
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
     start = describe(run["init"]) if run["init"] else None
-    return Arguments(experiment=load(run["config"], given, start=start), notes=start.notes if start else (), **run)
+    of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
+    config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
+    experiment = load(config, given, option, start)
+    return Arguments(experiment=experiment, notes=start.notes if start else (), **run)
+
+
+def _resolve_resume(run: dict[str, Any]) -> None:
+    """Turn `--resume DIR` into `--output DIR --resume`. Raises ConfigError."""
+    folder, output = run["resume"], run["output"]
+    if isinstance(folder, Path):
+        if output is not None and output.absolute() != folder.absolute():
+            raise ConfigError(f"--resume {folder} --output {output}: a run goes on in its own folder; give one of them")
+        if not (folder / RUN_CONFIG).is_file():
+            raise ConfigError(
+                f"--resume {folder}: no run is there, it has no {RUN_CONFIG}; begin one by --output {folder}, or give "
+                "the folder of a run"
+            )
+        run["output"], run["resume"] = folder, True
+    elif folder and output is None:
+        raise ConfigError("--resume needs the folder of the run to go on with; give --resume DIR")

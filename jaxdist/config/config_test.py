@@ -224,7 +224,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--model.family", "gpt2", "--model.window", "4"], r"model.window = '4': no such field"),
     (["--config", "defualt"], r"--config defualt: .*did you mean 'default'"),
     (["--config", "missing.toml"], r"--config missing.toml: .*No such file"),
-    (["--resume"], r"--resume needs --output"),
+    (["--resume"], r"--resume needs the folder of the run"),
     (["--steps", str(2**31)], r"train.steps = .*less than 2147483648"),
     (["--seed", str(2**32)], r"train.seed = .*less than 4294967296"),
     (["--data.path", "~nobody-of-that-name/x"], r"data.path = '~nobody-of-that-name/x': "),
@@ -375,7 +375,7 @@ class TestRunFolder:
         assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
 
     def test_a_longer_run_is_told_what_keeps_its_schedule(self, tmp_path: Path) -> None:
-        RunFolder(tmp_path, Experiment()).create(Experiment())
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
         with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):
             RunFolder(tmp_path, experiment("--steps", "900"), resume=True)
 
@@ -461,7 +461,7 @@ class TestRunFolder:
             RunFolder(tmp_path, Experiment(), resume=True)
 
     def test_another_run(self, tmp_path: Path) -> None:
-        RunFolder(tmp_path, Experiment()).create(Experiment())
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
         with pytest.raises(ConfigError, match="already holds a run"):
             RunFolder(tmp_path, Experiment())
         RunFolder(tmp_path, Experiment(), resume=True)
@@ -471,7 +471,7 @@ class TestRunFolder:
                 RunFolder(tmp_path, experiment(*argv), resume=True)
 
     def test_a_longer_run_keeps_its_schedule(self, tmp_path: Path) -> None:
-        short = experiment("--steps", "10")
+        short = experiment("--steps", "10").on_data("0" * 32)
         RunFolder(tmp_path, short).create(short)
         with pytest.raises(ConfigError, match="decay_steps"):
             RunFolder(tmp_path, experiment("--steps", "20"), resume=True)

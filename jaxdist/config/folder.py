@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError
 
+from jaxdist.config.arguments import as_argument
 from jaxdist.config.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.foreign import read_bytes
 from jaxdist.config.lock import Taken, alone
+from jaxdist.config.model import Mixture, ResNet
 from jaxdist.config.record import write_record
 
 # What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
@@ -30,6 +32,12 @@ FREE = (
     "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
     "data.bin_dtype", "data.split", "data.end_of_text",
 )  # fmt: skip
+
+# Why a field that differs is another run, where that is not plain.
+WHY = {
+    "optimizer.decay_steps": "train.steps is where the decay ends unless that is given",
+    "train.accumulation": "batch norms, and the balance and capacity of experts, are computed within a microbatch",
+}
 
 LOCK = ".lock"  # held by the run that writes the folder
 MOST_BYTES = 2_000_000_000  # of metrics.jsonl: some ten million steps
@@ -76,11 +84,13 @@ class RunFolder:
         begun = self.begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
-        for field, before, now in differences(begun, self.experiment):
-            ends = "; train.steps is where the decay ends unless that is given" if "decay_steps" in field else ""
+        found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
+        if found:
+            told = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)
+            why = "".join(f"; {WHY[field]}" for field, *_ in found if field in WHY)
+            flags = " ".join(f"--{field} {as_argument(before)}" for field, before, _ in found if before is not None)
             raise ConfigError(
-                f"--output {self.path} holds a run with {field} = {before!r}, not {now!r}"
-                f"{ends}; resume it with --{field} {before}, or give another folder"
+                f"--output {self.path} holds a run with {told}{why}; resume it with {flags}, or give another folder"
             )
 
     @property
@@ -313,6 +323,21 @@ def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise ValueError("a line has no step")
         yield record
+
+
+def _may_change(begun: Experiment, field: str) -> bool:
+    """Whether a run that `begun` describes goes on as the same one where `field` differs.
+
+    A run folder that was converted has seen no data, so no fingerprint: its batches are still to be chosen. Gradients
+    are means over the tokens of the whole batch, however many microbatches it is cut into.
+    """
+    if not begun.data.fingerprint and field.startswith(("data.", "train.")):
+        return True
+    if not begun.data.fingerprint and field == "optimizer.decay_steps":
+        return not begun.optimizer.decay_steps  # it follows from train.steps
+    model = begun.model
+    within = isinstance(model, ResNet) or (isinstance(model, Mixture) and (model.balance or model.capacity))
+    return field == "train.accumulation" and not within
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, RunFolder, TrainingError, read_metrics
+from jaxdist.config import Arguments, ConfigError, Experiment, RunFolder, TrainingError, parse, read_metrics
 from jaxdist.config.checkpoints import Saves
 
 
@@ -105,3 +105,100 @@ def test_a_conversion_does_not_replace_a_run_that_goes_on(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="is being written by a run; wait until it ends"):
             main([str(source), str(run), "--to", "orbax", "--force"])
     assert (run / "config.toml").exists()
+
+
+def parsed(*argv: str) -> Arguments:
+    return parse(argv, "jaxdist.train", "")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run on a mesh and in a precision of its own, that has read data."""
+    path = tmp_path / "run"
+    fields = [
+        "--model.layers",
+        "2",
+        "--precision",
+        "bf16",
+        "--mesh",
+        "2x1",
+        "--steps",
+        "6",
+        "--train.accumulation",
+        "2",
+    ]
+    begun = parsed(*fields, "--output", str(path)).experiment.on_data("a" * 32)
+    logged(path, begun, 1)
+    return path
+
+
+@pytest.mark.parametrize(
+    "line", [["--resume", "RUN"], ["--output", "RUN", "--resume"], ["--resume", "--output", "RUN"]]
+)
+def test_a_resume_takes_the_config_of_the_run(line: list[str], run: Path) -> None:
+    own = [str(run) if text == "RUN" else text for text in line]
+    found = parsed(*own)
+    assert (found.output, found.resume) == (run, True)
+    assert found.experiment == RunFolder(run, found.experiment, found.resume).begun
+    more = parsed(*own, "--mesh", "4x1", "--steps", "9", "--optimizer.decay_steps", "6").experiment
+    assert (more.parallel.mesh, more.train.steps, more.model.layers) == ("4x1", 9, 2)
+    RunFolder(run, more, resume=True)
+
+
+def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no run is there, it has no config.toml; begin one by --output"):
+        parsed("--resume", str(tmp_path))
+    parsed("--output", str(tmp_path / "new"))  # as the message says
+    with pytest.raises(ConfigError, match="a run goes on in its own folder; give one of them"):
+        parsed("--resume", str(run), "--output", str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="--resume needs the folder of the run to go on with; give --resume DIR"):
+        parsed("--resume")
+    given = parsed("--config", "default", "--output", str(run), "--resume", "--data.shuffle", "false")
+    with pytest.raises(ConfigError) as error:  # a config that is given is the one that counts
+        RunFolder(run, given.experiment, resume=True)
+    told = str(error.value)
+    assert "data.shuffle = True, not False and" in told and "model.layers = 2, not 4" in told
+    flags = told.partition("resume it with ")[2].partition(", or give")[0].split()
+    again = parsed("--config", "default", "--output", str(run), "--resume", *flags)  # as the message says
+    RunFolder(run, again.experiment, resume=True)
+
+
+MIXTRAL = ["--model.family", "mixtral"]
+FIXED = {
+    "decoder": ([], True),
+    "a mixture with a balance": (MIXTRAL, False),
+    "a mixture with room for some": ([*MIXTRAL, "--model.balance", "0", "--model.capacity", "2"], False),
+    "a mixture without either": ([*MIXTRAL, "--model.balance", "0"], True),
+    "batch norms": (["--config", "resnet-digits"], False),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_another_accumulation_of_the_same_batch(name: str, tmp_path: Path) -> None:
+    """Accepted where the gradient is a mean over all of the batch's tokens, whatever the microbatches."""
+    fields, accepted = FIXED[name]
+    begun = parsed(*fields).experiment.on_data("a" * 32)
+    logged(tmp_path, begun, 1)
+    other = parsed("--resume", str(tmp_path), "--train.accumulation", "4").experiment
+    if accepted:
+        assert RunFolder(tmp_path, other, resume=True).experiment.train.accumulation == 4
+        return
+    with pytest.raises(ConfigError, match=r"computed within a microbatch; resume it with --train.accumulation 1, or"):
+        RunFolder(tmp_path, other, resume=True)
+    as_told = parsed("--resume", str(tmp_path), "--train.accumulation", "1").experiment
+    RunFolder(tmp_path, as_told, resume=True)
+
+
+def test_what_was_converted_chooses_its_batches(tmp_path: Path) -> None:
+    """It has seen no data; its model and optimizer are its own."""
+    logged(tmp_path, Experiment())
+    line = ["--resume", str(tmp_path), "--data.path", "a.txt", "--data.sequence", "64", "--train.batch", "4"]
+    chosen = parsed(*line, "--seed", "7", "--steps", "50").experiment
+    RunFolder(tmp_path, chosen, resume=True).create(chosen.on_data("b" * 32))
+    with pytest.raises(ConfigError, match=r"data.sequence = 64, not 32; resume it with --data.sequence 64"):
+        RunFolder(tmp_path, parsed("--resume", str(tmp_path), "--data.sequence", "32").experiment, resume=True)
+    other = tmp_path / "other"
+    logged(other, Experiment())
+    for field, value in ("model.dim", "64"), ("optimizer.beta1", "0.5"):
+        with pytest.raises(ConfigError, match=f"holds a run with {field}"):
+            RunFolder(other, parsed("--resume", str(other), f"--{field}", value).experiment, resume=True)
