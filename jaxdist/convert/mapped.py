@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jaxdist.config import ConfigError
 from jaxdist.config.checkpoints import sealed
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.convert import buffers, hf, orbax_files, safetensors_writer
+from jaxdist.convert import buffers, hf, orbax_files, safetensors_writer, tensorstore_files
 from jaxdist.convert.atoms import Entry, whole
 from jaxdist.convert.content import PARAMETERS, Leaf, Leaves
 from jaxdist.convert.mapping import KeyMapping
@@ -50,7 +50,13 @@ def is_tree(path: Path) -> bool:
     """Whether `path` is what a conversion by mapping writes: safetensors, or a pytree of Orbax."""
     if path.is_file():
         return path.suffix == ".safetensors"
-    return holds_tensors(path) or any((path / item / METADATA).is_file() for item in (".", "params"))
+    return holds_tensors(path) or any((path / item / METADATA).is_file() for item in (".", "params")) or is_bare(path)
+
+
+def is_bare(path: Path) -> bool:
+    """Whether `path` is a tree of TensorStore's arrays that Orbax did not write."""
+    by_orbax = (path / METADATA).is_file() or any(path.glob(f"*/{METADATA}"))
+    return path.is_dir() and not by_orbax and tensorstore_files.holds_arrays(path)
 
 
 def locate(path: Path) -> Path:
@@ -60,25 +66,30 @@ def locate(path: Path) -> Path:
     if len(chosen) != 1:
         what = "several items, " + ", ".join(folder.name for folder in found) if found else "neither"
         raise ConfigError(
-            f"{path}: {what}; give a folder that ocp.StandardCheckpointer wrote, a .safetensors file, or a folder with "
-            f"{SINGLE}"
+            f"{path}: {what}; give a folder that ocp.StandardCheckpointer or TensorStore wrote, a .safetensors file, "
+            f"or a folder with {SINGLE}"
         )
     return chosen[0].resolve()
 
 
 def manifest_of(path: Path) -> Path | None:
-    """The checkpoint with a manifest whose pytree is at `path`, or that itself is one. Raises ConfigError."""
+    """The checkpoint with a manifest whose pytree is at `path`, or that itself is one; None where there is none. Raises
+    ConfigError."""
+    if is_bare(path):
+        return None
     found = locate(path)
     return sealed(found) or sealed(found.parent)
 
 
 class Pytree:
-    """An Orbax checkpoint of a pytree: its tree, and its arrays by their dotted names, none of them read yet."""
+    """A checkpoint of a pytree by Orbax, or bare TensorStore: its tree, and its arrays by their dotted names, none of
+    them read yet."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError."""
-        found = locate(path)
-        self.tree: Any = orbax_files.stores(found)
+        bare = is_bare(path)
+        found = path if bare else locate(path)
+        self.tree: Any = tensorstore_files.arrays(path) if bare else orbax_files.stores(found)
         self.leaves: dict[str, Leaf] = {
             name: orbax_files.leaf(found, store) for name, store in flatten(self.tree).items()
         }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError
@@ -133,6 +134,51 @@ def test_shipped_mappings(
 
 def leaves(tree: Any) -> list[np.ndarray]:
     return [leaf for key in sorted(tree) for leaf in leaves(tree[key])] if isinstance(tree, dict) else [tree]
+
+
+def levanter(tensors: Arrays) -> Arrays:
+    """The same weights as Levanter keeps them: stacked, outputs first, queries by groups of kv heads."""
+
+    def stack(name: str, *shape: int) -> np.ndarray:
+        return np.stack([tensors[f"model.layers.{i}.{name}.weight"].reshape(shape) for i in range(L)])
+
+    layers = {
+        "input_layernorm": stack("input_layernorm", D),
+        "post_attention_layernorm": stack("post_attention_layernorm", D),
+        "self_attn.q_proj": stack("self_attn.q_proj", K, H // K, C, D),
+        "self_attn.k_proj": stack("self_attn.k_proj", K, C, D),
+        "self_attn.v_proj": stack("self_attn.v_proj", K, C, D),
+        "self_attn.o_proj": stack("self_attn.o_proj", D, H, C),
+        "mlp.gate_proj": stack("mlp.gate_proj", F, D),
+        "mlp.up_proj": stack("mlp.up_proj", F, D),
+        "mlp.down_proj": stack("mlp.down_proj", D, F),
+    }
+    found = {f"model.transformer.layers.stacked.{name}.weight": array for name, array in layers.items()}
+    found["model.embeddings.token_embeddings.weight"] = tensors["model.embed_tokens.weight"]
+    found["model.transformer.norm.weight"] = tensors["model.norm.weight"]
+    found["model.lm_head.weight"] = tensors["lm_head.weight"]
+    return found | {"opt_state.count": np.array(3, np.int32), "step": np.array(3, np.int32)}
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+@pytest.mark.parametrize("one_file", [False, True], ids=["folders", "ocdbt"])
+def test_levanter(driver: str, one_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its arrays, in folders of their own or in one database, become Hugging Face's."""
+    source, tensors = tmp_path / "step-3", hf_tensors()
+    base = {"driver": "file", "path": f"{source}/"}
+    for name, array in levanter(tensors).items():
+        path = name.replace(".", "/") + "/"
+        place = {"driver": "ocdbt", "base": base, "path": path} if one_file else base | {"path": f"{source}/{path}"}
+        store = ts.open(
+            {"driver": driver, "kvstore": place}, create=True, shape=array.shape, dtype=array.dtype
+        ).result()
+        store.write(array).result()
+    main([str(source), str(tmp_path / "out"), "--mapping", "levanter", "--verify"])
+    assert "what stays behind: opt_state (1), step (1)" in capsys.readouterr().out
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(np.array_equal(found[name], tensors[name]) for name in tensors)
+    main([str(source), "--inspect"])
+    assert "model.transformer.layers.stacked.mlp.up_proj.weight" in capsys.readouterr().out
 
 
 def test_a_shipped_mapping_of_the_wrong_rotation_gives_other_queries(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """How one parameter is laid out in JAX ("ours") and in torch ("theirs"): a table of invertible array transforms.
 
-Shape letters: I inputs, O outputs, D model, H heads, C head_dim, and the window W×H of a convolution.
+Shape letters: I inputs, O outputs, D model, H heads, K kv heads, C head_dim, and the window W×H of a convolution.
 """
 
 import math
@@ -15,7 +15,7 @@ class Transform(NamedTuple):
     """`axes[i]` are the axes of ours that, merged in this order, are axis i of theirs; None: all as they are.
 
     With `pairs` our last axis counts as two, [C/2, 2]: rotary embeddings turn numbers that are neighbours in ours, and
-    half a head apart in theirs.
+    half a head apart in theirs. Those that are not `suggested` fit shapes by chance more often than on purpose.
 
     `output` says how the output of a module with such a kernel differs: not at all, by `heads` that are an axis of
     their own in ours, or by `channels` that come last in ours and after the batch in theirs.
@@ -24,6 +24,7 @@ class Transform(NamedTuple):
     axes: tuple[tuple[int, ...], ...] | None
     output: str = "same"
     pairs: bool = False
+    suggested: bool = True
 
     def seen(self, shape: Shape) -> Shape:
         """Our shape as `axes` count it."""
@@ -38,11 +39,16 @@ TRANSFORMS = {
     "conv1d": Transform(((2,), (1,), (0,)), "channels"),  # (W,I,O) <-> (O,I,W)
     "conv2d": Transform(((3,), (2,), (0,), (1,)), "channels"),  # (H,W,I,O) <-> (O,I,H,W)
     "heads_out": Transform(((1, 2), (0,)), "heads"),  # DenseGeneral (D,H,C) <-> Linear (H·C,D)
-    "heads_out_pairs": Transform(((1, 3, 2), (0,)), pairs=True),  # the same, where ours rotates neighbouring numbers
+    "heads_out_pairs": Transform(
+        ((1, 3, 2), (0,)), pairs=True, suggested=False
+    ),  # the same, where ours rotates neighbouring numbers
     "heads_bias": Transform(((0, 1),)),  # its bias (H,C) <-> (H·C,)
     "heads_in": Transform(((2,), (0, 1))),  # DenseGeneral (H,C,D) <-> Linear (D,H·C)
+    "outputs_first": Transform(((0, 1), (2,)), suggested=False),  # (H,C,D) <-> Linear (H·C,D)
+    "outputs_grouped": Transform(((0, 1, 2), (3,)), suggested=False),  # (K,H/K,C,D) <-> Linear (H·C,D)
+    "inputs_last": Transform(((0,), (1, 2)), suggested=False),  # (D,H,C) <-> Linear (D,H·C)
     "heads_first": Transform(((0, 2), (1,)), "heads"),  # an einsum's (H,D,C) <-> Linear (H·C,D)
-    RESHAPE: Transform(None),
+    RESHAPE: Transform(None, suggested=False),
 }
 
 
@@ -61,9 +67,9 @@ def result(name: str, shape: Shape) -> Shape | None:
 
 
 def fitting(ours: Shape, theirs: Shape) -> list[str]:
-    """Names of the transforms that turn one shape into the other; `reshape` only where axes of size 1 differ, and
-    none of `pairs`, which shapes do not show."""
-    fits = [name for name, t in TRANSFORMS.items() if name != RESHAPE and not t.pairs and result(name, ours) == theirs]
+    """Names of the suggested transforms that turn one shape into the other; `reshape` only where axes of size 1
+    differ."""
+    fits = [name for name, t in TRANSFORMS.items() if t.suggested and result(name, ours) == theirs]
     units = [tuple(size for size in shape if size != 1) for shape in (ours, theirs)]
     return fits or ([RESHAPE] if units[0] == units[1] else [])
 
