@@ -374,6 +374,13 @@ class TestRunFolder:
         moved = experiment("--optimizer.decay", "constant", "--steps", "900", "--data.path", "elsewhere")
         assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
 
+    def test_fields_that_say_how_data_are_read_are_known_by_the_fingerprint(self, tmp_path: Path) -> None:
+        """Also from a version that wrote data.bin_dtype = uint16 into every run, whatever its data."""
+        begun = experiment("--data.bin_dtype", "uint16").on_data("0" * 32)
+        RunFolder(tmp_path, begun).create(begun)
+        for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):
+            assert RunFolder(tmp_path, experiment(*more), resume=True).experiment.data.fingerprint == "0" * 32
+
     def test_a_longer_run_is_told_what_keeps_its_schedule(self, tmp_path: Path) -> None:
         RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
         with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):

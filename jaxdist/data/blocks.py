@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -45,11 +46,11 @@ def fingerprint_of(files: Sequence[Path], names: Sequence[str], *facts: object, 
 
 
 class Earlier(NamedTuple):
-    """The fingerprints that versions before content was sampled recorded for the same files, and, where these are read
-    otherwise by now, the setting that reads them as then."""
+    """The fingerprints that versions before content was sampled recorded for the same files, and the fields of Data
+    that read them as then, where their defaults now read them otherwise."""
 
     fingerprints: frozenset[str] = frozenset()
-    setting: str = ""
+    fields: Mapping[str, str] = MappingProxyType({})
 
 
 def fingerprint_by_names(files: Sequence[tuple[str, Path]], identity: str, version: str | None) -> str:

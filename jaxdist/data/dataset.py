@@ -1,6 +1,7 @@
 """The global batch of a step: a pure function of the data, the seed and the step, with nothing to save."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ def dataset_of(experiment: Experiment) -> "Dataset":
     data, model = experiment.data, experiment.model
     if not isinstance(model, ResNet):
         return open_dataset(data, model.vocab)
-    return _as_begun(data, Labelled(data, open_pictures(data, model)))
+    return _as_begun(data, lambda fields: Labelled(fields, open_pictures(fields, model)))
 
 
 def open_dataset(data: Data, vocab: int) -> "Dataset":
@@ -50,27 +51,34 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
     apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
     try:
-        dataset = Sequences(data, open_stream(data, vocab))
+        return _as_begun(data, lambda fields: Sequences(fields, open_stream(fields, vocab)))
     except OSError as error:
         raise ConfigError(f"data.path = {data.path!r}: {error}; give files that can be read") from None
-    return _as_begun(data, dataset)
 
 
-def _as_begun(data: Data, dataset: "Dataset") -> "Dataset":
-    """The dataset. Raises ConfigError where its data are not those that the run began with."""
-    fingerprints, setting = dataset.earlier
-    if data.fingerprint in fingerprints and setting:
+def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
+    """What `opened` makes of the data, read as a run began with them. Raises ConfigError where they are others.
+
+    A run that a version before content was sampled has begun goes on; where that version read the files otherwise, they
+    are read as it did, and the run keeps its fingerprint of names and sizes, which tells that again at each resume.
+    """
+    dataset = opened(data)
+    recorded, (fingerprints, fields) = data.fingerprint, dataset.earlier
+    if recorded in ("", dataset.fingerprint):
+        return dataset
+    if recorded not in fingerprints:
         raise ConfigError(
-            f"data.fingerprint = {data.fingerprint!r}: the run was begun by an earlier version, which read the files "
-            f"at data.path = {data.path!r} otherwise; set {setting} to read them as it did"
-        )
-    if data.fingerprint not in ("", dataset.fingerprint, *fingerprints):
-        raise ConfigError(
-            f"data.fingerprint = {data.fingerprint!r}: the data at data.path = {data.path!r} (empty: the source of "
+            f"data.fingerprint = {recorded!r}: the data at data.path = {data.path!r} (empty: the source of "
             f"this Python, or scikit-learn's digits) are others, {dataset.fingerprint}: their names, sizes, content or "
             "order differ, or what is made of them; give the data of then, or begin a new run in another folder, from "
             "these weights by --init, with data.fingerprint = ''"
         )
+    told = "known by names and sizes, as an earlier version began the run"
+    if fields:
+        dataset = opened(data.model_copy(update=dict(fields)))
+        dataset.fingerprint = recorded
+        told += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields.items())
+    dataset.rows["begun with"] = told
     return dataset
 
 

@@ -212,6 +212,7 @@ DAMAGED = {
     "utf16.jsonl": ('{"text": "a"}'.encode("utf-16-be"), "bytes are zero, as in UTF-16"),
     "latin1.txt.gz": (gzip.compress("é".encode("latin1")), "not UTF-8 at byte 0; convert it to UTF-8"),
     "deep.json": (b"[" * 100_000, r"deep\.json:1: "),
+    "a.tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar".ljust(300, b"\0")), "it is a tar archive"),
     "ids.npy.gz": (gzip.compress(b"ids"), r"\.npy files are not read packed; unpack it"),
     "meta.pkl": (b"\x80\x04.", "pickles are never opened"),
 }

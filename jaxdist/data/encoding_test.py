@@ -141,14 +141,16 @@ def test_names_that_are_no_tokens_and_the_fix(folder: Path, beside: dict[str, An
     assert len(opened(folder, file, end_of_text="none")) == 7
 
 
-def test_a_run_that_an_earlier_version_began_is_told_how_it_ended_documents(folder: Path) -> None:
+def test_a_run_that_an_earlier_version_began_ends_documents_as_it_did(folder: Path) -> None:
     file = tokenizer(folder, "<|endoftext|>", "<e>", **names("<e>"))
     size = (folder / "d.jsonl").stat().st_size
     hashed = hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest()
     recorded = hashlib.blake2b(json.dumps([[("d.jsonl", size)], hashed, None]).encode(), digest_size=16).hexdigest()
-    data = Data(path=str(folder / "d.jsonl"), tokenizer=file, fingerprint=recorded, sequence=2)
-    with pytest.raises(ConfigError, match=r"earlier version, .* otherwise; set data\.end_of_text = '.*' to") as raised:
-        open_dataset(data, 512)
-    token = str(raised.value).split("data.end_of_text = '")[1].split("'")[0]
-    assert open_dataset(data.model_copy(update={"end_of_text": token}), 512).sequences("train") == 3
-    assert open_dataset(data.model_copy(update={"documents": "padded"}), 512).sequences("train") > 0
+    data = Data(path=str(folder / "d.jsonl"), tokenizer=file, fingerprint=recorded, sequence=2, validation=0)
+    found = open_dataset(data, 512)
+    assert 6 in found.batch(1, 4, 0).tokens and 7 not in found.batch(1, 4, 0).tokens
+    assert "data.end_of_text = <|endoftext|>" in found.rows["begun with"] and found.fingerprint == recorded
+    new = open_dataset(data.model_copy(update={"fingerprint": ""}), 512)
+    assert 7 in new.batch(1, 4, 0).tokens and 6 not in new.batch(1, 4, 0).tokens
+    padded = open_dataset(data.model_copy(update={"documents": "padded"}), 512)
+    assert "read as it did" not in padded.rows["begun with"] and padded.fingerprint != recorded

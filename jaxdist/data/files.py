@@ -183,6 +183,8 @@ def kind_of(file: Path) -> str:
 
 def signature(head: bytes) -> str | None:
     """What a file is that begins so, where that is neither text nor raw ids."""
+    if head[257:262] == b"ustar":
+        return "a tar archive"
     return next((what for begin, what in SIGNATURES.items() if head.startswith(begin)), None)
 
 

@@ -3,7 +3,7 @@
 import codecs
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -79,48 +79,44 @@ def open_stream(data: Data, vocab: int) -> Stream:
     separator = encoder.separator if encoder and not joined and data.documents == "packed" else []
     located = _locate(files, data, vocab, library)
     documents = Documents(data.text_field)
-
-    def encoded(some: Sequence[Path], ends: Sequence[int]) -> tuple[list[NDArray], list[int]]:
-        assert encoder is not None
-        pieces = chain.from_iterable(documents.read(file, files.kind) for file in some)
-        return encode(pieces, encoder, ends, vocab, advance)
-
-    parts: list[Mapped | NDArray] = []
-    sizes: list[int] = []
-    training = None
     with _progress(sum(file.stat().st_size for file in files.all)) as advance:
-        for split in (files.train, files.validation):
-            if not joined:
-                arrays, found = encoded(split, separator)
-                parts, sizes = [*parts, *arrays], sizes + found
-            for file in split if joined else ():
-                if there := located.get(file):
-                    # As bytes, the library may keep whatever encoding Python gave it.
-                    _check(there.part, vocab, files.kind == "text" and not library, advance)
-                    parts.append(there.part)
-                    own = [there.part.size] * (there.part.size > 0)
-                    sizes += own if there.documents is None else there.documents.tolist()
-                else:  # packed, or not in UTF-8
-                    arrays, found = encoded([file], [])
-                    parts, sizes = [*parts, *arrays], sizes + found
-            training = sum(sizes) if training is None else training
-    ids = next(iter(located.values())) if located else None
-    of = (
-        f"{ids.part.dtype.name} ids, {ids.source}"
-        if ids and not encoder
-        else f"{files.kind}, tokenizer {data.tokenizer}"
-    )
-    of += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
+
+        def encoded(some: Sequence[Path], ends: Sequence[int]) -> tuple[list[NDArray], list[int]]:
+            assert encoder is not None
+            pieces = chain.from_iterable(documents.read(file, files.kind) for file in some)
+            return encode(pieces, encoder, ends, vocab, advance)
+
+        def as_it_lies(file: Path, there: Located | None) -> tuple[Sequence[Mapped | NDArray], list[int]]:
+            if there is None:  # text that is packed, or not in UTF-8
+                return encoded([file], [])
+            # As bytes, the library may keep whatever encoding Python gave it.
+            _check(there.part, vocab, files.kind == "text" and not library, advance)
+            own = [there.part.size] * (there.part.size > 0)
+            return [there.part], own if there.documents is None else there.documents.tolist()
+
+        if joined:
+            read = [as_it_lies(file, there) for file, there in zip(files.all, located, strict=True)]
+            first = len(files.train)
+        else:
+            read, first = [encoded(split, separator) for split in (files.train, files.validation)], 1
+    parts = [part for found, _ in read for part in found]
+    sizes = [size for _, found in read for size in found]
+    training = sum(sum(found) for _, found in read[:first])
     stream = Stream(parts, np.cumsum([0, *sizes], dtype=np.int64), training if files.validation else None)
-    stream.rows = {
-        "data": f"{len(stream):,} tokens: {of}; " + ("the library of this Python" if library else names(files.all))
-    }
-    if not joined and encoder:
+    of = f"{files.kind}, tokenizer {data.tokenizer}"
+    if not encoder and located and located[0]:
+        of = f"{located[0].part.dtype.name} ids, {located[0].source}"
+    of += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
+    whose = "the library of this Python" if library else names(files.all)
+    stream.rows = {"data": f"{len(stream):,} tokens: {of}; {whose}"}
+    if encoder and not joined:
         padded = "nothing is added to a document (data.documents = padded)"
         stream.rows["end of document"] = encoder.end if data.documents == "packed" else padded
     if files.aside:
         stream.rows["left alone"] = ", ".join(files.aside)
-    identity = encoder.identity if encoder else [(part.dtype.str, part.offset) for part, _, _ in located.values()]
+    identity = (
+        encoder.identity if encoder else [(there.part.dtype.str, there.part.offset) for there in located if there]
+    )
     above = len(root.as_posix()) + 1  # `relative_to` would take 0.04 s of a start for all of the library
     named = [file.as_posix()[above:] if library else file.name for file in files.all]
     version = platform.python_version() if library else None
@@ -134,48 +130,48 @@ def open_stream(data: Data, vocab: int) -> Stream:
 
 
 def _earlier(
-    data: Data, files: Files, encoder: Encoder | None, located: Mapping[Path, Located], version: str | None
+    data: Data, files: Files, encoder: Encoder | None, located: Sequence[Located | None], version: str | None
 ) -> Earlier:
     """What a run that an earlier version began has recorded for the same files, if that read them at all, or alike."""
     endings = {file.suffix.lower() for file in files.all}
-    marks = files.kind == "text" and any(there.part.offset for there in located.values())
+    marks = files.kind == "text" and any(there and there.part.offset for there in located)
     if files.kind == "Arrow" or (files.kind == "JSON" and endings != {".jsonl"}) or endings & {*PACKED} or marks:
         return Earlier()
     if encoder:
         identities = [encoder.identity]
     elif files.kind == ".bin":
-        width = next(iter(located.values())).part.dtype.itemsize
+        width = next(there for there in located if there).part.dtype.itemsize
         identities = [name for name in ("uint16", "uint32", "int32") if np.dtype(name).itemsize == width]
     else:
         identities = ["uint16" if data.bin_dtype == "auto" else data.bin_dtype]
-    settings = ["data.split = share"] * bool(files.validation)
+    fields = {"split": "share"} if files.validation else {}
     joined = files.kind == "text" and data.tokenizer == "bytes"
     if encoder and encoder.earlier and data.documents == "packed" and not joined:
-        settings.append(f"data.end_of_text = {encoder.earlier!r}")
+        fields["end_of_text"] = encoder.earlier
     root = Path(data.path or sysconfig.get_path("stdlib"))
     named = [(file.relative_to(root).as_posix() if version else file.name, file) for file in sorted(files.all)]
     if root.is_file():
         named = [(root.name, root)]
     return Earlier(
         frozenset(fingerprint_by_names(named, identity, version) for identity in identities),
-        " and ".join(settings),
+        fields,
     )
 
 
-def _locate(files: Files, data: Data, vocab: int, library: bool) -> dict[Path, Located]:
-    """The files that hold their ids as they are; none where they must be encoded."""
+def _locate(files: Files, data: Data, vocab: int, library: bool) -> Sequence[Located | None]:
+    """Where each file has its ids, or None where it must be encoded; empty where all must be."""
     match files.kind:
         case ".bin":
-            return dict(zip(files.all, locate_bins(files.all, data.bin_dtype, vocab), strict=True))
+            return locate_bins(files.all, data.bin_dtype, vocab)
         case ".npy":
-            return {file: locate_npy(file) for file in files.all}
+            return [locate_npy(file) for file in files.all]
         case "text" if data.tokenizer == "bytes":
-            starts = {file: BARE if library else start_of(file) for file in files.all}
-            return {
-                file: Located(raw(file, np.dtype(np.uint8), start.mark), None, "")
-                for file, start in starts.items() if start.bare
-            }  # fmt: skip
-    return {}
+            starts = [BARE if library else start_of(file) for file in files.all]
+            return [
+                Located(raw(file, np.dtype(np.uint8), start.mark), None, "") if start.bare else None
+                for file, start in zip(files.all, starts, strict=True)
+            ]
+    return []
 
 
 def _check(part: Mapped, vocab: int, utf8: bool, advance: Callable[[float], None]) -> None:

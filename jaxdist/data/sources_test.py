@@ -240,14 +240,17 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, words):
         open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512)
 
 
-def test_a_run_that_took_all_files_together_is_told_how_to_go_on(tmp_path):
+def test_a_run_that_took_all_files_together_goes_on_so(tmp_path):
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(300, dtype=np.uint16))
     recorded = begun_earlier(tmp_path, "uint16", "train.npy", "val.npy")
-    with pytest.raises(ConfigError, match=r"earlier version, .* otherwise; set data\.split = share"):
-        open_dataset(Data(path=str(tmp_path), fingerprint=recorded), 512)
-    found = open_dataset(Data(path=str(tmp_path), fingerprint=recorded, split="share"), 512)
-    assert found.sequences("train") == 3
+    found = open_dataset(Data(path=str(tmp_path), fingerprint=recorded), 512)
+    together = open_dataset(Data(path=str(tmp_path), split="share"), 512)
+    assert found.sequences("train") == together.sequences("train") == 3
+    assert found.batch(1, 3, 0).tokens.tolist() == together.batch(1, 3, 0).tokens.tolist()
+    assert found.rows["begun with"].endswith("and read as it did: data.split = share")
+    assert found.fingerprint == recorded, "and is read so at the next resume"
+    assert open_dataset(Data(path=str(tmp_path)), 512).sequences("train") == 2
 
 
 ERRORS = {
