@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Model, same_model
 from jaxdist.config.finite import NotFinite
+from jaxdist.config.foreign import check_index
 from jaxdist.config.hf import read_model
-from jaxdist.formats.headers import Headers
+from jaxdist.formats.folders import BIN_INDEX, bin_files, is_bin_folder
+from jaxdist.formats.headers import Header, Headers
 from jaxdist.formats.plan import plan_of, stacked, untied
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.finite import not_finite
@@ -26,7 +29,7 @@ class Weights:
         """Raises ConfigError when the files cannot be read or their config.json describes another model."""
         found = read_model(path)
         self.path, self.head_dim = path, found.head_dim
-        self.files = Headers(path)
+        self.files: Safetensors | Binaries = Binaries(path) if has_binaries(path) else Safetensors(path)
         same_model(model, found, str(path))
         with torch.device("meta"):
             shapes = stacked(found, {name: tuple(tensor.shape) for name, tensor in held(build(found))})
@@ -66,9 +69,8 @@ class Weights:
         return theirs if several == 1 else theirs.chunk(several)[atom]
 
     def _theirs(self, name: str) -> Tensor:
-        with self._reading(), safe_open(self.files.places[name].file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        with self._reading():
+            return self.files.tensor(name)
 
     def _equal(self, one: str, other: str) -> bool:
         """Whether two tensors of the folder are the same to the bit."""
@@ -82,4 +84,47 @@ class Weights:
         try:
             yield
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"{self.path}: {error!r}; give a folder with whole safetensors files") from None
+            raise ConfigError(f"{self.path}: {error!r}; give a folder with whole files of weights") from None
+
+
+def has_binaries(path: Path) -> bool:
+    """Whether the weights of a folder are pytorch_model.bin: safetensors go before it, as in transformers."""
+    return is_bin_folder(path) and not any(path.glob("*.safetensors"))
+
+
+class Safetensors(Headers):
+    """The tensors of model.safetensors, or of its shards."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor. Raises OSError and SafetensorError."""
+        with safe_open(self.places[name].file, framework="pt") as file:
+            found: Tensor = file.get_tensor(name)
+            return found
+
+
+class Binaries:
+    """The tensors of pytorch_model.bin, or of its shards, mapped into memory where the files are zips."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where a file is missing, damaged or holds more than tensors, or is not of the index."""
+        files, index = bin_files(path)
+        self.tensors: dict[str, Tensor] = {}
+        places: dict[str, Path] = {}
+        for file in files:
+            for name, tensor in self._loaded(file).items():
+                if name in places:
+                    raise ConfigError(f"{file}: tensor {name} is in {places[name].name} too; give each tensor once")
+                self.tensors[name], places[name] = tensor, file
+        check_index(path, index, places, BIN_INDEX)
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self.tensors.items()}
+        self.headers = {name: Header(tuple(t.shape), dtypes[name]) for name, t in self.tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def _loaded(self, file: Path) -> dict[str, Tensor]:
+        try:
+            tree = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+            return {name: tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)}
+        except Exception as error:  # of a damaged file, many kinds
+            raise ConfigError(f"{file}: {str(error)[:200]}; give a whole file that holds a state dict alone") from None

@@ -4,11 +4,11 @@ safetensors and DeepSpeed's zero_to_fp32.py writes still. No pickle is executed.
 from pathlib import Path
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.foreign import check_index, indexed, within
+from jaxdist.config.foreign import check_index
 from jaxdist.convert import torch_files
 from jaxdist.convert.content import Content, Leaf, Origin
-from jaxdist.convert.folders import BIN, BIN_INDEX
 from jaxdist.convert.hf import of_folder
+from jaxdist.formats.folders import BIN_INDEX, bin_files
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -23,15 +23,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
 
 
 def read(path: Path) -> tuple[dict[str, Leaf], set[str]]:
-    """The tensors and the names of the files that hold them. transformers takes a single file before an index, too.
+    """The tensors and the names of the files that hold them.
 
     Raises ConfigError, also where the index does not belong to the shards.
     """
-    index = None if (path / BIN).exists() else indexed(path, BIN_INDEX)
-    try:
-        files = [within(path, BIN)] if index is None else sorted({*index.values()})
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
+    files, index = bin_files(path)
     found: dict[str, Leaf] = {}
     places: dict[str, Path] = {}
     for file in files:

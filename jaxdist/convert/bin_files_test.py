@@ -11,9 +11,9 @@ from safetensors.numpy import load_file
 from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, draw
-from jaxdist.convert.folders import BIN, BIN_INDEX
 from jaxdist.convert.hf import write_hf
 from jaxdist.convert.kinds import kind_of
+from jaxdist.formats.folders import BIN, BIN_INDEX
 from jaxdist.weights import located, source_experiment
 
 torch = pytest.importorskip("torch")

@@ -42,6 +42,7 @@ from jaxdist.convert.torch_leaves import PIECE
 from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.formats import folders
 from jaxdist.formats.naming import carried, plain, recognized, renaming
 from jaxdist.loss_scale import LossScale, state_of
 
@@ -233,6 +234,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     found = whole(path, "small")
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters
+    if not model:
+        folder = (
+            f"give its folder {found.parent}" if folders.is_trainer_folder(found.parent) else "give one with weights"
+        )
+        raise ConfigError(f"{path} has no weights, as the checkpoint of an optimizer alone; {folder}")
     said = _experiment(found)
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
@@ -279,7 +285,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             )
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     held, ways = tensors.extras if others else dict, nesting(tensors.index.planner_data)
-    origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step)
+    origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.beside(found))
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.foreign import within
-from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import buffers, hf, optimizers, torch_files
+from jaxdist.convert import buffers, hf, optimizers, torch_files, trainer_folders
 from jaxdist.convert.assembled import State, Weights, leaves_of
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
-from jaxdist.convert.folders import CONFIG, DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, deepspeed_tag
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, first_count, is_count, reading
+from jaxdist.convert.trainer_schedule import deepspeed_schedule
+from jaxdist.formats.folders import CONFIG, DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, deepspeed_tag
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
@@ -56,19 +56,26 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if whole := _without_zero(path):
         return torch_files.opened(whole, wanted, training)
     zero = Zero(path)
-    around = next((f for f in (zero.folder, zero.folder.parent) if (f / CONFIG).is_file()), None)
-    found = experiment_for(read_model(around).model_dump(), str(around)) if around else None
+    around = next((f for f in (zero.folder, zero.folder.parent) if (f / CONFIG).is_file()), zero.folder)
+    trainer = trainer_folders.trainer_state(zero.folder.parent)
+    found = trainer_folders.found_in(around, trainer.get("max_steps"))
     weights = Weights(path, agreed(str(path), found, wanted), zero.weights)
     state = zero.state(weights) if training else None
-    scheduler = zero.model.get("lr_scheduler")
-    schedule: Mapping[str, Any] = {}
-    if state:
-        kept = {"scheduler": scheduler} if isinstance(scheduler, dict) else {}
-        schedule = torch_files.schedule(path, kept, state.groups, bool(wanted))
+    schedule = _schedule(path, zero, state, trainer, bool(wanted)) if state else {}
     steps = zero.model.get("global_steps")
-    files = hf.companions(around) if around else {}
-    origin = Origin("deepspeed", files=files, left=zero.left(training))
+    origin = Origin("deepspeed", files=hf.companions(around), left=zero.left(training))
     return weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
+
+
+def _schedule(path: Path, zero: "Zero", state: State, trainer: Mapping[str, Any], wanted: bool) -> Mapping[str, Any]:
+    """The schedule's fields of an optimizer section: of DeepSpeed's own schedule, or as the Trainer's around it."""
+    kept = zero.model.get("lr_scheduler")
+    scheduler = kept if isinstance(kept, dict) else {}
+    config, done = zero.model.get("ds_config"), scheduler.get("last_batch_iteration")
+    settings = config.get("scheduler") if isinstance(config, dict) and not wanted else None
+    if isinstance(done, int) and (found := deepspeed_schedule(settings, done, float(state.groups[0]["lr"]))):
+        return found
+    return trainer_folders.schedule_of(path, state, (trainer, scheduler), wanted)
 
 
 def _without_zero(path: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO checkpoints, laid out as its optimizers and its engine save them: pieces become whole tensors."""
 
 import importlib
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,13 +22,14 @@ from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.convert_test import MODELS, draw
 from jaxdist.convert.hf import write_hf
 from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.optim import learning_rate
 from jaxdist.weights import source_experiment
 
 torch = pytest.importorskip("torch")
 load_torch = importlib.import_module("safetensors.torch").load_file
 
 LLAMA, TIED = MODELS["LlamaForCausalLM"], MODELS["Qwen3ForCausalLM"]
-SETTINGS = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-7, "bias_correction": True}
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-7, "bias_correction": True}
 STEP = 120
 
 
@@ -222,6 +225,50 @@ def test_the_way_to_a_run_and_to_transformers(layout: Any, tmp_path: Path, capsy
     there = load_torch(tmp_path / "hf/model.safetensors")
     assert all(torch.equal(there[name], tensor) for name, tensor in trained.tensors.items())
     assert source_experiment(tag.parent).model == TIED
+
+
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupLR"])
+def test_its_own_schedule(kind: str, tmp_path: Path) -> None:
+    """The rate of each step to come, by DeepSpeed's formulas, whose count is two behind our number of the step."""
+    warmup, total, peak = 10, 200, 3e-4
+    decays = kind == "WarmupDecayLR"
+
+    def rate(count: int) -> float:
+        return peak * ((total - count) / (total - warmup) if decays else 1.0)
+
+    params = {"warmup_max_lr": peak, "warmup_num_steps": warmup} | ({"total_num_steps": total} if decays else {})
+    given: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": STEP - 1}}
+    given["ds_config"] = {"scheduler": {"type": kind, "params": params}}
+    before = SETTINGS["lr"]
+    SETTINGS["lr"] = rate(STEP - 1)
+    try:
+        content = opened(zero_2(tmp_path / "run", Trained(tmp_path), **given))
+    finally:
+        SETTINGS["lr"] = before
+    e = content.experiment
+    for step in range(STEP + 1, total):
+        assert float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(step))) == pytest.approx(
+            rate(step - 2), rel=1e-5
+        )
+
+
+def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    """`checkpoint-120` with `latest` and `global_step120`: the schedule is in trainer_state.json's log."""
+    trained = Trained(tmp_path)
+    log = [{"step": k, "learning_rate": 1e-4 / 0.4 * (1 - k / 200)} for k in range(10, STEP + 1, 10)]
+    tag = zero_3(tmp_path / "checkpoint-120", trained)
+    state = {"global_step": STEP, "max_steps": 200, "log_history": log}
+    (tag.parent / "trainer_state.json").write_text(json.dumps(state))
+    for file in tag.glob("*_optim_states.pt"):
+        with deepspeed():
+            tree = torch.load(file, weights_only=False)
+        for group in tree["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]:
+            group["initial_lr"] = 1e-4 / 0.4
+        save(file, tree)
+    assert kind_of(tag.parent) == "deepspeed"
+    e = opened(tag.parent).experiment
+    assert (e.optimizer.decay, e.optimizer.learning_rate, e.train.steps) == ("linear", 1e-4 / 0.4, 200)
+    assert float(learning_rate(e.optimizer, 200, jnp.asarray(STEP + 1))) == pytest.approx(1e-4)
 
 
 @pytest.mark.parametrize("layout", [zero_2, zero_3])

@@ -10,11 +10,11 @@ from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment, checkpoint_in
 from jaxdist.config.dcp import INDEX
 from jaxdist.convert.content import Content, Leaf
-from jaxdist.convert.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of, unreadable
 from jaxdist.convert.hf import is_hf
 from jaxdist.convert.peft import is_adapter, refusal
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
+from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of, unreadable
 from jaxdist.formats.tables import LAYERS
 
 

@@ -29,7 +29,6 @@ from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, entries, optimizers, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
-from jaxdist.convert.folders import beside
 from jaxdist.convert.hf import CONFIG, neighbours
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import empty, leaf
@@ -55,6 +54,7 @@ from jaxdist.convert.torch_parts import (
     SCHEDULER,
     STEP,
     changed,
+    copies,
     filled,
     first_count,
     has_groups,
@@ -73,6 +73,7 @@ from jaxdist.convert.torch_parts import (
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.tables import NAMINGS
 from jaxdist.optim import learning_rate
@@ -203,7 +204,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | files_of(path, tree)
-    origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=beside(path))
+    left = [*copies(tree, part(tree, MODEL)), *beside(path)]
+    origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=left)
     if own and ORIGIN in tree:
         origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
     logged = log_of(path, tree) if training and own else b""

@@ -96,6 +96,17 @@ def is_count(value: Any) -> bool:
     return numeric and bool(0 <= value < 2**31 and value == int(value))
 
 
+def copies(tree: Mapping[Any, Any], model: Mapping[str, Any]) -> list[str]:
+    """Other parts of a tree that have most of the tensors of its `model` again, as averages or fp32 masters."""
+    found = []
+    for key, value in tree.items():
+        there = value if isinstance(value, dict) and value is not model else {}
+        again = [t for n, t in there.items() if isinstance(t, Tensor) and n in model and t.shape == model[n].shape]
+        if 2 * len(again) > len(model):
+            found.append(f"{key!r}, a copy of the weights in {str(again[0].dtype).removeprefix('torch.')}")
+    return found
+
+
 def is_flat(tree: Mapping[str, Any]) -> bool:
     """Whether it is a state dict itself, and has none as its part."""
     return not isinstance(_only(tree.get(key_of(tree, MODEL))), dict)

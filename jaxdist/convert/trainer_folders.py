@@ -18,7 +18,10 @@ from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, torch_files
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
-from jaxdist.convert.folders import (
+from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.torch_parts import first_count
+from jaxdist.convert.trainer_schedule import found_schedule
+from jaxdist.formats.folders import (
     BIN,
     BIN_INDEX,
     CONFIG,
@@ -32,9 +35,6 @@ from jaxdist.convert.folders import (
     SCHEDULERS,
     TRAINER_STATE,
 )
-from jaxdist.convert.safetensors_files import Tensors
-from jaxdist.convert.torch_parts import first_count
-from jaxdist.convert.trainer_schedule import found_schedule
 
 MOST_BYTES = 200_000_000  # of trainer_state.json, which logs every few steps
 
@@ -47,20 +47,20 @@ def described(path: Path) -> dict[str, Leaf]:
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder; its model is that of config.json, or `wanted`. Raises ConfigError."""
     there, read = _weights(path)
-    trainer = _trainer_state(path)
-    weights = Weights(path, agreed(str(path), _found(path, trainer.get("max_steps")), wanted), there)
+    trainer = trainer_state(path)
+    weights = Weights(path, agreed(str(path), found_in(path, trainer.get("max_steps")), wanted), there)
     state, by = _state(path, weights) if training else (None, "")
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
     step = trainer.get("global_step", counted)
-    schedule = _schedule(path, state, (trainer, scheduler), bool(wanted)) if state else {}
+    schedule = schedule_of(path, state, (trainer, scheduler), bool(wanted)) if state else {}
     files, left = hf.files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
     origin = Origin("trainer", files=files, left=left)
     content = weights.content(state, first_count(step) if step is not None else None, schedule, origin)
     return _scaled(path, content, bool(wanted)) if state else content
 
 
-def _found(path: Path, steps: Any) -> Experiment | None:
+def found_in(path: Path, steps: Any) -> Experiment | None:
     """The experiment around the model of config.json, of so many `steps`, if that is a number; None without one."""
     if not (path / CONFIG).is_file():
         return None
@@ -122,7 +122,7 @@ def _plain(path: Path, names: tuple[str, ...]) -> dict[Any, Any]:
     return next((_loaded(path / name) for name in names if (path / name).is_file()), {})
 
 
-def _trainer_state(path: Path) -> dict[str, Any]:
+def trainer_state(path: Path) -> dict[str, Any]:
     """What trainer_state.json says; its log may have NaN. Raises ConfigError."""
     if not (file := path / TRAINER_STATE).exists():
         return {}
@@ -137,7 +137,7 @@ def _trainer_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _schedule(
+def schedule_of(
     path: Path, state: State, beside: tuple[Mapping[str, Any], Mapping[Any, Any]], wanted: bool
 ) -> dict[str, Any]:
     """The schedule's fields of an optimizer section. `beside`: trainer_state.json and the scheduler's state."""

@@ -175,6 +175,27 @@ def test_folder_of_accelerate(layout: Callable[..., Path], tmp_path: Path) -> No
     main([str(folder), str(out), "--model", str(config(tmp_path, name="adamw")), "--verify"])
 
 
+def test_a_half_of_a_sharded_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights alone name the optimizer beside them; an optimizer alone names its folder, which is read."""
+    folder, model = sharded(tmp_path / "state", Trained(tmp_path)), str(config(tmp_path, name="adamw"))
+    with pytest.raises(ConfigError, match=r"has no weights, .* optimizer alone; give its folder (\S+)") as error:
+        main([str(folder / "optimizer_0"), str(tmp_path / "run"), "--model", model])
+    main([str(error.value).rpartition(" ")[2], str(tmp_path / "run"), "--model", model])
+    capsys.readouterr()
+    main([str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "weights"), "--model", model])
+    assert "what stays behind: optimizer_0, scheduler.bin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["master_weights", "ema"])
+def test_a_second_copy_of_the_weights_is_named(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """fp32 masters beside bf16 weights, say."""
+    trained = Trained(tmp_path)
+    half = {name: tensor.bfloat16() for name, tensor in trained.tensors.items()}
+    torch.save({"model": half, key: trained.tensors}, tmp_path / "a.pt")
+    main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", str(config(tmp_path))])
+    assert f"what stays behind: '{key}', a copy of the weights in float32" in capsys.readouterr().out
+
+
 def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
     main([str(folder), str(tmp_path / "run")])

@@ -58,6 +58,29 @@ def found_schedule(peak: float, steps: int, now: tuple[int, float], logged: Sequ
     return {"warmup": warmup + 1, "decay": name, **end}
 
 
+def deepspeed_schedule(settings: Any, done: int, rate: float) -> dict[str, Any] | None:
+    """The fields of DeepSpeed's WarmupLR and WarmupDecayLR, from the `scheduler` of its config; None of another, while
+    it warms up, or where its rate after `done` calls (last_batch_iteration) is not `rate`.
+
+    Step s of ours, counted from 1, has the rate of last_batch_iteration = s - 2.
+    """
+    settings = settings if isinstance(settings, Mapping) else {}
+    kind, given = settings.get("type"), settings.get("params")
+    given = given if isinstance(given, Mapping) else {}
+    peak, warmup = given.get("warmup_max_lr", 1e-3), max(2, given.get("warmup_num_steps", 1000))
+    total = given.get("total_num_steps") if kind == "WarmupDecayLR" else None
+    if kind not in ("WarmupLR", "WarmupDecayLR") or done < warmup or (kind == "WarmupDecayLR" and not total):
+        return None
+    share = SHAPES["linear"].share(done, warmup, total) if total else 1.0
+    if abs(rate - peak * share) > CLOSE * peak:
+        return None
+    found: dict[str, Any] = {"learning_rate": float(peak), "warmup": warmup + 2}
+    end: dict[str, Any] = (
+        {"decay": "linear", "decay_steps": total + 2, "final": 0.0} if total else {"decay": "constant"}
+    )
+    return found | end
+
+
 def _warmup(shape: Shape, rates: Sequence[tuple[int, float]], steps: int) -> int | None:
     """The least warm-up with which a shape gives all rates; None where none does, or none is over by now."""
     tried = {0}

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxdist.config.foreign import read_bytes, within
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import indexed, read_bytes, within
 
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 
@@ -12,6 +13,18 @@ BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "c
 def is_bin_folder(path: Path) -> bool:
     """Whether `path` is a folder with config.json and weights as pytorch_model.bin, whole or in shards."""
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (BIN, BIN_INDEX))
+
+
+def bin_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """The files of weights of such a folder, and tensor -> file as their index has it, if it goes by one.
+
+    transformers takes a single file before an index, too. Raises ConfigError.
+    """
+    index = None if (path / BIN).exists() else indexed(path, BIN_INDEX)
+    try:
+        return ([within(path, BIN)] if index is None else sorted({*index.values()})), index
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
 
 
 TRAINER_STATE = "trainer_state.json"
