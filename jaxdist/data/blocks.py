@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -47,10 +46,10 @@ def fingerprint_of(files: Sequence[Path], names: Sequence[str], *facts: object, 
 
 class Earlier(NamedTuple):
     """The fingerprints that versions before content was sampled recorded for the same files, and the fields of Data
-    that read them as then, where their defaults now read them otherwise."""
+    (name, value) that read them as then, where their defaults now read them otherwise."""
 
     fingerprints: frozenset[str] = frozenset()
-    fields: Mapping[str, str] = MappingProxyType({})
+    fields: tuple[tuple[str, str], ...] = ()
 
 
 def fingerprint_by_names(files: Sequence[tuple[str, Path]], identity: str, version: str | None) -> str:

@@ -77,7 +77,7 @@ def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
     if fields:
         dataset = opened(data.model_copy(update=dict(fields)))
         dataset.fingerprint = recorded
-        told += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields.items())
+        told += ", and read as it did: " + ", ".join(f"data.{name} = {value}" for name, value in fields)
     dataset.rows["begun with"] = told
     return dataset
 

@@ -109,20 +109,21 @@ class Documents:
                 before = now
 
     def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
-        """The elements of an array, or objects that take several lines each. `line`: where they begin."""
+        """The elements of arrays, or objects that take several lines each. `line`: where they begin."""
         number, decoder = line, json.JSONDecoder()
         try:
             whole = content.decode()
-            place, done = SPACE.match(whole).end(), 0  # type: ignore[union-attr]
-            array = whole[place] == "["
-            place = SPACE.match(whole, place + array).end()  # type: ignore[union-attr]
-            while place < len(whole) and not (array and whole[place] == "]"):
-                number = line + whole.count("\n", 0, place)
+            array, place, done, counted = False, _after_space(whole, 0), 0, 0
+            while place < len(whole):
+                number, counted = number + whole.count("\n", counted, place), place
+                if whole[place] == ("]" if array else "["):
+                    array, place = not array, _after_space(whole, place + 1)
+                    continue
                 record, place = decoder.raw_decode(whole, place)
-                place = SPACE.match(whole, place).end()  # type: ignore[union-attr]
+                place = _after_space(whole, place)
                 yield from cut(self._text_of(record), file, (place - done) / len(whole) * file.stat().st_size)
                 done = place
-            if array and place >= len(whole):
+            if array:
                 raise ValueError("the array is cut: its ] is missing")
         except (ValueError, RecursionError) as error:
             raise self._bad(f"{file}:{number}", error) from None
@@ -172,6 +173,11 @@ class Documents:
             f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
             "the key that holds the text"
         )
+
+
+def _after_space(text: str, place: int) -> int:
+    """The first place from `place` on that is neither space nor a comma."""
+    return SPACE.match(text, place).end()  # type: ignore[union-attr]
 
 
 def cut(text: str, file: Path, size: float) -> Iterator[Piece]:

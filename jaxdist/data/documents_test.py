@@ -59,6 +59,9 @@ FILES: dict[str, bytes] = {
     "array of texts.json": json.dumps(TEXTS).encode(),
     "indented.json": json.dumps(RECORDS, indent=2, ensure_ascii=False).encode(),
     "objects over lines.json": "\n".join(json.dumps(record, indent=1) for record in RECORDS).encode(),
+    "two arrays.json": (json.dumps(RECORDS[:20]) + "\n" + json.dumps(RECORDS[20:])).encode(),
+    "an array a line.jsonl": "".join(json.dumps([text]) + "\n" for text in TEXTS).encode(),
+    "an array and lines.json": (json.dumps(RECORDS[:20]) + LINES[LINES.index('{"id": 20') :]).encode(),
     "nulls.jsonl": (LINES + '{"text": null}\n{"text": ""}\n').encode(),
 }
 
@@ -205,6 +208,7 @@ DAMAGED = {
     "text.arrow": (b"some text " * 9, "cannot be read, damaged or cut"),
     "half.jsonl": (RAW.encode("utf-16")[:-1], "cannot be read, damaged or cut"),
     "cut.json": (json.dumps(RECORDS).encode()[:-1], r"cut\.json:1: the array is cut"),
+    "behind.json": (json.dumps(RECORDS).encode() + b"\nx", r"behind\.json:2: Expecting value"),
     "p.jsonl": (b"PAR1" + bytes(99), "no text: it is a Parquet file; give it the name"),
     "a.txt": (b"PK\x03\x04" + bytes(99), "no text: it is a zip archive"),
     "b.txt": (b"%PDF-1.7 text", "no text: it is a PDF"),
@@ -214,6 +218,8 @@ DAMAGED = {
     "deep.json": (b"[" * 100_000, r"deep\.json:1: "),
     "a.tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar".ljust(300, b"\0")), "it is a tar archive"),
     "ids.npy.gz": (gzip.compress(b"ids"), r"\.npy files are not read packed; unpack it"),
+    "a.safetensors": (b"any", "weights, no text; give text or token ids"),
+    "b.pt": (b"PK", "weights, no text"),
     "meta.pkl": (b"\x80\x04.", "pickles are never opened"),
 }
 

@@ -10,8 +10,11 @@ from jaxdist.config import ConfigError
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# What lies beside data and is none: pickles (nanoGPT's meta.pkl), which are never opened; tokenizers and descriptions.
-NOT_DATA = (".pkl", ".pickle")
+# What lies beside data and is none: pickles (nanoGPT's meta.pkl), weights; tokenizers and descriptions.
+NOT_DATA = {
+    **dict.fromkeys((".pkl", ".pickle"), "pickles are never opened"),
+    **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".onnx", ".h5"), "weights, no text"),
+}
 NOT_DATA_NAMES = {
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "generation_config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
@@ -177,7 +180,7 @@ def kind_of(file: Path) -> str:
     if suffix == ".idx":
         raise ConfigError(f"data.path = {str(file)!r}: an index without {file.stem}.bin beside it; put that there")
     if suffix in NOT_DATA:
-        raise ConfigError(f"data.path = {str(file)!r}: pickles are never opened; give text or token ids")
+        raise ConfigError(f"data.path = {str(file)!r}: {NOT_DATA[suffix]}; give text or token ids")
     return KINDS.get(suffix, "text")
 
 

@@ -30,6 +30,11 @@ MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
 MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 PACKED = {b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd"}
+# Types in which ids are found, and not read.
+OTHERS = {
+    ">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-endian uint16", "<f4": "float32",
+    "<f8": "float64", "|u1": "uint8",
+}  # fmt: skip
 
 
 class Mapped(NamedTuple):
@@ -128,7 +133,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
         raise ConfigError(f"data.path = {str(file)!r}: its {size} bytes are no multiple of {least}, {field}; {fix}")
     found = width(content, size, vocab)
     if declared == "auto":
-        _check_order(file, content, found, vocab)
+        _check_others(file, content, found, vocab)
         return Located(raw(file, np.dtype(found).newbyteorder("<")), None, "as the content shows") if found else None
     ids = _view(content, declared)
     fits = bool(((ids >= 0) & (ids < vocab)).all())
@@ -167,20 +172,21 @@ def _view(content: bytes, name: str) -> NDArray:
     return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
 
 
-def _check_order(file: Path, content: bytes, found: str | None, vocab: int) -> None:
-    """Raises ConfigError for ids whose most significant byte is the first."""
+def _check_others(file: Path, content: bytes, found: str | None, vocab: int) -> None:
+    """Raises ConfigError for ids in numbers that are not read, where only those are in the vocabulary."""
     if found != "uint16" or (_view(content, found) < vocab).all():
         return
-    for name in ("int64", "uint32", "uint16"):
-        dtype = np.dtype(name)
-        swapped = _view(content, name).byteswap()
-        # Of two bytes any order is within a vocabulary that is nearly as large as their numbers.
-        told = vocab < 60_000 if name == "uint16" else width(swapped.tobytes(), file.stat().st_size, vocab) == name
-        if told and (swapped >= 0).all() and (swapped < vocab).all():
-            big, little = f">{dtype.str[1:]}", f"<{dtype.str[1:]}"
+    wanted = "<u2" if vocab <= 65_536 else "<u4"
+    for dtype, name in OTHERS.items():
+        ids = np.frombuffer(content[: len(content) // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize], dtype)
+        if (dtype == ">u2" and vocab > 60_000) or (dtype == "|u1" and vocab > 256):
+            continue  # any two bytes, or any one, would be in the vocabulary
+        with np.errstate(invalid="ignore"):  # integers that are no floats
+            fits = ((ids >= 0) & (ids < vocab) & (ids == np.floor(ids))).all() and ids.any()
+        if fits:
             raise ConfigError(
-                f"data.path = {str(file)!r}: its ids are big-endian {name}; write them little-endian, as by "
-                f"numpy.fromfile(path, {big!r}).astype({little!r}).tofile(path)"
+                f"data.path = {str(file)!r}: its ids are {name}; write them in another type, as by "
+                f"numpy.fromfile(path, {dtype!r}).astype({wanted!r}).tofile(path)"
             )
 
 

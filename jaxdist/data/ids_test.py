@@ -74,14 +74,15 @@ def test_a_type_that_cannot_hold_the_vocabulary(tmp_path: Path, declared: str) -
     assert len(read(tmp_path / "a.bin", 65_536)) == 1000
 
 
-@pytest.mark.parametrize("dtype", [">u2", ">i4", ">i8"])
-def test_big_endian_ids_are_named_and_the_fix_works(tmp_path: Path, dtype: str) -> None:
-    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, 50_257, 1000)
+@pytest.mark.parametrize("dtype", [">u2", ">i4", ">i8", "<f4", "<f8", "|u1"])
+def test_ids_in_other_numbers_are_named_and_the_fix_works(tmp_path: Path, dtype: str) -> None:
+    vocab = 200 if dtype == "|u1" else 50_257
+    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, vocab, 1000)
     wanted.astype(dtype).tofile(file)
-    with pytest.raises(ConfigError, match=r"its ids are big-endian .*; write them little-endian, as by") as raised:
-        read(file, 50_257)
+    with pytest.raises(ConfigError, match=r"its ids are (big-endian|float|uint8).*; write them in .* as by") as raised:
+        read(file, vocab)
     eval(str(raised.value).split("as by ")[1].replace("path", "file"), {"numpy": np, "file": file})
-    assert read(file, 50_257) == wanted.tolist()
+    assert read(file, vocab) == wanted.tolist()
 
 
 def test_only_zeros_tell_no_type(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def arrays(path: Path, by_name: bool) -> Pictures:
     images, labels = (np.concatenate(parts) if len(read) > 1 else parts[0] for parts in zip(*read, strict=True))
     found = _in_memory(images, labels)
     training = len(read[0][0]) if len(files) > 1 else None
-    fields = {} if training is None else {"split": "share"}
+    fields = () if training is None else (("split", "share"),)
     earlier = Earlier(frozenset({_named(path.name, path.stat().st_size)}), fields)
     fingerprint = fingerprint_of(files, [file.name for file in files], training)
     return Pictures(*found[:2], fingerprint, earlier, {"images": f"{found[2]}; {names(files)}"}, training)
@@ -164,7 +164,7 @@ def folder(path: Path, model: ResNet, by_name: bool) -> Pictures:
     fingerprint = fingerprint_of([file for file, _ in files], named, labels.tolist(), training)
     sizes = [(name, file.stat().st_size) for name, (file, _) in zip(named, files, strict=True)]
     hidden = any(inner.name.startswith(".") for inner in _folders(path))  # which were classes once
-    fields = {} if training is None else {"split": "share"}
+    fields = () if training is None else (("split", "share"),)
     earlier = Earlier() if hidden else Earlier(frozenset({_named(*sizes)}), fields)
     told = f"{len(files):,} pictures in folders of {len(set(labels.tolist()))} classes"
     return Pictures(

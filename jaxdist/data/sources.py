@@ -154,7 +154,7 @@ def _earlier(
         named = [(root.name, root)]
     return Earlier(
         frozenset(fingerprint_by_names(named, identity, version) for identity in identities),
-        fields,
+        tuple(fields.items()),
     )
 
 
