@@ -9,8 +9,9 @@ from jaxdist.config import KEPT
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import plain
-from jaxdist.formats.tables import HUGGINGFACE
+from jaxdist.formats.tables import HUGGINGFACE, NAMINGS
 
+IN_MEMORY = NAMINGS["transformers in memory"]
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
@@ -116,6 +117,7 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
 def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
     from jaxdist.convert.atoms import split_rows  # imports jax, which most readers of records do not need
 
+    arrays = one_by_one(arrays, family, layers)
     table, ours, left, missing = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays), list[str]()
     for row in table.rows:
         experts = (
@@ -135,6 +137,22 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
     if unknown := sorted(name for name in left if name != table.head and not table.ignored.search(name)):
         raise ValueError(f"{', '.join(unknown[:3])} has no counterpart in it")
     return as_torch(ours)
+
+
+def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Arrays:
+    """Parameters of a mixture under the names that transformers 5 has in memory, where the experts of a layer are
+    stacked and gate and up are one, under the names of its files; all others as they are."""
+    found, in_files = dict(arrays), {ours: row for row in HUGGINGFACE[family].rows for ours in row.ours}
+    rows = IN_MEMORY[family].rows if family in IN_MEMORY else []
+    for row, layer in ((row, layer) for row in rows if row.stacked for layer in range(layers)):
+        if (name := row.theirs.format(layer=layer)) not in found:
+            continue
+        array, count = found.pop(name), len(row.ours)
+        for ours, part in zip(row.ours, np.split(array, count, axis=-2) if count > 1 else [array], strict=True):
+            theirs = in_files[ours].theirs
+            parts = enumerate(part) if in_files[ours].by_expert else [(0, part)]
+            found |= {theirs.format(layer=layer, expert=expert): matrix for expert, matrix in parts}
+    return found
 
 
 def _activations(arrays: Arrays, family: str) -> Arrays:

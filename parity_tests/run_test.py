@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, RunFolder, write_record
@@ -209,3 +209,27 @@ def test_a_parameter_that_one_layer_lacks() -> None:
     del record["weights/model.layers.0.self_attn.q_proj.weight"]
     with pytest.raises(ValueError, match=r"^model.layers.0.self_attn.q_proj.weight is missing$"):
         names.from_hf(record, "llama", 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_mixture_as_transformers_holds_it_in_memory(family: str, tmp_path: Path) -> None:
+    """The same parameters as those of the file that it writes, where each expert has a tensor of its own."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 12, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3, "num_local_experts": 3,
+        "num_experts_per_tok": 2, "vocab_size": 16,
+    }  # fmt: skip
+    name = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}[family]
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    model.save_pretrained(tmp_path)
+    held = {f"weights/{n}": p.detach().numpy() for n, p in model.named_parameters()}
+    assert any(n.endswith("experts.gate_up_proj") for n in held)
+    stored = {f"weights/{n}": w for n, w in load_file(tmp_path / "model.safetensors").items()}
+    found, right = (names.from_hf(record, family, 2) for record in (held, stored))
+    assert found.keys() == right.keys() and any("experts" in n for n in found)
+    for n, w in right.items():
+        np.testing.assert_array_equal(found[n], w, err_msg=n)
+    swapped = {n: np.roll(w, 1, axis=0) if n.endswith("gate_up_proj") else w for n, w in held.items()}
+    wrong = names.from_hf(swapped, family, 2)
+    assert any(not np.array_equal(wrong[n], w) for n, w in right.items())
