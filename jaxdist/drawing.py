@@ -32,8 +32,9 @@ STYLE: dict[Any, Any] = {
 
 
 def pages(folder: Path) -> Environment:
-    """The templates of a folder: what is put in is escaped, and what is missing is an error."""
-    loader = FileSystemLoader(folder)
+    """The templates of a folder, which may include those beside this file: what is put in is escaped, and what is
+    missing is an error."""
+    loader = FileSystemLoader([folder, Path(__file__).parent])
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 

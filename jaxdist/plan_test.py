@@ -218,7 +218,9 @@ def test_one_plan_has_one_answer(argv: list[str], tmp_path: Path, capsys: Capsys
     pytest.importorskip("matplotlib")
     found = printed(capsys, "--config", *argv, "--output", str(tmp_path))
     page = re.sub(r"\s+", " ", (tmp_path / "plan.html").read_text())
-    rows = re.findall(r'<th scope="row">(\S+)</th>.*?<td>([\d.]+)(: does not fit)?</td></tr>', page)
+    rows = re.findall(
+        r'<th scope="row">(\S+)</th>.*?<td data-name="memory, GB">([\d.]+)(: does not fit)?</td></tr>', page
+    )
     assert rows and float(rows[0][1]) == pytest.approx(found["memory"]["peak"] / 1e9, abs=0.05)
     for mesh, size, refused in rows:
         one = [*argv, "--mesh", mesh]

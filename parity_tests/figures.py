@@ -23,6 +23,7 @@ UNKNOWN = "#d0d7de"
 BLUES = ("#eef4fb", "#0b3d78")
 MARKED = 60  # a curve of more steps is drawn without a marker for each
 FLAT = 0.01  # no axis of a curve spans less than this share of its values
+TICKS = 8  # powers of ten on the scale, so that their names keep apart
 WRITTEN = 8  # a heat map of more columns is drawn without its numbers
 SHADES = 48  # from 50 on the scale would be drawn as an image
 EPSILON = 1e-17  # below the rounding of float64
@@ -113,14 +114,17 @@ def _difference(axes: Axes, between: Curve, bound: np.ndarray | None) -> None:
 
 
 def heat(
-    name: str, label: str, rows: Sequence[str], steps: Sequence[int], errors: np.ndarray, bounds: np.ndarray
+    name: str, label: str, rows: Sequence[str], columns: Sequence[int | str], errors: np.ndarray, bounds: np.ndarray
 ) -> Markup:
-    """Relative errors, rows × steps: log shades of blue, red beyond the step's bound, grey for what is no number."""
+    """Relative errors, rows × columns: log shades of blue, red beyond the column's bound, grey for what is no number.
+
+    Columns that are numbers are steps.
+    """
     blues = LinearSegmentedColormap.from_list("blues", BLUES, SHADES)
     colours = blues.with_extremes(bad=UNKNOWN, over=BEYOND, under="#ffffff")
     low, high = float(np.log10(EPSILON)), float(np.log10(bounds.max()))
     scale = Normalize(low, high)
-    beyond, written = errors > bounds, len(steps) <= WRITTEN
+    beyond, written = errors > bounds, len(columns) <= WRITTEN
     shades = np.ma.masked_invalid(np.log10(np.maximum(errors, EPSILON / 10)))
     shades[beyond & np.isfinite(errors)] = high + 1
     height = 0.27 if len(rows) <= 16 else 0.14
@@ -131,9 +135,10 @@ def heat(
         axes.invert_yaxis()
         every = 1 + len(rows) // 40
         axes.set_yticks(np.arange(0, len(rows), every) + 0.5, rows[::every])
-        every = 1 + len(steps) // 12
-        axes.set_xticks(np.arange(0, len(steps), every) + 0.5, [str(step) for step in steps[::every]])
-        axes.set_xlabel("step")
+        every = 1 + len(columns) // 12
+        axes.set_xticks(np.arange(0, len(columns), every) + 0.5, [str(column) for column in columns[::every]])
+        if all(isinstance(column, int) for column in columns):
+            axes.set_xlabel("step")
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         for (i, j), error in np.ndenumerate(errors):
@@ -142,7 +147,7 @@ def heat(
                 dark = error < np.inf and scale(shades[i, j]) > 0.55
                 colour = "#ffffff" if dark else "#24292f"
                 axes.text(j + 0.5, i + 0.5, text, ha="center", va="center_baseline", size=8.5, color=colour)
-        ticks = np.arange(np.ceil(low), high + 0.5)
+        ticks = np.arange(np.ceil(low), high + 0.5, 1 + (high - low) // TICKS)
         bar = figure.colorbar(mesh, ax=axes, location="bottom", extend="max", aspect=30, shrink=0.9, ticks=ticks)
         bar.solids.set_edgecolor("face")  # type: ignore[union-attr]  # no seams between the shades
         bar.ax.set_xticklabels([f"1e{tick:.0f}" for tick in ticks])

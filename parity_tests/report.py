@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from markupsafe import Markup, escape
 
+from jaxdist.config import KEPT
 from jaxdist.drawing import pages
 from parity_tests import compare, figures
 from parity_tests.figures import Curve, digits, short
@@ -28,6 +29,8 @@ ALLOCATOR = "allocator_peak"  # on GPUs alone
 MODULES = ("embed", "positions", "layers", "norm", "lm_head")  # from the tokens to the logits
 GRADIENT = "gradient/"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+SHOWN = 1e-3  # beyond it states of runs in less than float64 are drawn red
+LONGEST = 16  # characters of a word that are kept together
 TEMPLATE = "report.html.j2"
 
 
@@ -42,6 +45,7 @@ class Run(Protocol):
     def summary(self) -> Mapping[str, Any]: ...
     @property
     def records(self) -> Mapping[int, Mapping[str, np.ndarray]]: ...
+    def kept_states(self, kind: str) -> Mapping[str, np.ndarray]: ...
 
 
 Pair = tuple[Run, Run]
@@ -75,6 +79,7 @@ def write(
         levels=[level(name, verdict) for name in dict.fromkeys([*LEVELS, *(c.level for c in verdict.checks)])],
         kind=KINDS[kind] if kind else None,
         curves=[curves(field, kind, pairs) for field in FIELDS] if kind else [],
+        differs=list(differs(verdict)),
         heat=[heat(k, pairs[k], bounds) for k in mapped],
         memory=memory(pairs[kind]) if kind else None,
         causes=causes(verdict.memory),
@@ -87,8 +92,9 @@ def write(
 
 
 def breakable(name: str) -> Markup:
-    """A tensor's name that a narrow column may break between its parts."""
-    return Markup(re.sub(r"(?<=[/.])(?=\w)", "<wbr>", str(escape(name))))
+    """A tensor's name, or a path, that a narrow column may break between its parts, and within very long ones."""
+    parts = re.findall(rf"\s*[^/._\s]{{1,{LONGEST}}}[/._]?|\s+|[/._]", name)
+    return Markup("<wbr>").join(parts)
 
 
 def unbroken(text: str) -> Markup:
@@ -216,9 +222,23 @@ def _uneven(lengths: Mapping[str, int], shared: int) -> list[str]:
     return [f"The runs are of unequal length ({has} steps): the difference covers the {shared} that all have."]
 
 
+def differs(verdict: Verdict) -> Iterator[str]:
+    """Where the runs differ, in words: the cause, the first tensor, and the first check of each level that fails."""
+    if not verdict.failed:
+        return
+    if verdict.cause:
+        yield f"Cause: {verdict.cause}"
+    if verdict.parting:
+        yield str(verdict.parting)
+    firsts = {check.level: check for check in reversed(verdict.failed)}
+    for level in (level for level in LEVELS if level in firsts):
+        check = firsts[level]
+        yield f"{level.capitalize()}: {check.title} is {short(check.value)}, where {short(check.bound)} is allowed."
+
+
 def layer_of(name: str) -> str:
-    """The layer that a recorded gradient belongs to: embed, layers.0, norm, lm_head."""
-    first, *rest = name.removeprefix(GRADIENT).split(".")
+    """The layer that a recorded tensor, as a gradient, belongs to: embed, layers.0, norm, lm_head."""
+    first, *rest = name.partition("/")[2].split(".")
     return f"{first}.{rest[0]}" if first == "layers" else first
 
 
@@ -228,14 +248,15 @@ def in_order(layer: str) -> tuple[int, int, str]:
     return MODULES.index(first) if first in MODULES else len(MODULES), int(number or 0), layer
 
 
-def layer_errors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Relative error of each layer's gradients as one vector; infinite where the two sides have others.
+def layer_errors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], kind: str = GRADIENT) -> dict[str, float]:
+    """Relative error of each layer's gradients, or tensors of another kind, as one vector; infinite where the two sides
+    have others.
 
     As one vector, because a tensor whose true gradient is zero (GPT-2's key bias) is rounding alone by itself.
     """
     names = defaultdict(list)
     for name in sorted(a.keys() | b.keys()):
-        if name.startswith(GRADIENT):
+        if name.startswith(kind):
             names[layer_of(name)].append(name)
     errors = {}
     for layer, tensors in names.items():
@@ -246,14 +267,14 @@ def layer_errors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> di
 
 
 def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
-    """Each layer's error at each step that both sides recorded."""
+    """Each layer's error at each step that both sides recorded; of final states where they recorded no gradients."""
     a, b = (run.records for run in runs)
     title = f"Gradients by layer, {KINDS[kind]}"
     steps = sorted(a.keys() & b.keys())
     columns = [layer_errors(a[step], b[step]) for step in steps]
     rows = sorted({layer for column in columns for layer in column}, key=in_order)
     if not rows:
-        return Plot(title, None, ["No gradients were recorded on both sides."])
+        return final(kind, runs)
     errors = np.array([[column.get(layer, np.inf) for column in columns] for layer in rows])
     limits = np.array([bounds.get(step, compare.STATE) for step in steps])
     i, j = np.unravel_index((errors / limits).argmax(), errors.shape)
@@ -270,6 +291,30 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
         notes.append(f"Recorded on one side alone: {listed(alone)}.")
     label = f"Heat map of the relative error of each layer's gradients over steps, {KINDS[kind]}. {notes[0]}"
     return Plot(title, figures.heat(f"heat-{kind}", label, rows, steps, errors, limits), notes)
+
+
+def final(kind: str, runs: Pair) -> Plot:
+    """Each layer's error in the final weights and in what the optimizer keeps, as far as both sides have them."""
+    a, b = runs
+    kinds = {k: (a.kept_states(k), b.kept_states(k)) for k in ("weights", *KEPT)}
+    columns = {k: layer_errors(x, y, f"{k}/") for k, (x, y) in kinds.items() if x and y}
+    rows = sorted({layer for column in columns.values() for layer in column}, key=in_order)
+    missing = "No gradients were recorded on both sides."
+    if not rows:
+        return Plot(f"Gradients by layer, {KINDS[kind]}", None, [missing])
+    errors = np.array([[column.get(layer, np.inf) for column in columns.values()] for layer in rows])
+    limits = np.full(len(columns), compare.STATE if in_float64(kind, runs) else SHOWN)
+    i, j = np.unravel_index(errors.argmax(), errors.shape)
+    notes = [
+        f"The largest: {short(errors[i, j].item())} in {list(columns)[j].replace('_', ' ')} of {rows[i]}.",
+        f"{missing} These are relative errors ‖a − b‖ / ‖b‖ of all that a layer has at the end, as one vector.",
+    ]
+    if not in_float64(kind, runs):
+        notes.append("The colours are for the eye: what was judged, and within which bound, is listed with the levels.")
+    title = f"Final states by layer, {KINDS[kind]}"
+    label = f"Heat map of the relative error of each layer's final states, {KINDS[kind]}. {notes[0]}"
+    names = [name.replace("_", " ") for name in columns]
+    return Plot(title, figures.heat(f"heat-{kind}", label, rows, names, errors, limits), notes)
 
 
 def memory(runs: Pair) -> Plot:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from parity_tests import figures, report
+from parity_tests.causes import Diagnosis
 from parity_tests.verdict import UNEXPLAINED, Cause, Check, Verdict
 
 WHY = "float64: both sides round alike to 1e-15"
@@ -31,6 +32,10 @@ class Stub:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     records: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    states: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def kept_states(self, kind: str) -> Mapping[str, np.ndarray]:
+        return {name: state for name, state in self.states.items() if name.startswith(f"{kind}/")}
 
 
 def run(side: str, steps: int = 6, noise: float = 1e-8, layers: int = 12) -> Stub:
@@ -200,13 +205,28 @@ def test_one_device_has_one_heat_map_and_no_traffic(tmp_path: Path) -> None:
     assert page.count("Heat map") == 1 and "On this mesh nothing must be sent" in page
 
 
-# The page in frames of a desk's and a phone's width; a browser's window cannot be as narrow as a phone.
-WIDTHS = (1200, 390)
+# The page in frames of the width of a desk, a tablet and a phone, as which a browser's window cannot be as narrow.
+WIDTHS = (1440, 768, 390)
 MEASURE = """<script>
 const found = [];
 for (const frame of document.querySelectorAll("iframe")) {
   const width = frame.contentWindow.innerWidth, page = frame.contentDocument;
   if (page.documentElement.scrollWidth > width) found.push(`scrolls sideways at ${width}`);
+  for (const e of page.querySelectorAll("body *:not(svg *)")) {
+    const name = `${width}: ${e.tagName} ${e.className}`;
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) found.push(`runs over at ${name}`);
+    if (e.getBoundingClientRect().right > width + 1) found.push(`cut at ${name}`);
+  }
+  for (const text of page.querySelectorAll("svg text")) {
+    const box = text.getBoundingClientRect(), svg = text.closest("svg").getBoundingClientRect();
+    if (box.left < svg.left - 1 || box.right > svg.right + 1) found.push(`runs over at ${width}: ${text.textContent}`);
+  }
+  const walker = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT), range = page.createRange();
+  while (walker.nextNode()) for (const word of walker.currentNode.data.matchAll(/[A-Za-z]{2,20}(?![A-Za-z])/g)) {
+    if (walker.currentNode.data.slice(0, word.index).match(/[A-Za-z]$/)) continue;
+    range.setStart(walker.currentNode, word.index); range.setEnd(walker.currentNode, word.index + word[0].length);
+    if (range.getClientRects().length > 1) found.push(`breaks at ${width}: ${word[0]}`);
+  }
   for (const svg of page.querySelectorAll("svg")) {
     const box = svg.getBoundingClientRect(), drawn = svg.getBBox();
     if (!(box.width * box.height && drawn.width * drawn.height)) found.push(`nothing drawn at ${width}: ${svg.id}`);
@@ -247,6 +267,37 @@ def test_a_browser_draws_everything_at_any_width(whole: str, tmp_path: Path) -> 
     assert seen(whole, tmp_path) == ["5 figures"] * len(WIDTHS)
 
 
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("tokens per second", "tokens| per| second"),
+        ("exp_avg/layers.0.q_proj.weight", "exp_|avg/|layers.|0.|q_|proj.|weight"),
+        ("../a  b/" + "x" * 20, ".|.|/|a|  b/|" + "x" * 16 + "|xxxx"),
+    ],
+)
+def test_a_name_breaks_between_its_parts_alone(name: str, broken: str) -> None:
+    assert str(report.breakable(name)).split("<wbr>") == broken.split("|")
+
+
+def test_where_it_differs_is_said_where_no_gradients_were_kept(tmp_path: Path) -> None:
+    """As of another loop: the cause, the first check of each level, and a heat map of the final states."""
+    runs = pair()
+    for number, side in enumerate(runs):
+        side.records, off = {}, 1 + 1e-6 * number
+        side.states = {f"{kind}/embed.weight": np.full(3, off) for kind in ("weights", "exp_avg")}
+    cause = Diagnosis("clip", 1, "the gradients that the optimizer of theirs gets are 2 times ours", "exp_avg")
+    page = written(tmp_path, Verdict([*HOLDS, FAILS], cause=cause), {"policy": runs})
+    text = text_of(page)[text_of(page).index("Where it differs") :]
+    memory = f"Memory: {FAILS.title} is 22,800,000, where 92 is allowed"
+    for said in (f"Cause: {cause}", memory, "Final states by layer", "The largest: 1.0e-06 in weights of embed"):
+        assert said in text, said
+    assert seen(page, tmp_path) == ["4 figures"] * len(WIDTHS)
+    for side in runs:
+        side.states = {}
+    assert f"Cause: {cause}" in text_of(written(tmp_path, Verdict([FAILS], cause=cause), {"policy": runs}))
+    assert "Cause" not in text_of(written(tmp_path, Verdict(HOLDS), {"policy": runs}))
+
+
 def test_it_prints_on_few_pages(whole: str, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(whole, encoding="utf-8")
     browse(tmp_path / "report.html", "--no-pdf-header-footer", f"--print-to-pdf={tmp_path / 'report.pdf'}")
@@ -265,10 +316,20 @@ def test_the_browser_sees_what_is_broken(tmp_path: Path) -> None:
     broken = """<!doctype html><svg id="empty" viewBox="0 0 9 9"></svg><svg id="bad" viewBox="0 0 9 9">
         <path d="M 0 q"/></svg><script>missing()</script><style>svg {width: 9px}</style><p style="width: 800px">wide"""
     found = "\n".join(seen(broken, tmp_path))
-    for what in ("scrolls sideways at 390", "nothing drawn at 390: empty", "nothing drawn at 1200: bad",
+    for what in ("scrolls sideways at 390", "nothing drawn at 390: empty", "nothing drawn at 1440: bad",
                  "attribute d: Expected number", "missing is not defined"):  # fmt: skip
         assert what in found, found
-    assert "sideways at 1200" not in found
+    assert "sideways at 1440" not in found
+
+
+def test_the_browser_sees_what_runs_over_or_breaks(tmp_path: Path) -> None:
+    broken = """<!doctype html><body><div style="width: 60px; white-space: nowrap">one two three four five</div>
+        <div style="width: 30px; overflow-wrap: anywhere">certainly</div>
+        <svg width="50" height="9"><text y="9">a name that is longer than its figure</text></svg>"""
+    found = "\n".join(seen(broken, tmp_path))
+    for what in ("runs over at 768: DIV", "breaks at 390: certainly", "runs over at 1440: a name that is longer"):
+        assert what in found, found
+    assert "breaks at 390: one" not in found
 
 
 def test_the_causes_of_memory_sum_up(tmp_path: Path) -> None:
