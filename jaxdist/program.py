@@ -115,7 +115,12 @@ class Program:
             if not layout.std:
                 return jnp.full(layout.shape, layout.mean, self.dtype_of(layout))
             named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
-            values = layout.mean + layout.std * jax.random.normal(named, layout.shape, jnp.float32)
+            padded = layout.axes.index("vocab") if "vocab" in layout.axes else None
+            shape = [self.experiment.model.vocab if axis == padded else n for axis, n in enumerate(layout.shape)]
+            values = layout.mean + layout.std * jax.random.normal(named, shape, jnp.float32)
+            if padded is not None:  # the tokens' own rows are the same with any padding, which is their mean
+                rows = [(0, n - size) for n, size in zip(layout.shape, shape, strict=True)]
+                values = jnp.pad(values, rows, mode="mean")
             return values.astype(self.experiment.precision.parameters)
 
         return self.state_from({name: draw(layout) for name, layout in self.layouts.items()})
@@ -299,11 +304,11 @@ class Program:
         return jax.jit(lambda parameters: {n: jnp.isfinite(w).all() for n, w in on_device(parameters).items()})
 
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
-        """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host."""
+        """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""
         if self.experiment.model.takes == "images":
             return on_host(self.forward(parameters, tokens))
         order = self.order(tokens.shape[1])
-        return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order)]
+        return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order), : self.experiment.model.vocab]
 
     @cached_property
     def forward(self) -> Any:

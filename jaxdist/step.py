@@ -17,7 +17,7 @@ from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.memory import Rematerialize, on_device
 from jaxdist.models import bind
-from jaxdist.models.loss import chunked, cross_entropy
+from jaxdist.models.loss import chunked, cross_entropy, of_tokens
 from jaxdist.optim import steps_done, sum_of_squares
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.sharding import PARTS, TOKENS, Cut, Layout
@@ -101,7 +101,7 @@ class Step:
             made = self.forward(sinks, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given)
             return made.output, made
         made = self.forward(sinks, weights, inputs, stages, **given)
-        return cross_entropy(made.output, targets), made
+        return cross_entropy(of_tokens(made.output, getattr(self.model, "config", None)), targets), made
 
     def forward(
         self,

@@ -15,6 +15,7 @@ from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
+from jaxdist.convert.vocabulary import resized, vocabulary_of
 from jaxdist.finite import check_start
 from jaxdist.formats.tables import OWN
 from jaxdist.program import Program
@@ -50,9 +51,10 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window, and
     where a weight is not finite.
     """
-    abstract = program.abstract.parameters
-    if checkpoint.is_checkpoint(path) and not ema:
-        same_model(program.experiment.model, checkpoint.read_experiment(path).model, str(path))
+    abstract, model = program.abstract.parameters, program.experiment.model
+    found = checkpoint.read_experiment(path).model if checkpoint.is_checkpoint(path) else None
+    if found and not ema and vocabulary_of(found) == vocabulary_of(model):
+        same_model(model, found, str(path))
         weights = items.restore(path, parameters=abstract).parameters
         check_start(program, path, weights)
         return program.placed(weights)
@@ -61,7 +63,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
         return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
 
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
-    content = content.averaged(path) if ema else content
+    content = resized(content.averaged(path) if ema else content, model)
     conversion = Conversion(content, OWN, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
     conversion.refuse(path, of_start(path))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from jaxdist.config import ConfigError, Experiment, Model, checkpoint_in, same_model, whole
+from jaxdist.config import ConfigError, Decoder, Experiment, Model, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from jaxdist.config.finite import of_start, refused
@@ -32,7 +32,7 @@ from torch_ref import hf
 from torch_ref.finite import check_resumed, check_start
 from torch_ref.launch import from_first
 from torch_ref.optim import Optimizer
-from torch_ref.weights import fill, held
+from torch_ref.weights import VOCABULARY, extended, fill, held, local, place
 
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
@@ -88,13 +88,14 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     config = experiment.model
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
-        same_model(config, read_experiment(found).model, str(found))
-        load(found, {"model": dict(held(model))})
+        theirs = read_experiment(found).model
+        same_model(config, theirs, str(found))
+        load_weights(found, model, config, theirs)
         check_start(found, dict(held(model)))
     elif (path / "config.json").exists():
         weights = hf.Weights(path, config)
         weights.check()
-        fill(model, lambda name, _: weights.read(name))
+        fill(model, lambda name, shape: extended(weights.read(name), shape))
         if weights.not_finite:
             raise refused(path, weights.not_finite, of_start(path))
         check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
@@ -103,6 +104,22 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
             f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder; "
             "`python -m jaxdist.convert` writes Hugging Face folders"
         )
+
+
+def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> None:
+    """The weights of a checkpoint of torch_ref, whose model is `theirs`. Where its vocabulary is smaller or padded
+    otherwise, every rank reads all rows, and keeps those of tokens. Raises ConfigError."""
+    named, other = dict(held(model)), dict[str, Tensor]()
+    if isinstance(theirs, Decoder) and isinstance(config, Decoder):
+        here, there = ((m.vocab, m.vocab_rows) for m in (config, theirs))
+        for name in VOCABULARY if here != there else ():
+            if name in named:
+                own = local(named[name])
+                other[name] = own.new_empty(theirs.vocab_rows, named[name].shape[1])
+    load(path, {"model": named | other})
+    for name, tensor in other.items():
+        assert isinstance(theirs, Decoder)
+        local(named[name]).copy_(extended(tensor[: theirs.vocab], named[name].shape)[place(named[name])])
 
 
 def read_experiment(path: Path) -> Experiment:

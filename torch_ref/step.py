@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, Model
 from jaxdist.data import IGNORED
 from torch_ref.images import statistics_of_the_first
 from torch_ref.mesh import TOKENS, over
 from torch_ref.models import Mixtral
-from torch_ref.models.loss import chunked, cross_entropy
+from torch_ref.models.loss import chunked, cross_entropy, of_tokens
 from torch_ref.optim import Optimizer, clip, global_norm
 from torch_ref.parallelize import microbatch, reshard
 from torch_ref.pipeline import Pipeline, parts_of
@@ -68,7 +68,7 @@ def train_step(
     """
     model.zero_grad(set_to_none=True)
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
-    parts = experiment.train.accumulation
+    parts, config = experiment.train.accumulation, experiment.model
     total = torch.zeros((), dtype=torch.float64, device=count.device)
     before = [buffer.clone() for buffer in model.buffers()]
 
@@ -78,7 +78,11 @@ def train_step(
         return optimizer.scaler.scale(loss + added / parts)
 
     if isinstance(model, Pipeline):
-        model.accumulate(lambda logits, targets: scaled(cross_entropy(logits, targets)), batch.inputs, batch.targets)
+        model.accumulate(
+            lambda logits, targets: scaled(nats(logits, targets, config)),
+            batch.inputs,
+            batch.targets,
+        )
     else:
         for i, part in enumerate(microbatches(batch, parts)):
             with microbatch(model, experiment.parallel, last=i == parts - 1):
@@ -120,7 +124,13 @@ def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | 
         given["valid_BT"] = rows.targets != IGNORED
     made = model(rows.inputs, **given)
     output, added = made if isinstance(made, tuple) else (made, 0)
-    return output if chunks > 1 else cross_entropy(output, rows.targets), added
+    config = getattr(parts_of(model)[0], "config", None)
+    return output if chunks > 1 else nats(output, rows.targets, config), added
+
+
+def nats(logits: Tensor, targets: Tensor, model: Model | None) -> Tensor:
+    """Sum of cross-entropy over this rank's valid tokens; padding of the vocabulary has no probability."""
+    return cross_entropy(of_tokens(logits, model), targets)
 
 
 def of_all_stages(model: nn.Module) -> Tensor | None:
@@ -149,7 +159,7 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 def evaluate(model: nn.Module, batch: Rows, experiment: Experiment, mesh: DeviceMesh) -> tuple[float, float]:
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images. By microbatches, so
     that it takes no more memory than the step."""
-    count = (batch.targets != IGNORED).sum()
+    count, config = (batch.targets != IGNORED).sum(), experiment.model
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
     def told(loss: Tensor) -> Tensor:
@@ -158,7 +168,7 @@ def evaluate(model: nn.Module, batch: Rows, experiment: Experiment, mesh: Device
 
     model.eval()  # by running statistics
     if isinstance(model, Pipeline):
-        model.evaluate(lambda logits, targets: told(cross_entropy(logits, targets)), batch.inputs, batch.targets)
+        model.evaluate(lambda logits, targets: told(nats(logits, targets, config)), batch.inputs, batch.targets)
     else:
         with loss_parallel():
             for part in microbatches(batch, experiment.train.accumulation):

@@ -12,6 +12,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from jaxdist.config import Family
 
+VOCABULARY = ("embed.weight", "lm_head.weight")  # with a row for each token
+
 
 def draw(model: Family, seed: int, name: str, shape: torch.Size) -> Tensor:
     """The initial value of parameter `name`, float32: a function of seed and name, never of mesh or strategy.
@@ -31,7 +33,16 @@ def draw(model: Family, seed: int, name: str, shape: torch.Size) -> Tensor:
         std = model.init_std / (math.sqrt(2 * model.layers) if layer in ("o_proj", "down_proj") else 1)
     # One number of 32 bits: torch's CPU generator ignores the others.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    return torch.normal(0.0, std, shape, generator=generator)
+    own = (model.vocab, *shape[1:]) if name in VOCABULARY else shape  # the same with any padding
+    return extended(torch.normal(0.0, std, own, generator=generator), shape)
+
+
+def extended(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of the vocabulary with as many rows as `shape`: new ones are the mean of its own."""
+    if (new := shape[0] - len(tensor)) <= 0:
+        return tensor
+    mean = tensor.mean(0, dtype=torch.float64).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(new, -1)])
 
 
 @torch.no_grad()

@@ -259,9 +259,12 @@ class Experiment(Section):
         for field, size, parameter, over in self._splits(self.model):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
+                fix = f"change the mesh, or the size to a multiple of {parts}"
+                if field == "vocab":
+                    fix = f"pad it by model.vocab_multiple = {math.lcm(parts, self.model.vocab_multiple)}"
                 raise ConfigError(
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
-                    f"splits parameter {parameter}; change the mesh, or the size to a multiple of {parts}"
+                    f"splits parameter {parameter}; {fix}"
                 )
 
     def _check_rows(self, axes: Mapping[str, int], rows: str) -> None:
@@ -384,7 +387,7 @@ class Experiment(Section):
         yield "heads", m.heads, f"{attention}.q_proj", heads
         yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
         yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
-        yield "vocab", m.vocab, "embed", ("tensor",)
+        yield "vocab", m.vocab_rows, "embed", ("tensor",)
         if self.parallel.strategy == "ddp":
             return
         shards = ("fsdp", "expert", "context")

@@ -95,11 +95,20 @@ class Decoder(Model):
     hidden: Count = 384
     """Width of the MLP, F."""
     vocab: Count = 256
-    """Vocabulary size, V. Bytes need 256."""
+    """Vocabulary size, V: the number of tokens. Bytes need 256. Where it is more than that of the weights to start
+    from, the rows of the new tokens begin as the mean of the others, and are trained."""
+    vocab_multiple: Count = 1
+    """Pad the embedding and the output head to a multiple of so many rows, as the mesh axis tensor needs. The model is
+    the same: padding has no probability and no gradient, and is left out of what is exported."""
     positions: Count = 1024
     """Longest sequence that the model accepts, in tokens."""
     tied: bool = False
     """The output head is the embedding itself."""
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and the output head: V, padded to a multiple of vocab_multiple."""
+        return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
 
     def keys(self, times: int) -> float:
         """How many keys a query of a sequence sees under the causal mask, the mean over its times: half of them."""
@@ -345,11 +354,14 @@ def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]
     """Field -> (its value in `wanted`, in `found`), for every field in which the weights of one do not fit the other;
     None where a family lacks the field.
 
-    How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights.
+    How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights. A
+    vocabulary may be padded, and be larger than that of the weights, by new tokens.
     """
     here, there = wanted.model_dump(), found.model_dump()
     rotary = isinstance(wanted, Rotary) and here["family"] == there["family"]
-    free = {"init_std", "balance", "capacity", "momentum", "image"} | ({"positions"} if rotary else set())
+    free = {"init_std", "balance", "capacity", "momentum", "image", "vocab_multiple"}
+    free |= {"positions"} if rotary else set()
+    free |= {"vocab"} if here.get("vocab", 0) > there.get("vocab", math.inf) else set()
     fields = sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name))
     return {name: (here.get(name), there.get(name)) for name in fields if here.get(name) != there.get(name)}
 

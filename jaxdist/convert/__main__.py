@@ -30,6 +30,7 @@ from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
+from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.naming import family_of
 
 NAMED = 8  # of what stays behind
@@ -109,6 +110,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     elif source.state and not target.state:
         say(f"a {target.title} holds weights alone: what else training needs stays behind")
     content = content if target.state else content.weights()
+    content = resized(content, wanted.model) if wanted else content
+    content = content if target.padded else exported(content)
     conversion = Conversion(content, target.naming_of(content), dtype=a.dtype)
     what = f"{content.experiment.model.family}, {summary(conversion)}"
     if target.state:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from jaxdist.config import EMA, ConfigError, Experiment, same_model
+from jaxdist.config import EMA, ConfigError, Decoder, Experiment, same_model
 from jaxdist.config.display import say
 from jaxdist.convert.atoms import Entry, Shape
 from jaxdist.convert.entries import entries, kept
@@ -215,10 +215,29 @@ def in_memory(experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> C
     return Content(experiment, OWN, {PARAMETERS: leaves})
 
 
+def with_vocabulary(experiment: Experiment, vocab: int, multiple: int = 1) -> Experiment:
+    """The experiment of a decoder, with a vocabulary of so many tokens, padded to a multiple."""
+    model = experiment.model.model_copy(update={"vocab": vocab, "vocab_multiple": multiple})
+    return experiment.model_copy(update={"model": model})
+
+
+def with_tokens(experiment: Experiment, embedding: Leaf | None) -> Experiment:
+    """The experiment with as many tokens as the embedding of a source has rows, where that has fewer."""
+    if not isinstance(experiment.model, Decoder) or not embedding or not embedding.shape:
+        return experiment
+    rows = embedding.shape[0]
+    return with_vocabulary(experiment, rows) if 0 < rows < experiment.model.vocab else experiment
+
+
 def agreed(source: str, found: Experiment | None, wanted: Experiment | None) -> Experiment:
-    """The experiment to go by: `wanted`, which must have the model of the one `found`, or that. Raises ConfigError."""
+    """The experiment to go by: `wanted`, which must have the model of the one `found`, or that. Its vocabulary is that
+    of the source, which `vocabulary.resized` makes the wanted one. Raises ConfigError."""
     if wanted and found:
         same_model(wanted.model, found.model, source)
+    if wanted and isinstance(wanted.model, Decoder):  # what others write is not padded
+        there = found.model if found and isinstance(found.model, Decoder) else None
+        vocabulary = (there.vocab, there.vocab_multiple) if there else (wanted.model.vocab, 1)
+        return with_vocabulary(wanted, *vocabulary)
     if experiment := wanted or found:
         return experiment
     raise ConfigError(f"{source} does not say what model it is; give --model, a TOML file or a shipped config")

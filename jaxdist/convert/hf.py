@@ -21,6 +21,7 @@ from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import Conversion
+from jaxdist.convert.vocabulary import exported
 from jaxdist.formats.naming import carried, recognized
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import OWN
@@ -213,4 +214,4 @@ def read_hf(path: Path) -> tuple[Family, dict[str, np.ndarray]]:
 def write_hf(path: Path, model: Family, parameters: Mapping[str, np.ndarray]) -> None:
     """Write parameters of ours, in their own dtype, as a Hugging Face folder `path`. Raises ConfigError."""
     content = in_memory(experiment_for(model.model_dump(), "write_hf"), parameters)
-    write(path, Conversion(content, "huggingface"))
+    write(path, Conversion(exported(content), "huggingface"))

@@ -50,6 +50,11 @@ class Kind(NamedTuple):
     state: bool = True
 
     @property
+    def padded(self) -> bool:
+        """Whether it keeps the padding of the vocabulary: our own kinds do."""
+        return self.naming in (LAYERS, "torch_ref")
+
+    @property
     def format(self) -> Format:
         """Raises ConfigError where torch is needed and missing."""
         try:

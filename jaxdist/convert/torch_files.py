@@ -27,7 +27,7 @@ from jaxdist.config.display import say
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, entries, optimizers, torch_numpy
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count, with_tokens
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.hf import CONFIG, neighbours
 from jaxdist.convert.stream import Conversion
@@ -75,6 +75,7 @@ from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
+from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import NAMINGS
 from jaxdist.optim import learning_rate
 
@@ -158,8 +159,9 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     own = is_own(tree := load(path))
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
+    naming, names = recognized(str(path), tensors, found.model)
+    found = with_tokens(found, tensors.get(names.get(embedding(naming, found.model), "")))
     model = found.model
-    naming, names = recognized(str(path), tensors, model)
     rename = renaming(names, naming, model)
     carries = carried(names, naming, model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}

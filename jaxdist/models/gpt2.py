@@ -96,11 +96,12 @@ class GPT2(nnx.Module):
     """Decoder: embedding, positions, blocks, norm, head. Tokens int32 [B, T] -> this device's logits."""
 
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
+        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
         self.positions = Embedding(c.positions, c.dim, "positions", c.init_std)
         self.layers = stacked(c.layers, Block(c))
         self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
+        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
+        self.config = c
 
     def __call__(
         self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None
@@ -110,4 +111,4 @@ class GPT2(nnx.Module):
         positions_TD = par.context.rows(par.use(self.positions).embedding[: par.length(tokens_BT)])
         x_BTD = add_bias(x_BTD, par.own_times(positions_TD))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize)
-        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN)
+        return head(par, self, embed, par.use(self.norm)(x_BTD), targets_SN)

@@ -79,10 +79,10 @@ class Llama(nnx.Module):
     """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits."""
 
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
+        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
         self.layers = stacked(c.layers, Block(c))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
+        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
         self.config = c
 
     def __call__(
@@ -92,4 +92,4 @@ class Llama(nnx.Module):
         x_BTD = embed(par, tokens_BT)
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         x_BTD = scan_layers(par, self.layers, x_BTD, rematerialize, rotation)
-        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN)
+        return head(par, self, embed, par.use(self.norm)(x_BTD), targets_SN)

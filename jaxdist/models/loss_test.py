@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.config import Llama
 from jaxdist.conftest import tiny
 from jaxdist.data import IGNORED
 from jaxdist.mesh import make_mesh
@@ -16,6 +17,7 @@ from jaxdist.models.loss import chunked, cross_entropy, cross_entropy_of_chunks
 from jaxdist.traffic import walk
 
 B, T, D, V = 4, 64, 24, 96
+MODEL = Llama(vocab=V)
 
 
 def inputs(dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -34,7 +36,7 @@ def loss(chunks: int) -> Any:
     def function(x_BTD: jax.Array, kernel_DV: jax.Array, targets_BT: jax.Array) -> jax.Array:
         if chunks == 1:
             return cross_entropy(dot(x_BTD, kernel_DV), targets_BT)
-        return cross_entropy_of_chunks(x_BTD, kernel_DV, chunked(targets_BT, chunks))
+        return cross_entropy_of_chunks(x_BTD, kernel_DV, chunked(targets_BT, chunks), MODEL)
 
     return jax.shard_map(function, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())
 

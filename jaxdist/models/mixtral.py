@@ -122,10 +122,10 @@ class Mixtral(nnx.Module):
     masks_padding = True
 
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab, c.dim, "vocab", c.init_std)
+        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
         self.layers = stacked(c.layers, Block(c))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab, ("embed", "vocab"), c.init_std)
+        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
         self.config = c
 
     def __call__(
@@ -143,7 +143,7 @@ class Mixtral(nnx.Module):
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
         nothing = jnp.zeros_like(wide(x_BTD), shape=(2, self.config.experts))
         x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation, valid_BT)
-        return head(par, self.lm_head, embed, par.use(self.norm)(x_BTD), targets_SN), self.balance(par, tally_2E)
+        return head(par, self, embed, par.use(self.norm)(x_BTD), targets_SN), self.balance(par, tally_2E)
 
     def balance(self, par: Parallel, tally_2E: jax.Array) -> jax.Array:
         """This device's part of balance · E · sum over experts of share · mean probability, over valid tokens and

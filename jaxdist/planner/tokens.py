@@ -145,7 +145,7 @@ class TokenFootprint(Footprint):
         return {
             "D": m.dim, "R": m.dim / times, "Q": heads * m.head_dim, "K": kv_heads * m.head_dim,
             "S": heads * self.experiment.data.sequence, "P": heads * self.experiment.data.sequence / 4 / n,
-            "F": self.rows * m.hidden / t, "d": self.rows * m.dim, "V": m.vocab // t,
+            "F": self.rows * m.hidden / t, "d": self.rows * m.dim, "V": m.vocab_rows // t,
         }  # fmt: skip
 
     @property

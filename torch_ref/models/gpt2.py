@@ -71,11 +71,12 @@ class GPT2(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.embed = Embedding(c.vocab, c.dim)
+        self.embed = Embedding(c.vocab_rows, c.dim)
         self.positions = Embedding(c.positions, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
+        self.config = c
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
         """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
@@ -85,7 +86,7 @@ class GPT2(nn.Module):
             x_BTD = block(x_BTD)
         if self.norm is None:
             return x_BTD
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN)
+        return head(self, self.norm(x_BTD), targets_SN)
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)

@@ -78,10 +78,10 @@ class Llama(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.embed = Embedding(c.vocab, c.dim)
+        self.embed = Embedding(c.vocab_rows, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
         self.config = c
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
@@ -94,4 +94,4 @@ class Llama(nn.Module):
             x_BTD = block(x_BTD, rotation)
         if self.norm is None:
             return x_BTD
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN)
+        return head(self, self.norm(x_BTD), targets_SN)

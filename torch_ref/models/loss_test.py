@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from jaxdist.config import Llama
 from jaxdist.data import IGNORED
 from torch_ref.models.loss import chunked, cross_entropy, cross_entropy_of_chunks
 
 UNIT = 2.0**-8  # of bfloat16, relative
 B, T, D, V = 4, 64, 24, 96
+MODEL = Llama(vocab=V)
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,7 +29,7 @@ def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     if chunks == 1:
         loss = cross_entropy(functional.linear(x_BTD, weight_VD), targets_BT)
     else:
-        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks))
+        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks), MODEL)
     x_bar, weight_bar = torch.autograd.grad(loss, (x_BTD, weight_VD))
     return loss.detach(), x_bar, weight_bar
 

@@ -145,10 +145,10 @@ class Mixtral(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
-        self.embed = Embedding(c.vocab, c.dim)
+        self.embed = Embedding(c.vocab_rows, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab, bias=False)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
         self.config = c
 
     def forward(
@@ -162,7 +162,7 @@ class Mixtral(nn.Module):
         tally_2E = wide(x_BTD).new_zeros(2, self.config.experts)
         for block in self.layers:
             x_BTD, tally_2E = block(x_BTD, tally_2E, rotation, valid_BT)
-        return head(self.lm_head, self.embed, self.norm(x_BTD), targets_SN), self.balance(tally_2E)
+        return head(self, self.norm(x_BTD), targets_SN), self.balance(tally_2E)
 
     def balance(self, tally_2E: Tensor) -> Tensor:
         """This rank's part of balance · E · sum over experts of share · mean probability, over valid tokens and

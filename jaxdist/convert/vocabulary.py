@@ -1,0 +1,72 @@
+"""The vocabulary of a content made larger, by new tokens or padding, or its padding taken off."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from jaxdist.config import EMA, Decoder, Family
+from jaxdist.config.display import say
+from jaxdist.convert import buffers
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of, with_vocabulary
+
+MEANS = (PARAMETERS, EMA)  # groups whose new rows are the mean of the others; of moments they are zero
+
+
+def vocabulary_of(model: Family) -> tuple[int, int] | None:
+    """Tokens and rows of the vocabulary; None for a model of images."""
+    return (model.vocab, model.vocab_rows) if isinstance(model, Decoder) else None
+
+
+def exported(content: Content) -> Content:
+    """Without padding, as others expect it."""
+    model = content.experiment.model
+    return resized(content, model.model_copy(update={"vocab_multiple": 1})) if isinstance(model, Decoder) else content
+
+
+def resized(content: Content, model: Family) -> Content:
+    """`content` with the vocabulary of `model`, which is otherwise the same: new tokens and padding are the mean of the
+    tokens that there are, and have no moments yet."""
+    own = content.experiment.model
+    if not isinstance(own, Decoder) or not isinstance(model, Decoder):
+        return content
+    experiment = with_vocabulary(content.experiment, model.vocab, model.vocab_multiple)
+    if vocabulary_of(own) == vocabulary_of(model):
+        return replace(content, experiment=experiment)
+    if (new := model.vocab - own.vocab) > 0:
+        say(f"model.vocab = {model.vocab}: {new} new tokens begin as the mean of the {own.vocab} that there are")
+    groups, axes = dict[str, Leaves](), _axes(content)
+    for group, leaves in content.groups.items():
+        sizes, mean = (own.vocab, model), group in MEANS
+        changed = {name: _resized(leaves[name], axis, sizes, mean) for name, axis in axes[group].items()}
+        groups[group] = {**leaves, **changed}
+    return replace(content, experiment=experiment, groups=groups)
+
+
+def _axes(content: Content) -> dict[str, dict[str, int]]:
+    """Group -> tensor -> which of its axes is the vocabulary, of tensors that have it: the one that grows with it."""
+    model = content.experiment.model
+    assert isinstance(model, Decoder)
+    larger = with_vocabulary(content.experiment, model.vocab + model.vocab_multiple, model.vocab_multiple)
+    found: dict[str, dict[str, int]] = {}
+    for group, leaves in content.groups.items():
+        here, there = (entries_of(content.naming, e, group) for e in (content.experiment, larger))
+        pairs = {name: zip(here[name].shape, there[name].shape, strict=True) for name in leaves}
+        grows = {name: [axis for axis, (a, b) in enumerate(pair) if a != b] for name, pair in pairs.items()}
+        found[group] = {name: axes[0] for name, axes in grows.items() if axes}
+    return found
+
+
+def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Decoder], mean: bool) -> Leaf:
+    """A tensor with its tokens along `axis`, of `sizes` so many, and as many rows as the model asks for."""
+    tokens, model = sizes
+    shape = (*leaf.shape[:axis], model.vocab_rows, *leaf.shape[axis + 1 :])
+
+    def read() -> np.ndarray:
+        made = buffers.empty(shape, leaf.dtype)
+        before, after = (np.moveaxis(array, axis, 0) for array in (leaf.read(), made))
+        before = before[:tokens]
+        after[: len(before)] = before[: len(after)]
+        after[len(before) :] = before.mean(0, dtype=np.float64).astype(leaf.dtype) if mean else 0
+        return made
+
+    return Leaf(shape, leaf.dtype, read, besides=leaf.bytes + leaf.besides)
