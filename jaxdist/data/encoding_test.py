@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -109,6 +110,17 @@ def test_bytes(folder: Path) -> None:
     for text, wanted in {"auto": "\n", "none": "", "\0": "\0", "é": "é"}.items():
         stream = opened(folder, "bytes", end_of_text=text)
         assert bytes(stream.read(0, len(stream)).tolist()) == "".join(found + wanted for found in TEXTS).encode()
+
+
+def test_what_is_not_encoded_has_its_own_ends(folder: Path) -> None:
+    for name, told in (("a.txt", "files are joined as they are"), ("a.npy", "as the ids have it")):
+        if name == "a.txt":
+            (folder / name).write_text("some text")
+        else:
+            np.save(folder / name, np.arange(9))
+        assert open_stream(Data(path=str(folder / name)), 512).rows["end of document"] == told
+        stream = open_stream(Data(path=str(folder / name), end_of_text="x"), 512)
+        assert stream.rows["end of document"] == f"{told}; data.end_of_text is for what is encoded here"
 
 
 def test_another_end_is_other_data(folder: Path) -> None:

@@ -107,11 +107,10 @@ def open_stream(data: Data, vocab: int) -> Stream:
     if not encoder and located and located[0]:
         of = f"{located[0].part.dtype.name} ids, {located[0].source}"
     of += f", {documents.nulls:,} records of null passed over" if documents.nulls else ""
-    whose = "the library of this Python" if library else names(files.all)
+    whose = "the library of this Python" if library else names(files.train)
+    whose += f", for validation {names(files.validation)}" if files.validation else ""
     stream.rows = {"data": f"{len(stream):,} tokens: {of}; {whose}"}
-    if encoder and not joined:
-        padded = "nothing is added to a document (data.documents = padded)"
-        stream.rows["end of document"] = encoder.end if data.documents == "packed" else padded
+    stream.rows["end of document"] = _end(data, encoder, joined)
     if files.aside:
         stream.rows["left alone"] = ", ".join(files.aside)
     identity = (
@@ -127,6 +126,14 @@ def open_stream(data: Data, vocab: int) -> Stream:
     if data.fingerprint not in ("", stream.fingerprint):
         stream.earlier = _earlier(data, files, encoder, located, version)
     return stream
+
+
+def _end(data: Data, encoder: Encoder | None, joined: bool) -> str:
+    """What the start-up table says of the end of documents."""
+    if encoder and not joined:
+        return encoder.end if data.documents == "packed" else "nothing is added (data.documents = padded)"
+    told = "files are joined as they are" if encoder else "as the ids have it"
+    return told + ("" if data.end_of_text == "auto" else "; data.end_of_text is for what is encoded here")
 
 
 def _earlier(
