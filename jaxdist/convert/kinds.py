@@ -1,6 +1,7 @@
 """The kinds of checkpoint that can be read, written and listed: one row each."""
 
 import importlib
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,8 @@ def kind_of(path: Path) -> str:
         )
     if found is None:
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
+        if inside := _inside(path):
+            raise ConfigError(f"{path}: it is no checkpoint, and has {len(inside)} in it; give one, as {inside[-1]}")
         if (old := beside(path.resolve(), "old")).exists() and not path.exists():
             missing += f", it was being replaced when a conversion was killed, and lies in {old}"
         raise ConfigError(
@@ -137,6 +140,13 @@ def kind_of(path: Path) -> str:
             "torch.distributed.checkpoint"
         )
     return found
+
+
+def _inside(path: Path) -> list[Path]:
+    """The checkpoints in a folder, as trainers leave one every so many steps: by the last number of their names."""
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
+    found = [folder for folder in folders if kind_at(folder)]
+    return sorted(found, key=lambda folder: int((re.findall(r"\d{1,18}", folder.name) or ["-1"])[-1]))
 
 
 def check_name(target: Path, kind: Kind) -> None:

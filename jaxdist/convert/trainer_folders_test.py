@@ -70,7 +70,7 @@ class Trained:
 
 def huggingface(folder: Path, trained: Trained, binary: bool = False) -> Path:
     """`checkpoint-9`, as the Trainer writes it."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(trained.config)
     if binary:
         torch.save(trained.tensors, folder / "pytorch_model.bin")
@@ -194,6 +194,36 @@ def test_a_second_copy_of_the_weights_is_named(key: str, tmp_path: Path, capsys:
     torch.save({"model": half, key: trained.tensors}, tmp_path / "a.pt")
     main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", str(config(tmp_path))])
     assert f"what stays behind: '{key}', a copy of the weights in float32" in capsys.readouterr().out
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """scaler.pt is the state of torch's GradScaler, with its rule."""
+    folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
+    rule = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 500}
+    torch.save({"scale": 4096.0, "_growth_tracker": 7, **rule}, folder / "scaler.pt")
+    content = KINDS["trainer"].format.opened(folder)
+    assert content.scaling is not None
+    assert (float(content.scaling.scale), int(content.scaling.good)) == (4096.0, 7)
+    assert (content.experiment.precision.policy, content.experiment.precision.growth_interval) == ("fp16", 500)
+
+
+def test_a_folder_of_checkpoints_names_the_last(tmp_path: Path) -> None:
+    """By its number: 10 comes after 9."""
+    trained = Trained(tmp_path)
+    for name in ("checkpoint-9", "checkpoint-10"):
+        huggingface(tmp_path / "output" / name, trained)
+    with pytest.raises(ConfigError, match=r"no checkpoint, and has 2 in it; give one, as (\S+checkpoint-10)") as error:
+        main([str(tmp_path / "output"), str(tmp_path / "run")])
+    main([str(error.value).rpartition(" ")[2], str(tmp_path / "run")])
+
+
+def test_within_the_warm_up_no_schedule_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All shapes warm up alike: what comes after is not known yet."""
+    trained = Trained(tmp_path, warmup=12)
+    folder = huggingface(tmp_path / "checkpoint-9", trained)
+    o = KINDS["trainer"].format.opened(folder).experiment.optimizer
+    assert o.learning_rate == 2e-3
+    assert "the rule of its scheduler is not in it" in capsys.readouterr().out
 
 
 def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
