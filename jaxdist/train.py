@@ -26,6 +26,7 @@ from jaxdist.config.saving import Due, Saving
 from jaxdist.config.sources import Source, source_of
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
 from jaxdist.finite import check_resumed
+from jaxdist.formats.origin import Beside, begin
 from jaxdist.malloc import keep_freed, share_arena
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with folder or nullcontext(), saving as checkpoints, Saving(experiment.checkpoint, agree=greatest) as schedule:
         start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
-            from_first(partial(folder.create, experiment, from_step=start))
+            from_first(partial(begin, folder, experiment, start, partial(beside, arguments.companions_of)))
         for line in (*arguments.notes, where):
             say(line)
         startup.ended("initialize")
@@ -113,6 +114,15 @@ def described(path: Path) -> Source | None:
     from jaxdist import weights
 
     return weights.described(path)
+
+
+def beside(source: Path | None) -> Beside | None:
+    """What lies beside the weights or in the folder that a run begins with."""
+    if source is None:
+        return None
+    from jaxdist.weights import lies_beside
+
+    return lies_beside(source)
 
 
 def starting_state(

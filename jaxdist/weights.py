@@ -17,6 +17,8 @@ from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized, vocabulary_of
 from jaxdist.finite import check_start
+from jaxdist.formats.companions import CONFIG
+from jaxdist.formats.origin import Beside, beside
 from jaxdist.formats.tables import OWN
 from jaxdist.program import Program
 
@@ -41,6 +43,17 @@ def described(path: Path) -> Source | None:
         return found
     with suppress(ConfigError):  # whoever reads the weights says what is wrong
         return of_experiment(path, source_experiment(path))
+    return None
+
+
+def lies_beside(path: Path) -> Beside | None:
+    """What a run that begins with these weights keeps for the way back; also of what only a reader of checkpoints can
+    open. Raises ConfigError as `beside`."""
+    if (found := beside(path)) is not None:
+        return found
+    with suppress(ConfigError):
+        origin = KINDS[kind_of(path)].format.opened(path, training=False).origin
+        return Beside(origin.files, origin.dtype) if CONFIG in origin.files else None
     return None
 
 

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Experiment, RunFolder, check_validation, diverged, exit_codes, overflown, parse
+from jaxdist.config import Arguments, Experiment, RunFolder, check_validation, diverged, exit_codes, overflown, parse
 from jaxdist.config.checkpoints import Saves
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, Targets, dataset_of, dealt, in_steps
+from jaxdist.formats.origin import begin, beside
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.context import context
@@ -52,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = experiment.on_data(dataset.fingerprint)
     for line in () if launch.quiet() else arguments.notes:
         say(line)
-    rank = partial(train, experiment, plan, dataset, arguments.init, folder)
+    rank = partial(train, experiment, plan, dataset, arguments, folder)
     rank() if launch.launched() else launch.start(plan, rank)
 
 
 @in_device_memory(torch.OutOfMemoryError, LESS)
 def train(
-    experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Path | None, folder: RunFolder | None
+    experiment: Experiment, plan: launch.Plan, dataset: Dataset, arguments: Arguments, folder: RunFolder | None
 ) -> None:
     """One rank: mesh -> model -> optimizer -> restore or initialize -> loop -> summary."""
     with launch.process_group(plan, bool(experiment.memory.offload)) as mesh, folder or nullcontext():
@@ -67,14 +68,14 @@ def train(
                 plain, whole = (build(experiment.model) for _ in range(2))
             model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
             optimizer = Optimizer(model, experiment, mesh)
-            start = starting_state(model, optimizer, experiment, init, folder)
+            start = starting_state(model, optimizer, experiment, arguments.init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
             held = footprint.held(model, optimizer, experiment, mesh)
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
-                launch.from_first(lambda: folder.create(experiment, from_step=start))
+                launch.from_first(lambda: begin(folder, experiment, start, partial(beside, arguments.companions_of)))
             if first:
                 say(str(plan))
                 rows = dataset.table(experiment.train) | notes(model, held)

@@ -14,7 +14,7 @@ from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import MODELS, Experiment
 from jaxdist.config.model import Section, model_differences, same_model
-from jaxdist.config.sources import RUN_CONFIG, Source, read_config, source_of
+from jaxdist.config.sources import HF_CONFIG, RUN_CONFIG, Source, read_config, source_of
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -54,6 +54,15 @@ class Arguments:
     """Options that only this command has."""
     notes: Sequence[str] = ()
     """What is to be said of the weights that it starts from."""
+
+    @property
+    def companions_of(self) -> Path | None:
+        """The weights to start from, or the folder that is the config: an export of the run is to have the tokenizer
+        and what else lies beside them."""
+        if self.init or not self.config:
+            return self.init
+        folder = self.config.parent if self.config.name == HF_CONFIG else self.config
+        return folder if folder.is_dir() else None
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 import jax
+import numpy as np
 
 from jaxdist.config import ConfigError, exit_codes, whole
 from jaxdist.config.arguments import Parser, load, user_path
@@ -21,8 +22,7 @@ from jaxdist.config.foreign import parse
 from jaxdist.config.hf import read_folder
 from jaxdist.config.hf_decisions import notes_on
 from jaxdist.convert import hf, mapped, peft
-from jaxdist.convert.content import PARAMETERS, Leaves
-from jaxdist.convert.hf import CONFIG, companions
+from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
@@ -31,6 +31,7 @@ from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.convert.vocabulary import exported, resized
+from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.naming import family_of
 
 NAMED = 8  # of what stays behind
@@ -109,10 +110,11 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         content = content.averaged(a.source)
     elif source.state and not target.state:
         say(f"a {target.title} holds weights alone: what else training needs stays behind")
+    dtype = a.dtype or (dtype_before(content) if target is KINDS["hf"] else None)
     content = content if target.state else content.weights()
     content = resized(content, wanted.model) if wanted else content
     content = content if target.padded else exported(content)
-    conversion = Conversion(content, target.naming_of(content), dtype=a.dtype)
+    conversion = Conversion(content, target.naming_of(content), dtype=dtype)
     what = f"{content.experiment.model.family}, {summary(conversion)}"
     if target.state:
         what += f", step {content.step}"
@@ -122,6 +124,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     if left := content.origin.left:
         more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
         say(f"{a.source}: what stays behind: {', '.join(left[:NAMED])}{more}")
+    if dtype != a.dtype:
+        say(f"the weights are written in {dtype}, as those that training began with; --dtype says another")
     for line in told(a.source, conversion, to_folder=target is KINDS["hf"]):
         say(line)
     for line in verify_source(a.source) if a.verify else ():
@@ -135,6 +139,16 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         # A config.json gives way in any case: its checkpoint does, and the new one says itself which model it is of.
         {CONFIG: b"", **(content.origin.files if target is KINDS["hf"] else {})},
     )
+
+
+def dtype_before(content: Content) -> str | None:
+    """The dtype of the folder that a run began with, where it trained in another; None where there is none."""
+    origin = content.origin
+    trained = origin.init or (origin.kind == "hf" and content.step > origin.step)
+    if not trained or origin.dtype not in DTYPES:
+        return None
+    now = {leaf.dtype for leaf in content.groups[PARAMETERS].values() if leaf.dtype.kind not in "iu"}
+    return None if now == {np.dtype(DTYPES[origin.dtype])} else origin.dtype
 
 
 def told(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:

@@ -67,6 +67,7 @@ class Said(BaseModel, strict=True, extra="forbid"):
     step: int
     own: bool
     dtype: str = ""
+    init: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Origin:
     step: int = 0  # steps done by then
     dtype: str = ""  # of the first tensor
     own: bool = False  # whether a torch file had what we write into one: experiment, files
+    init: bool = False  # whether a run began with these weights, and its own have another dtype by its precision
 
     def said(self) -> dict[str, Any]:
         """Its plain values, of which `Said` is made again."""

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.foreign import within
-from jaxdist.convert import buffers, hf, optimizers, torch_files, trainer_folders
+from jaxdist.convert import buffers, optimizers, torch_files, trainer_folders
 from jaxdist.convert.assembled import State, Weights, leaves_of
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, first_count, is_count, reading
 from jaxdist.convert.trainer_schedule import deepspeed_schedule
+from jaxdist.formats.companions import companions
 from jaxdist.formats.folders import CONFIG, DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, deepspeed_tag
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
@@ -63,7 +64,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     state = zero.state(weights) if training else None
     schedule = _schedule(path, zero, state, trainer, bool(wanted)) if state else {}
     steps = zero.model.get("global_steps")
-    origin = Origin("deepspeed", files=hf.companions(around), left=zero.left(training))
+    origin = Origin("deepspeed", files=companions(around), left=zero.left(training))
     return weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
 
 

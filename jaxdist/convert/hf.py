@@ -1,47 +1,28 @@
 """Hugging Face folders: config.json, safetensors files, and the tokenizer that goes along."""
 
 import json
-import os
-import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family
 from jaxdist.config.display import say
-from jaxdist.config.foreign import INDEX, SINGLE, parse, read_bytes, read_json, within
+from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import buffers, safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import exported
+from jaxdist.formats.companions import CONFIG, companions, files_of
 from jaxdist.formats.naming import carried, recognized
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import OWN
-
-CONFIG = "config.json"
-# Files of a Hugging Face folder that say nothing of the weights, and go along.
-COMPANIONS = (
-    CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tekken.json", "chat_template*", "additional_chat_templates/*",
-)  # fmt: skip
-MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tokenizers have 40 MB
-# Other files beside weights, as a model card, a license or code, go along too, each up to so many bytes, unless they
-# are weights of another format, or an index of some.
-MOST_EACH = 100_000_000
-FOLDERS = {PurePosixPath(pattern).parts[0] for pattern in COMPANIONS if "/" in pattern}
-LONGEST = 255  # bytes of a name
-OTHER_WEIGHTS = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|npy|msgpack|h5|onnx|onnx_data|gguf|ggml|ot|tflite|index\.json)",
-    re.IGNORECASE,
-)
 
 
 def is_hf(path: Path) -> bool:
@@ -95,53 +76,6 @@ def _index(path: Path) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def is_companion(name: object) -> bool:
-    """Whether a file of this name goes along with weights."""
-    if not isinstance(name, str) or "/".join(parts := PurePosixPath(name).parts) != name or ".." in parts:
-        return False
-    writable = name.isprintable() and all(len(os.fsencode(part)) <= LONGEST for part in parts)
-    return writable and (is_listed(name) or (len(parts) == 1 and _goes_along(name)))
-
-
-def is_listed(name: str) -> bool:
-    """Whether it is one of COMPANIONS, in the folder or in one within."""
-    return any(name.count("/") == pattern.count("/") and fnmatch(name, pattern) for pattern in COMPANIONS)
-
-
-def _goes_along(name: str) -> bool:
-    """Whether a file that we do not know goes along; what is hidden is of a program."""
-    hidden = name.startswith(".") and name != ".gitattributes"
-    return not hidden and name not in FOLDERS and not OTHER_WEIGHTS.fullmatch(name)
-
-
-def files_of(folder: Path, read: Collection[str] = ()) -> tuple[dict[str, bytes], list[str]]:
-    """All that goes along from a Hugging Face folder whose weights were `read` from files, and names of what stays
-    behind. Raises ConfigError as `companions` does."""
-    found, left = companions(folder), []
-    taken, room = {*read, *(PurePosixPath(name).parts[0] for name in found)}, MOST_BYTES - sum(map(len, found.values()))
-    for name in sorted(entry.name for entry in folder.iterdir() if entry.name not in taken):
-        try:
-            if not is_companion(name):
-                raise ValueError("it is of something else")
-            found[name] = read_bytes(within(folder, name), min(MOST_EACH, room))
-            room -= len(found[name])
-        except (OSError, ValueError):
-            left.append(name)
-    return found, left
-
-
-def companions(folder: Path) -> dict[str, bytes]:
-    """config.json and the tokenizer's files. Raises ConfigError for links that lead outside, and for absurd sizes."""
-    found = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
-    names = sorted(filter(is_companion, (file.relative_to(folder).as_posix() for file in found)))
-    try:
-        if (size := sum((folder / name).stat().st_size for name in names)) > MOST_BYTES:
-            raise ValueError(f"its config.json and tokenizer have {size:,} bytes, more than {MOST_BYTES:,}")
-        return {name: within(folder, name).read_bytes() for name in names}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
-
-
 def neighbours(file: Path) -> dict[str, bytes]:
     """The companions in the folder of a file; they may be of something else, and what is wrong with them is told."""
     try:
@@ -190,15 +124,35 @@ def write(path: Path, conversion: Conversion) -> None:
 
 
 def _config(model: Family, dtype: str, before: bytes | None, was: str) -> bytes:
-    """The config.json that came with the weights, where it is that of the model still; else ours. Its dtype changes
-    where that of the weights has, which it need not have told."""
+    """The config.json that came with the weights, with what has changed since: fields of the model, and the dtype,
+    which it need not have told. Ours, where it is that of another model."""
     with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
         settings = parse(before or b"null")
-        if isinstance(settings, dict) and experiment_for(from_settings(settings), CONFIG).model == model:
-            changed = dtype != was
-            now = settings | {key: dtype for key in ("dtype", "torch_dtype") if changed and settings.get(key)}
+        if isinstance(settings, dict):
+            now = _updated(settings, model)
+            now |= {key: dtype for key in ("dtype", "torch_dtype") if dtype != was and settings.get(key)}
             return before if before and now == settings else _json(now)
     return _json(to_settings(model, dtype))
+
+
+def _updated(settings: dict[str, Any], model: Family) -> dict[str, Any]:
+    """A config.json whose model has changed in some fields, such as a larger vocabulary, with the keys of these alone.
+
+    Raises ConfigError where its architecture cannot say them.
+    """
+    described = model_of(settings)
+    if described == model:
+        return dict(settings)
+    here, there = to_settings(model, ""), to_settings(described, "")
+    now = settings | {key: value for key, value in here.items() if there.get(key) != value}
+    if to_settings(model_of(now), "") != here:
+        raise ConfigError("another architecture is needed")
+    return now
+
+
+def model_of(settings: dict[str, Any]) -> Family:
+    """The model of a config.json's settings. Raises ConfigError."""
+    return experiment_for(from_settings(settings), CONFIG).model
 
 
 def _json(settings: dict[str, Any]) -> bytes:

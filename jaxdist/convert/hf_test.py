@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.convert import hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.formats import companions
 
 MODEL = MODELS["LlamaForCausalLM"]
 ALONG = {
@@ -81,9 +81,9 @@ def test_large_files_stay_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One for its own size, another because there would be too much in all."""
-    monkeypatch.setattr(hf, "MOST_EACH", 10)
+    monkeypatch.setattr(companions, "MOST_EACH", 10)
     source = folder(tmp_path / "a", {"a.txt": b"x" * 10, "b.txt": b"x" * 11, "c.txt": b"x" * 10, "d.txt": b"x" * 10})
-    monkeypatch.setattr(hf, "MOST_BYTES", (source / "config.json").stat().st_size + 25)
+    monkeypatch.setattr(companions, "MOST_BYTES", (source / "config.json").stat().st_size + 25)
     main([str(source), str(tmp_path / "back"), "--to", "hf"])
     assert beside_weights(tmp_path / "back").keys() == {"a.txt", "c.txt"}
     assert "a: what stays behind: b.txt, d.txt\n" in capsys.readouterr().out
@@ -94,7 +94,7 @@ NO_NAMES = ["", ".", "..", "a/b.txt", "../README.md", "a\0b", "a" * 256, "\udcff
 
 @pytest.mark.parametrize("name", [*BEHIND, *NO_NAMES])
 def test_what_a_torch_file_may_not_bring(name: str) -> None:
-    assert all(map(hf.is_companion, ALONG)) and not hf.is_companion(name)
+    assert all(map(companions.is_companion, ALONG)) and not companions.is_companion(name)
 
 
 def test_a_card_is_replaced_by_the_same_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from jaxdist.convert import buffers, torch_files
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
 from jaxdist.convert.entries import entries
-from jaxdist.convert.hf import companions
+from jaxdist.formats.companions import companions
 from jaxdist.formats.naming import recognized
 
 PARAMS, FILES = "params.json", "consolidated.*.pth"

@@ -15,8 +15,10 @@ from jaxdist.config.foreign import read_json
 from jaxdist.convert import buffers, hf, safetensors_writer
 from jaxdist.convert.content import Content, Origin, Said
 from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.formats.companions import files_of
+from jaxdist.formats.origin import FILES, ORIGIN, SAID
 
-ORIGIN, EXTRAS, BUFFERS = "origin", "extras.pt", "buffers.safetensors"
+EXTRAS, BUFFERS = "extras.pt", "buffers.safetensors"
 
 
 def begin(path: Path, content: Content) -> RunFolder:
@@ -28,11 +30,11 @@ def begin(path: Path, content: Content) -> RunFolder:
     origin = content.origin
     if origin.kind:
         beside = path / ORIGIN
-        (beside / "files").mkdir(parents=True)
-        (beside / "origin.json").write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
+        (beside / FILES).mkdir(parents=True)
+        (beside / SAID).write_text(json.dumps(origin.said(), indent=1) + "\n", encoding="utf-8")
         for name, file in origin.files.items():
-            (beside / "files" / name).parent.mkdir(exist_ok=True)
-            (beside / "files" / name).write_bytes(file)
+            (beside / FILES / name).parent.mkdir(exist_ok=True)
+            (beside / FILES / name).write_bytes(file)
         if extras := origin.extras:
             _torch_files().save_plain(beside / EXTRAS, extras)
         kept = {name: leaf for name, leaf in origin.buffers.items() if leaf.dtype in safetensors_writer.NAMES}
@@ -55,12 +57,12 @@ def origin_of(checkpoint: Path) -> Origin:
         raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
     try:
         # It may be as long as the index whose nesting it tells.
-        said = Said.model_validate(read_json(beside / "origin.json", MOST_BYTES))
+        said = Said.model_validate(read_json(beside / SAID, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
-        raise ConfigError(f"{beside / 'origin.json'} is damaged: {reason}; remove {beside}, or use a copy") from None
+        raise ConfigError(f"{beside / SAID} is damaged: {reason}; remove {beside}, or use a copy") from None
     kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
-    files = hf.files_of(beside / "files")[0] if (beside / "files").is_dir() else {}  # git keeps no empty folder
+    files = files_of(beside / FILES)[0] if (beside / FILES).is_dir() else {}  # git keeps no empty folder
     return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, beside))
 
 

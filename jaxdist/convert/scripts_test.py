@@ -19,9 +19,9 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
 from jaxdist.convert.formats_test import content_of, written
-from jaxdist.convert.hf import is_companion
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
+from jaxdist.formats.companions import is_companion
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.torch_files")

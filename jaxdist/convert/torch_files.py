@@ -29,7 +29,7 @@ from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, entries, optimizers, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count, with_tokens
 from jaxdist.convert.entries import trainable
-from jaxdist.convert.hf import CONFIG, neighbours
+from jaxdist.convert.hf import neighbours
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import empty, leaf
 from jaxdist.convert.torch_own import (
@@ -73,6 +73,7 @@ from jaxdist.convert.torch_parts import (
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
+from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding

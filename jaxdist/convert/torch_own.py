@@ -14,9 +14,9 @@ from jaxdist.config import ConfigError
 from jaxdist.config.folder import MOST_BYTES as MOST_LOGGED
 from jaxdist.config.folder import parse_metrics
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, Said
-from jaxdist.convert.hf import MOST_BYTES, is_companion
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import part, reading
+from jaxdist.formats.companions import MOST_BYTES, is_companion
 
 EXPERIMENT, METRICS, FILES, ORIGIN, BUFFERS = "experiment", "metrics.jsonl", "files", "origin", "buffers"
 SECTIONS = {"model", "optimizer", "train", "parallel", "precision"}  # of ours; a script's own experiment has other ones

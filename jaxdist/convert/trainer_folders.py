@@ -21,6 +21,7 @@ from jaxdist.convert.content import Content, Leaf, Origin, agreed
 from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.torch_parts import first_count
 from jaxdist.convert.trainer_schedule import found_schedule
+from jaxdist.formats.companions import files_of
 from jaxdist.formats.folders import (
     BIN,
     BIN_INDEX,
@@ -54,7 +55,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
     step = trainer.get("global_step", counted)
     schedule = schedule_of(path, state, (trainer, scheduler), bool(wanted)) if state else {}
-    files, left = hf.files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
+    files, left = files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
     origin = Origin("trainer", files=files, left=left)
     content = weights.content(state, first_count(step) if step is not None else None, schedule, origin)
     return _scaled(path, content, bool(wanted)) if state else content

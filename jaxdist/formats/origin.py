@@ -1,0 +1,93 @@
+"""`origin/` of a run folder: what lay beside the weights that a run began with, for the way back to their format.
+
+A run that begins with `--init` keeps the companions of a Hugging Face folder here, whichever backend trains it.
+`jaxdist/convert/runs.py` reads them, and keeps more of what it converts itself.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.config import ConfigError, Experiment, RunFolder, checkpoint_in
+from jaxdist.config.checkpoints import damage, run_of, seal, steps_in
+from jaxdist.config.display import say
+from jaxdist.config.foreign import read_json
+from jaxdist.formats.companions import CONFIG, OTHER_WEIGHTS, files_of
+from jaxdist.formats.headers import Headers
+
+ORIGIN, FILES, SAID = "origin", "files", "origin.json"
+NAMED = 8  # of what stays behind
+
+
+class Beside(NamedTuple):
+    """The files beside weights by name, the dtype of these by numpy's name, or "" where it is not one, and the names
+    of files that stay behind."""
+
+    files: Mapping[str, bytes]
+    dtype: str = ""
+    left: tuple[str, ...] = ()
+
+
+def beside(source: Path | None) -> Beside | None:
+    """What lies beside the weights of a Hugging Face folder, or of a run that keeps such; None where nothing does.
+
+    Raises ConfigError where it is damaged, or too large.
+    """
+    if source is None:
+        return None
+    if (source / CONFIG).is_file():
+        files, left = files_of(source)
+        return Beside(files, _dtype(source), tuple(name for name in left if not OTHER_WEIGHTS.fullmatch(name)))
+    run = run_of(checkpoint_in(source))
+    folder = run / ORIGIN if run else None
+    if folder is None or not (folder / SAID).is_file():
+        return None
+    if reason := damage(folder):
+        raise ConfigError(f"{folder} is damaged: {reason}; remove it, or use a copy")
+    files = files_of(folder / FILES)[0] if (folder / FILES).is_dir() else {}
+    dtype = read_json(folder / SAID).get("dtype", "")
+    return Beside(files, dtype if isinstance(dtype, str) else "") if CONFIG in files else None
+
+
+def begin(folder: RunFolder, experiment: Experiment, step: int, found: Callable[[], Beside | None]) -> None:
+    """Create the run folder of a run that goes on after `step`; one without a checkpoint keeps what is `found`.
+
+    Raises ConfigError as `RunFolder.create` and `beside` do, TrainingError where there is no room.
+    """
+    folder.create(experiment, from_step=step)
+    if steps_in(folder.checkpoints):
+        return
+    with folder.writing(ORIGIN):
+        shutil.rmtree(folder.path / ORIGIN, ignore_errors=True)  # of a beginning that was killed
+        if (kept := found()) is not None:
+            keep(folder.path, kept)
+            if kept.left:
+                say(f"what stays behind of the folder that the run begins with: {', '.join(kept.left[:NAMED])}")
+
+
+def keep(run: Path, found: Beside) -> None:
+    """Write `origin/` of the run folder `run`, whole or not at all."""
+    partial = run / f"{ORIGIN}.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    for name, file in found.files.items():
+        (partial / FILES / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / FILES / name).write_bytes(file)
+    said: dict[str, Any] = {
+        "kind": "hf", "naming": "huggingface", "names": {}, "metadata": {"format": "pt"}, "index": {}, "step": 0,
+        "own": False, "dtype": found.dtype, "init": True,
+    }  # fmt: skip
+    (partial / SAID).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    seal(partial)
+    partial.rename(run / ORIGIN)
+
+
+def _dtype(folder: Path) -> str:
+    """That of all weights of a folder: by their headers, or by its config.json where they are in other files."""
+    if any(folder.glob("*.safetensors")):
+        dtypes = {header.dtype for header in Headers(folder).headers.values() if "int" not in header.dtype}
+        return dtypes.pop() if len(dtypes) == 1 else ""
+    settings = read_json(folder / CONFIG)
+    said = settings.get("dtype") or settings.get("torch_dtype")
+    return said if said in ("float32", "bfloat16", "float16", "float64") else ""

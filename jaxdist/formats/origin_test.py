@@ -1,0 +1,88 @@
+"""What a run keeps of the folder that it begins with, as far as no training is needed to see it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxdist.config import ConfigError, Experiment, RunFolder
+from jaxdist.formats.origin import Beside, begin, beside
+
+CONFIG = {"model_type": "llama", "dtype": "float16"}
+
+
+def folder(path: Path, *dtypes: type) -> Path:
+    """Tensors of these dtypes, or other weights."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "notes.txt").write_text("notes")
+    (path / ".hidden").write_text("")
+    (path / "pytorch_model.bin").write_text("")
+    if dtypes:
+        save_file({str(i): np.zeros(2, dtype) for i, dtype in enumerate(dtypes)}, path / "model.safetensors")
+    return path
+
+
+def run(path: Path, source: Path | None, step: int = 0) -> Path:
+    """A run that begins with a source, as far as its checkpoint."""
+    with RunFolder(path, Experiment(), resume=path.exists()) as opened:
+        begin(opened, Experiment(), step, lambda: beside(source))
+    return path
+
+
+def saved(path: Path, step: int) -> Path:
+    (path / "checkpoints" / str(step)).mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "right"),
+    [
+        ([np.float32] * 2, "float32"),
+        ([np.float32, np.float16], ""),
+        ([np.float32, np.int64], "float32"),
+        ([], "float16"),
+    ],
+)
+def test_files_and_dtype_of_a_folder(dtypes: list[type], right: str, tmp_path: Path) -> None:
+    found = beside(folder(tmp_path / "hf", *dtypes))
+    assert found and found.files.keys() == {"config.json", "tokenizer.json", "notes.txt"}
+    assert found.dtype == right and found.left == (".hidden",)
+
+
+def test_a_run_that_begins_with_a_run_keeps_what_that_kept(tmp_path: Path) -> None:
+    source = folder(tmp_path / "hf", np.float32)
+    first = saved(run(tmp_path / "a", source), 3)
+    for given in (first, first / "checkpoints/3"):
+        assert beside(given) == beside(source)._replace(left=())  # type: ignore[union-attr]
+    second = run(tmp_path / "b", first)
+    assert (second / "origin/files/tokenizer.json").read_text() == "{}"
+    assert beside(saved(tmp_path / "none", 1)) is None and beside(None) is None
+
+
+def test_only_the_beginning_writes(tmp_path: Path) -> None:
+    """A run with checkpoints keeps what it has; one that never saved begins anew, also with nothing."""
+    one, other = folder(tmp_path / "one", np.float32), folder(tmp_path / "other", np.float32)
+    (other / "notes.txt").write_text("other")
+    path = run(tmp_path / "run", one)
+    assert (run(path, other) / "origin/files/notes.txt").read_text() == "other"
+    (saved(run(path, one), 2) / "origin.tmp").mkdir()
+    assert (run(path, other, step=2) / "origin/files/notes.txt").read_text() == "notes"
+    (path / "checkpoints/2").rmdir()
+    assert not (run(path, None) / "origin").exists()
+
+
+def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
+    path = saved(run(tmp_path / "run", folder(tmp_path / "hf", np.float32)), 1)
+    (path / "origin/files/tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"origin is damaged: its file files/tokenizer.json .*; remove it"):
+        beside(path)
+
+
+def test_what_stays_behind_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "run", folder(tmp_path / "hf", np.float32))
+    assert capsys.readouterr().out == "what stays behind of the folder that the run begins with: .hidden\n"
+    assert Beside({}).left == ()
