@@ -39,6 +39,12 @@ WHY = {
     "train.accumulation": "batch norms, and the balance and capacity of experts, are computed within a microbatch",
 }
 
+# What is also free where a checkpoint of another program was converted and no step was made since: the batches, and the
+# learning rates of the steps to come, which such a checkpoint may not tell.
+CONVERTED = (
+    "data.", "train.", "optimizer.learning_rate", "optimizer.warmup", "optimizer.decay", "optimizer.final",
+)  # fmt: skip
+
 LOCK = ".lock"  # held by the run that writes the folder
 MOST_BYTES = 2_000_000_000  # of metrics.jsonl: some ten million steps
 BESIDE = ".tmp"  # ends the name of a file until it is whole
@@ -328,13 +334,11 @@ def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
 def _may_change(begun: Experiment, field: str) -> bool:
     """Whether a run that `begun` describes goes on as the same one where `field` differs.
 
-    A run folder that was converted has seen no data, so no fingerprint: its batches are still to be chosen. Gradients
-    are means over the tokens of the whole batch, however many microbatches it is cut into.
+    A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the whole
+    batch, however many microbatches it is cut into.
     """
-    if not begun.data.fingerprint and field.startswith(("data.", "train.")):
+    if not begun.data.fingerprint and field.startswith(CONVERTED):
         return True
-    if not begun.data.fingerprint and field == "optimizer.decay_steps":
-        return not begun.optimizer.decay_steps  # it follows from train.steps
     model = begun.model
     within = isinstance(model, ResNet) or (isinstance(model, Mixture) and (model.balance or model.capacity))
     return field == "train.accumulation" and not within

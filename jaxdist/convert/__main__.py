@@ -103,7 +103,10 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     check_name(a.target, target)
     wanted = load(a.model, {}, "--model") if a.model else None
-    content = source.format.opened(a.source, wanted, training=target.state or a.ema)
+    if a.peak and source not in (KINDS["torch"], KINDS["dcp"]):
+        raise ConfigError(f"--peak: SOURCE {a.source} is a {source.title}; it belongs to torch files; leave it out")
+    decided = {"peak": a.peak} if a.peak else {}
+    content = source.format.opened(a.source, wanted, training=target.state or a.ema, **decided)
     if a.adapter:
         content = peft.merged(content, a.source, a.adapter, lambda file: KINDS["torch"].format.described(file))
     if a.ema:
@@ -211,6 +214,12 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--adapter", type=user_path, metavar="FOLDER", help="merge a LoRA adapter of PEFT into the weights of SOURCE"
     )
+    parser.add_argument(
+        "--peak",
+        choices=("schedule", "now"),
+        help="of a torch source that has the learning rate of now alone: go on by the schedule of --model, or of its "
+        "own config, or make the rate of now its peak (default: the schedule where it has the rate of now)",
+    )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(
         "--verify",
@@ -232,14 +241,14 @@ def arguments(argv: Sequence[str]) -> Any:
         raise ConfigError("TARGET is missing; give a folder to write, or --inspect to list the tensors of SOURCE")
     if not a.inspect and a.json:
         raise ConfigError("--json belongs to --inspect; leave it out")
-    for option in ("to", "dtype", "model", "adapter", "ema", "verify", "dry_run", "force"):
+    for option in ("to", "dtype", "model", "peak", "adapter", "ema", "verify", "dry_run", "force"):
         if a.inspect and getattr(a, option):
             raise ConfigError(f"--inspect with --{option.replace('_', '-')}: inspecting writes nothing; leave one out")
     if a.verify and a.nonfinite == "zero":
         raise ConfigError("--verify with --nonfinite zero: TARGET is to differ from SOURCE; leave one out")
     if a.dry_run and a.verify:
         raise ConfigError("--dry-run with --verify: nothing is written that could be read again; leave one out")
-    for option in ("to", "model", "adapter", "inspect", "ema"):
+    for option in ("to", "model", "peak", "adapter", "inspect", "ema"):
         if a.mapping and getattr(a, option):
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:

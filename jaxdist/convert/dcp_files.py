@@ -32,7 +32,7 @@ from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, nesting, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import buffers, optimizers, torch_files, torch_leaves
+from jaxdist.convert import buffers, optimizers, rates, torch_files, torch_leaves
 from jaxdist.convert.boxes import blocks, tiled
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
@@ -228,7 +228,9 @@ def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> 
             raise unread(str(path), owner[1:] or name)
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+def opened(
+    path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
+) -> Content:
     """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = whole(path, "small")
@@ -280,9 +282,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
             for group in named:
                 group["params"] = [full_name(name) for name in group["params"]]
             shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
-            settings = optimizers.settings(str(path), rule, named, shapes) | torch_files.schedule(
-                path, {}, named, wanted=True
-            )
+            settings = optimizers.settings(str(path), rule, named, shapes)
+            if rates.has_schedule(wanted):
+                settings |= rates.peak_of(path, named, ("--model", experiment), step, peak)
+            else:
+                settings |= torch_files.schedule(path, {}, named, wanted=False)
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     held, ways = tensors.extras if others else dict, nesting(tensors.index.planner_data)
     origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.beside(found))

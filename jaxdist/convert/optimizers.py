@@ -169,7 +169,8 @@ def _orders(groups: list[Any], shapes: Mapping[str, Shape], rename: Callable[[st
         yield dict(zip(numbers, [rename(name) for group in groups for name in group["param_names"]], strict=False))
     yield dict(zip(numbers, shapes, strict=False))
     decayed, others = by_decay(shapes)
-    for first, second in ((decayed, others), (others, decayed)):
+    # nanoGPT of before mid-2023 had the names of each group in alphabetical order.
+    for first, second in ((decayed, others), (others, decayed), (sorted(decayed), sorted(others))):
         if [len(group["params"]) for group in groups] == [len(first), len(second)]:
             yield dict(zip(numbers, (*first, *second), strict=True))
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
 import torch
 from torch import Tensor
@@ -26,7 +24,7 @@ from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import size_of
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import amp, entries, optimizers, torch_numpy
+from jaxdist.convert import amp, entries, nanogpt, optimizers, rates, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count, with_tokens
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.hf import neighbours
@@ -78,7 +76,6 @@ from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import NAMINGS
-from jaxdist.optim import learning_rate
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
@@ -155,8 +152,12 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
     return tensors
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a file. Its model is `wanted`, or what lies in or beside it says. Raises ConfigError."""
+def opened(
+    path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
+) -> Content:
+    """The content of a file. Its model is `wanted`, or what lies in or beside it says; `peak` decides as in `rates`.
+
+    Raises ConfigError."""
     own = is_own(tree := load(path))
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
@@ -198,7 +199,12 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if trained:
         with reading(path, "optimizer"):
             settings = optimizers.settings(str(path), rule, trained, shapes)
-            settings |= {} if own else schedule(path, tree, trained, bool(wanted))
+            given = rates.has_schedule(wanted)
+            whose = "--model" if given else f"its {nanogpt.LOOP}" if nanogpt.has_loop(tree) else ""
+            if not own and whose and not part(tree, SCHEDULER):
+                settings |= rates.peak_of(path, trained, (whose, found), step, peak)
+            elif not own:
+                settings |= schedule(path, tree, trained, given)
         experiment = trained_by(found, settings, f"{path}: optimizer")
         with reading(path, "scaler"):
             scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))
@@ -239,9 +245,7 @@ def trained_by(experiment: Experiment, settings: Mapping[str, Any], source: str)
 
 def rate_of(content: Content) -> float:
     """The learning rate of the step to come."""
-    e = content.experiment
-    with jax.enable_x64(True):
-        return float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(content.step + 1)))
+    return rates.rate_at(content.experiment, content.step + 1)
 
 
 def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
@@ -249,19 +253,22 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     beside, found = path.parent / CONFIG, None
     if is_own(tree):
         found = Experiment.parse(tree[EXPERIMENT], source=str(path))
+    elif nanogpt.is_nanogpt(tree):
+        return nanogpt.experiment_of(path, tree, wanted)
     elif beside.exists() and not wanted:
         found = experiment_for(read_model(path.parent).model_dump(), source=str(beside))
     return agreed(str(path), found, wanted)
 
 
 def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
-    """The schedule's fields of an optimizer section: a rate that stays, where nobody says otherwise."""
+    """The schedule's fields of an optimizer section: the rate of now, which stays, where nobody says otherwise."""
     scheduler = part(tree, SCHEDULER)
     if wanted and not scheduler and not all("initial_lr" in group for group in groups):
         say(f"{path}: its rate of now, {groups[0].get('lr')}, becomes the peak of the schedule of --model")
     if scheduler:
         say(f"{path}: the rule of its scheduler is not in it; the config's schedule is taken, --model gives another")
-    return {} if wanted or scheduler else {"warmup": 0, "decay": "constant"}
+    now = {"learning_rate": float(groups[0]["lr"])} if groups[0].get("lr") else {}
+    return {} if wanted or scheduler else {"warmup": 0, "decay": "constant", **now}
 
 
 def count_of(path: Path, value: Any) -> int:

@@ -26,12 +26,24 @@ def plain(name: str) -> str:
 
 
 def recognized(source: str, given: Mapping[str, Shaped], model: Family) -> tuple[str, dict[str, str]]:
-    """The naming that has most of the given tensors, and its names -> those given. Raises ConfigError where two are
-    one."""
+    """The naming that has most of the given tensors, of two with the same names the one in which they lie as given, and
+    its names -> those given. Raises ConfigError where two are one."""
     known = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
     found = {naming: inverted(source, given, naming, model) for naming in known}
-    best = max(known, key=lambda naming: sum(map(_kinds(known[naming]).__contains__, map(kind, found[naming]))))
+
+    def agreeing(naming: str) -> tuple[int, int]:
+        table, names = known[naming], found[naming]
+        return sum(map(_kinds(table).__contains__, map(kind, names))), _lying(table, names, given)
+
+    best = max(known, key=agreeing)
     return best, found[best]
+
+
+def _lying(table: Table, names: Mapping[str, str], given: Mapping[str, Shaped]) -> int:
+    """How many matrices of several parameters, which have more outputs than inputs, lie as in the table."""
+    fused = {kind(row.theirs): row.transpose for row in table.rows if len(row.ours) > 1}
+    shapes = [(fused[kind(full)], given[name].shape) for full, name in names.items() if kind(full) in fused]
+    return sum(transpose == (shape[0] > shape[1]) for transpose, shape in shapes if len(shape) == 2)
 
 
 def kind(name: str) -> str:

@@ -108,10 +108,10 @@ def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
     ]
 
 
-def _conv1d(ours: tuple[str, ...], theirs: str) -> list[Row]:
-    """transformers' Conv1D, GPT-2 alone: its weight is (in, out), as our kernel."""
+def _products(ours: tuple[str, ...], theirs: str, linear: bool) -> list[Row]:
+    """One product for several of ours: the weight of torch's Linear is (out, in), of transformers' Conv1D (in, out)."""
     return [
-        Row(tuple(f"{name}.kernel" for name in ours), f"{theirs}.weight"),
+        Row(tuple(f"{name}.kernel" for name in ours), f"{theirs}.weight", transpose=linear),
         Row(tuple(f"{name}.bias" for name in ours), f"{theirs}.bias"),
     ]
 
@@ -192,6 +192,29 @@ def _fused(separate: Table) -> Table:
     return separate._replace(rows=[*rows[:-3], *experts, *rows[-3:]])
 
 
+def _gpt2(linear: bool) -> Table:
+    """GPT-2's, its products Conv1D as in transformers, or Linear."""
+    block = "transformer.h.{layer}"
+    queries_keys_values = ("layers.attention.q_proj", "layers.attention.k_proj", "layers.attention.v_proj")
+    return Table(
+        [
+            *_embedding("embed", "transformer.wte"),
+            *_embedding("positions", "transformer.wpe"),
+            *_norm("layers.attention_norm", f"{block}.ln_1"),
+            *_products(queries_keys_values, f"{block}.attn.c_attn", linear),
+            *_products(("layers.attention.o_proj",), f"{block}.attn.c_proj", linear),
+            *_norm("layers.mlp_norm", f"{block}.ln_2"),
+            *_products(("layers.mlp.up_proj",), f"{block}.mlp.c_fc", linear),
+            *_products(("layers.mlp.down_proj",), f"{block}.mlp.c_proj", linear),
+            *_norm("norm", "transformer.ln_f"),
+            *_linear("lm_head", "lm_head"),
+        ],
+        head="lm_head.weight",
+        prefix="transformer.",
+        ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
+    )
+
+
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -226,26 +249,7 @@ HUGGINGFACE = {
         prefix="model.",
         ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
     ),
-    "gpt2": Table(
-        [
-            *_embedding("embed", "transformer.wte"),
-            *_embedding("positions", "transformer.wpe"),
-            *_norm("layers.attention_norm", "transformer.h.{layer}.ln_1"),
-            *_conv1d(
-                ("layers.attention.q_proj", "layers.attention.k_proj", "layers.attention.v_proj"),
-                "transformer.h.{layer}.attn.c_attn",
-            ),
-            *_conv1d(("layers.attention.o_proj",), "transformer.h.{layer}.attn.c_proj"),
-            *_norm("layers.mlp_norm", "transformer.h.{layer}.ln_2"),
-            *_conv1d(("layers.mlp.up_proj",), "transformer.h.{layer}.mlp.c_fc"),
-            *_conv1d(("layers.mlp.down_proj",), "transformer.h.{layer}.mlp.c_proj"),
-            *_norm("norm", "transformer.ln_f"),
-            *_linear("lm_head", "lm_head"),
-        ],
-        head="lm_head.weight",
-        prefix="transformer.",
-        ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
-    ),
+    "gpt2": _gpt2(linear=False),
     "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
     "resnet": Table(
@@ -259,6 +263,9 @@ HUGGINGFACE = {
         prefix="resnet.",
     ),
 }
+
+# nanoGPT has transformers' names, and Linear where that has Conv1D.
+NANOGPT = {"gpt2": _gpt2(linear=True)}
 
 # What torchvision calls a ResNet's, as do most scripts.
 TORCHVISION = {
@@ -332,6 +339,7 @@ NAMINGS = {
     "meta": META,
     "torchtitan": TORCHTITAN,
     "torchvision": TORCHVISION,
+    "nanogpt": NANOGPT,
 }
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 

@@ -1,0 +1,59 @@
+"""Which learning rate training goes on by, where an optimizer's groups tell the rate of now and not the peak."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.display import say
+from jaxdist.optim import learning_rate
+
+Peak = Literal["schedule", "now"]
+PEAKS: tuple[Peak, ...] = ("schedule", "now")
+CLOSE = 1e-6  # relative
+FIELDS = {"learning_rate", "warmup", "decay", "decay_steps", "final"}  # of the schedule
+
+
+def has_schedule(wanted: Experiment | None) -> bool:
+    """Whether --model says anything of a schedule."""
+    return bool(wanted and wanted.optimizer.model_fields_set & FIELDS)
+
+
+def rate_at(experiment: Experiment, step: int) -> float:
+    """The learning rate of a step, counted from 1."""
+    with jax.enable_x64(True):
+        return float(learning_rate(experiment.optimizer, experiment.train.steps, jnp.asarray(step)))
+
+
+def peak_of(
+    path: Path, groups: Sequence[Mapping[str, Any]], scheduled: tuple[str, Experiment], step: int, peak: Peak | None
+) -> dict[str, Any]:
+    """The peak, a field of an optimizer section: that of the schedule where this has the rate of now after `step`
+    steps, or where `peak` says so; nothing where the groups tell their peak.
+
+    `scheduled`: whose schedule, and the experiment with it. Raises ConfigError where nothing tells.
+    """
+    if peak is None and all("initial_lr" in group for group in groups):
+        return {}
+    whose, experiment = scheduled
+    now, kept = float(groups[0]["lr"]), {"learning_rate": experiment.optimizer.learning_rate}
+    # A loop sets the rate before a step, a scheduler that of the next after it.
+    rates = {at: rate_at(experiment, at) for at in (step, step + 1) if at}
+    if peak != "now" and any(math.isclose(now, rate, rel_tol=CLOSE) for rate in rates.values()):
+        say(f"{path}: its rate of now, {now:g}, is on the schedule of {whose}, whose peak is {kept['learning_rate']:g}")
+        return kept
+    told = " and ".join(f"{rate:g} at step {at}" for at, rate in rates.items())
+    if peak is None:
+        raise ConfigError(
+            f"{path}: its rate of now is {now:g}, and the schedule of {whose} has {told}; give --peak schedule to go "
+            f"on by that schedule, its peak {kept['learning_rate']:g}, or --peak now to make the rate of now the peak"
+        )
+    if peak == "schedule":
+        say(f"{path}: its rate of now, {now:g}, ends here: the schedule of {whose} has {told}")
+        return kept
+    say(f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}")
+    return {"learning_rate": now}
