@@ -8,7 +8,7 @@ import numpy as np
 from jaxdist.config import KEPT
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
-from jaxdist.formats.naming import plain
+from jaxdist.formats.naming import as_named_by_transformers, plain
 from jaxdist.formats.tables import HUGGINGFACE, NAMINGS
 
 IN_MEMORY = NAMINGS["transformers in memory"]
@@ -118,7 +118,8 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
     from jaxdist.convert.atoms import split_rows  # imports jax, which most readers of records do not need
 
     arrays = one_by_one(arrays, family, layers)
-    table, ours, left, missing = HUGGINGFACE[family], dict[str, np.ndarray](), set(arrays), list[str]()
+    table, ours = as_named_by_transformers(family, arrays), dict[str, np.ndarray]()
+    left, missing = set(arrays), list[str]()
     for row in table.rows:
         experts = (
             sum(row.theirs.format(layer=0, expert=e) in arrays for e in range(len(arrays))) if row.by_expert else 1

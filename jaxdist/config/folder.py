@@ -334,8 +334,8 @@ def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
 def _may_change(begun: Experiment, field: str) -> bool:
     """Whether a run that `begun` describes goes on as the same one where `field` differs.
 
-    A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the whole
-    batch, however many microbatches it is cut into.
+    A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the
+    whole batch, however many microbatches it is cut into.
     """
     if not begun.data.fingerprint and field.startswith(CONVERTED):
         return True

@@ -21,6 +21,7 @@ from jaxdist.config.hf_keys import (
     FLAG,
     GELUS,
     GPT2_ARCHITECTURE,
+    GPT2_BIAS,
     GPT2_KEYS,
     GPT2_OTHER_NAMES,
     LABELS,
@@ -124,20 +125,17 @@ def _from_gpt2(settings: Settings) -> Settings:
         if other in settings and settings[other] != settings.get(name):
             raise ConfigError(f"{other} = {SHOWN.repr(settings[other])}; give it as {name}, as transformers writes it")
     gelu = GELUS[settings.get("activation_function", "gelu_new")]
-    return {"family": "gpt2", **values, "hidden": _value(settings, "n_inner", COUNT, 4 * values["dim"]), "gelu": gelu}
+    hidden, bias = _value(settings, "n_inner", COUNT, 4 * values["dim"]), _value(settings, *GPT2_BIAS)
+    return {"family": "gpt2", **values, "hidden": hidden, "gelu": gelu, "bias": bias}
 
 
 def _to_gpt2(model: GPT2) -> Settings:
-    if not model.bias:
-        raise ConfigError(
-            f"model.bias = false: {GPT2_ARCHITECTURE} has biases always; keep the weights as a torch file (--to torch) "
-            "or an Orbax checkpoint (--to orbax)"
-        )
     settings = {key.name: getattr(model, field) for field, key in GPT2_KEYS.items()}
     named: Settings = {"architectures": [GPT2_ARCHITECTURE], "model_type": "gpt2"}
     gelu = next(name for name, gelu in GELUS.items() if gelu == model.gelu)
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # transformers' default is 0.1
-    return named | settings | {"n_inner": model.hidden, "activation_function": gelu} | dropouts
+    without = {} if model.bias else {GPT2_BIAS.name: False}
+    return named | settings | {"n_inner": model.hidden, "activation_function": gelu} | dropouts | without
 
 
 def _from_resnet(settings: Settings) -> Settings:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.hf_keys import (
     GELUS,
+    GPT2_BIAS,
     GPT2_KEYS,
     GPT2_OTHER_NAMES,
     LLAMA_KEYS,
@@ -147,7 +148,7 @@ DECISIONS: Mapping[str, Decisions] = {
     "gpt2": {
         **DECODER,
         **read(GPT2_KEYS),
-        **each(HONOURED, f"n_inner {' '.join(GPT2_OTHER_NAMES)}"),
+        **each(HONOURED, f"n_inner {GPT2_BIAS.name} {' '.join(GPT2_OTHER_NAMES)}"),
         **each(dropout(0.1), "resid_pdrop embd_pdrop attn_pdrop"),
         **each(
             NONE,

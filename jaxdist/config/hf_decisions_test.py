@@ -36,7 +36,7 @@ OTHERS: dict[str, Any] = {
     "max_window_layers": 2, "rope_theta": 7.0, "rope_scaling": {"rope_theta": 9.0}, "rope_parameters": LLAMA3,
     "model_type": "nothing", "architectures": ["Nothing"], "output_router_logits": False, "norm_topk_prob": True,
     "id2label": {"0": "a"}, "num_labels": 7, "depths": [2, 1], "hidden_sizes": [16, 32], "num_experts": 8,
-    "num_local_experts": 8,
+    "num_local_experts": 8, "bias": False,
 }  # fmt: skip
 
 

@@ -121,6 +121,8 @@ GPT2_KEYS = {
     "tied": Key("tie_word_embeddings", FLAG, True),
     "init_std": Key("initializer_range", NUMBER, 0.02),
 }
+# A key of our own: transformers' class has biases always, and makes those that a file lacks zero, as it does new ones.
+GPT2_BIAS = Key("bias", FLAG, True)
 # Names of GELU in transformers -> model.gelu; those of one value differ in rounding alone. quick_gelu and gelu_10 are
 # other functions. The first of each is written.
 GELUS = {

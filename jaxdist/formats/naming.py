@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Family
-from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, Shape, Table
+from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, NANOGPT, Shape, Table
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -37,6 +37,12 @@ def recognized(source: str, given: Mapping[str, Shaped], model: Family) -> tuple
 
     best = max(known, key=agreeing)
     return best, found[best]
+
+
+def as_named_by_transformers(family: str, given: Mapping[str, Shaped]) -> Table:
+    """The table with transformers' names in which matrices lie as given: nanoGPT has the same names."""
+    tables = [families[family] for families in (HUGGINGFACE, NANOGPT) if family in families]
+    return max(tables, key=lambda table: _lying(table, {name: name for name in given}, given))
 
 
 def _lying(table: Table, names: Mapping[str, str], given: Mapping[str, Shaped]) -> int:
