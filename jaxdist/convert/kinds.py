@@ -15,7 +15,16 @@ from jaxdist.convert.hf import is_hf
 from jaxdist.convert.peft import is_adapter, refusal
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
-from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_trainer_folder, part_of, unreadable
+from jaxdist.formats.folders import (
+    LLMC_STATE,
+    is_bin_folder,
+    is_deepspeed,
+    is_llmc,
+    is_trainer_folder,
+    llmc_magic,
+    part_of,
+    unreadable,
+)
 from jaxdist.formats.tables import LAYERS
 
 
@@ -97,6 +106,7 @@ KINDS = {
     "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
     "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
     "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
+    "llmc": Kind("checkpoint of llm.c's", is_llmc, "llmc_files", ""),
     "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
     "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
     "bin": Kind("folder with pytorch_model.bin", is_bin_folder, "bin_files", "", state=False),
@@ -116,6 +126,8 @@ def kind_at(path: Path) -> str | None:
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
     found = kind_at(path)
+    if found == "torch" and llmc_magic(path) == LLMC_STATE:
+        raise ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step beside it")
     if part := part_of(path):
         folder = f"give its folder {path.parent}" if kind_at(path.parent) else f"give a folder with {part.needs}"
         raise ConfigError(f"{path} is {part.title}; {folder}")

@@ -44,11 +44,17 @@ def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None
     if (gelu := given["model"].get("gelu", EXACT)) != EXACT:
         say(f"{path}: GELU is {gelu}, as --model says; nanoGPT's own has been exact since March 2023")
         found = Experiment.parse(sections | {"model": sections["model"] | {"gelu": gelu}}, source)
-    if wanted.model.family == found.model.family:
-        wanted = Experiment.parse(
-            {name: sections.get(name, {}) | given.get(name, {}) for name in sections | given}, source
-        )
-    return agreed(str(path), found, wanted)
+    return agreed(str(path), found, filled(sections, wanted, source))
+
+
+def filled(sections: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) -> Experiment:
+    """What --model sets, and of all else what the file tells; all as it is of another family. Raises ConfigError."""
+    if wanted.model.family != sections["model"]["family"]:
+        return wanted
+    given: dict[str, dict[str, Any]] = wanted.model_dump(exclude_unset=True, exclude_none=True)
+    return Experiment.parse(
+        {name: sections.get(name, {}) | given.get(name, {}) for name in {**sections, **given}}, source
+    )
 
 
 def _sections(path: Path, tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
