@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
+from jaxdist.convert.torch_parts import reading
 from jaxdist.optim import learning_rate
 
 Peak = Literal["schedule", "now"]
@@ -27,6 +28,41 @@ def rate_at(experiment: Experiment, step: int) -> float:
     """The learning rate of a step, counted from 1."""
     with jax.enable_x64(True):
         return float(learning_rate(experiment.optimizer, experiment.train.steps, jnp.asarray(step)))
+
+
+def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
+    """The schedule's fields of an optimizer section by the state of a scheduler of torch's that has its rule: cosine or
+    linear, by itself or after a warm-up. Nothing where it has another, counts other than steps, or where the rate of
+    now is not that of the rule.
+
+    Its rate after k steps is that of our step k + 1."""
+    now, peak = groups[0].get("lr"), groups[0].get("initial_lr")
+    if scheduler.get("last_epoch") != step or not now or not peak:
+        return {}
+    with reading(path, "scheduler"):
+        rule = _rule(scheduler)
+        if not rule:
+            return {}
+        going = Experiment.parse({"optimizer": {"learning_rate": float(peak), **rule}}, f"{path}: scheduler")
+    if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE):
+        return {}
+    say(f"{path}: its schedule goes on: {', '.join(f'{name} = {value}' for name, value in rule.items())}")
+    return rule
+
+
+def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """That of CosineAnnealingLR, LinearLR from the peak, or SequentialLR of a warm-up and one of them."""
+    parts, milestones = state.get("_schedulers"), state.get("_milestones")
+    if isinstance(parts, list) and isinstance(milestones, list) and len(parts) == 2 and "start_factor" in parts[0]:
+        rule = _rule(parts[1])
+        after = {"warmup": milestones[0] + 1, "decay_steps": rule.get("decay_steps", 0) + milestones[0]}
+        return rule and rule | after
+    if "T_max" in state and "eta_min" in state:
+        final = float(state["eta_min"] / (state["base_lrs"][0] or 1))
+        return {"warmup": 1, "decay": "cosine", "decay_steps": state["T_max"] + 1, "final": final}
+    if state.get("start_factor") == 1 and "end_factor" in state:
+        return {"warmup": 1, "decay": "linear", "decay_steps": state["total_iters"] + 1, "final": state["end_factor"]}
+    return {}
 
 
 def peak_of(

@@ -44,6 +44,7 @@ from jaxdist.convert.torch_own import (
 )
 from jaxdist.convert.torch_parts import (
     APEX,
+    CURRENT,
     ENTRIES,
     GROUPS,
     MODEL,
@@ -159,6 +160,8 @@ def opened(
 
     Raises ConfigError."""
     own = is_own(tree := load(path))
+    if isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT:
+        say(f"{path}: its state_dict has averages of the weights, which stay behind; {CURRENT} has the weights")
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
@@ -204,7 +207,8 @@ def opened(
             if not own and whose and not part(tree, SCHEDULER):
                 settings |= rates.peak_of(path, trained, (whose, found), step, peak)
             elif not own:
-                settings |= schedule(path, tree, trained, given)
+                told = {} if given else rates.rule_of(path, part(tree, SCHEDULER), trained, step)
+                settings |= told or schedule(path, tree, trained, given)
         experiment = trained_by(found, settings, f"{path}: optimizer")
         with reading(path, "scaler"):
             scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))

@@ -17,6 +17,7 @@ from jaxdist.config import ConfigError
 
 # Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
 MODEL = ("model", "state_dict", "model_state_dict", "module")
+CURRENT = "current_model_state"  # of Lightning's WeightAveraging, whose state_dict has averages
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
@@ -28,6 +29,8 @@ MARKS = {GROUPS, "last_epoch", "growth_factor"}  # what an optimizer's state has
 
 def key_of(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     """Under which of the keys the tree has a state, a dict or a list of one; or any dict, as of settings; or would."""
+    if keys == MODEL and isinstance(tree.get(CURRENT), dict):
+        return CURRENT
     dicts = [key for key in keys if isinstance(_only(tree.get(key)), dict)]
     return next((key for key in dicts if _is_state(_only(tree[key]))), next(iter(dicts), keys[0]))
 

@@ -1,17 +1,24 @@
-"""Names of a model within a larger module, and causes told before their consequences."""
+"""Checkpoints of Lightning: names within a larger module, schedules, averages; causes before their consequences."""
 
+import importlib
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.config.hf import experiment_for
+from jaxdist.config.arguments import load
+from jaxdist.config.hf import experiment_for, to_settings
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.rates import rate_at
 
 torch = pytest.importorskip("torch")
+schedulers = importlib.import_module("torch.optim.lr_scheduler")
 MODEL, GPT2 = MODELS["Qwen2ForCausalLM"], MODELS["GPT2LMHeadModel"]
 CASES = [
     ("model.", MODEL), ("model._orig_mod.", MODEL), ("lit.backbone.", MODEL),
@@ -116,3 +123,55 @@ def test_a_transposition_is_called_one(tmp_path: Path) -> None:
     wrong["state_dict"] |= {name: wrong["state_dict"][name].T for name in turned}
     torch.save(wrong, tmp_path / "a.ckpt")
     same_as_without(tmp_path)
+
+
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, 20, 1e-4), True),
+    "linear": (lambda o: schedulers.LinearLR(o, 1.0, 0.2, 20), True),
+    "warm-up": (
+        lambda o: schedulers.SequentialLR(
+            o, [schedulers.LinearLR(o, 0.1, total_iters=4), schedulers.CosineAnnealingLR(o, 16)], [4]
+        ),
+        True,
+    ),
+    "lambda": (lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + k)), False),
+    "steps": (lambda o: schedulers.StepLR(o, 3), False),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where its state has the rule, at each step to come; else the config's is taken, and that is said."""
+    make, known = SCHEDULES[name]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of schedulers that step without their optimizer
+        scheduler = make(optimizer)
+        for _ in range(7):
+            scheduler.step()
+        group = {key: optimizer.param_groups[0][key] for key in ("lr", "initial_lr")}
+        found = lightning(tmp_path / "a.ckpt", "net.", lr_schedulers=[scheduler.state_dict()])
+        right = []
+        for _ in range(12):
+            right.append(optimizer.param_groups[0]["lr"])
+            scheduler.step()
+    for theirs in found["optimizer_states"][0]["param_groups"]:
+        theirs |= group
+    torch.save(found, tmp_path / "a.ckpt")
+    (tmp_path / "config.json").write_text(json.dumps(to_settings(MODEL, "float32")))
+    main([str(tmp_path / "a.ckpt"), str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert ("its schedule goes on" in said) == known and ("the rule of its scheduler is not in it" in said) != known
+    if known:
+        e = load(tmp_path / "run" / "config.toml", {})
+        assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx(right, rel=1e-6)
+
+
+def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lightning's WeightAveraging keeps the weights themselves, which its optimizer is of, beside."""
+    found = lightning(tmp_path / "a.ckpt", "net.")
+    averages = {name: tensor + 1 for name, tensor in found["state_dict"].items()}
+    current = found["state_dict"]
+    torch.save(found | {"state_dict": averages, "current_model_state": current}, tmp_path / "a.ckpt")
+    same_as_without(tmp_path)
+    assert "its state_dict has averages of the weights, which stay behind" in capsys.readouterr().out
