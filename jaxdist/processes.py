@@ -28,7 +28,8 @@ from jaxdist.roll_call import DONE, HEARD, TOLD, Contact, roll_call
 
 Result = TypeVar("Result")
 
-LOST = 30  # seconds without a sign of life of a machine, after which JAX ends the processes of the others
+# Seconds without a sign of life, after which JAX ends the other processes with a stack trace: `Contact` is earlier.
+LOST = 100
 TOGETHER = 5  # seconds within which an error that every process meets is met by all
 FOREVER = 10**9  # milliseconds: whoever dies meanwhile is noticed by its lost signs of life
 

@@ -273,13 +273,15 @@ def test_processes_that_feed_the_same_rows_are_caught(planted: str, one: Path, t
 
 
 SMALL = """
-import os, signal
+import os, signal, subprocess
 import jax
-from jaxdist import processes
+from jaxdist import processes, roll_call
 from jaxdist.config import TrainingError
 
 def fail(what):
     raise TrainingError(what)
+
+roll_call.SILENT, roll_call.BEAT = 6.0, 0.2
 
 def main():
     jax.config.update("jax_num_cpu_devices", 1)
@@ -289,6 +291,9 @@ def main():
     match os.environ["PLANT"]:
         case "SIGKILL" if own:
             os.kill(os.getpid(), signal.SIGKILL)
+        case "SIGSTOP" if own:
+            subprocess.Popen(["sh", "-c", f"sleep 25; kill -KILL {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "alone":
             processes.check_same("data.fingerprint", f"of {own}")
         case "first":
@@ -302,6 +307,7 @@ processes.run(main)
     ("plant", "codes", "told"),
     [
         ("SIGKILL", [1, -signal.SIGKILL], ["process 1 of 2 ended before the others"]),
+        ("SIGSTOP", [1, -signal.SIGKILL], ["process 1 of 2 has given no sign of life for 40 s and the others stop"]),
         ("alone", [1, 2], ["data.fingerprint = 'of 1' on process 1, 'of 0' on the first; give all machines the same"]),
         ("first", [1, 1], ["the first disk"]),
     ],

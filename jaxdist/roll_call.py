@@ -1,8 +1,9 @@
 """Processes meet before they join, and stay in touch: who is missing, and who has ended, is told in one line.
 
 `jax.distributed` ends a process that waits in vain with a stack trace and cannot say for whom; of one that died it
-knows after half a minute, in which the others wait within a step, deaf to signals. So all come to the coordinator's
-port first, and keep that connection: the kernel closes it when a process ends, however it ends.
+knows after a minute, in which the others wait within a step, deaf to signals. So all come to the coordinator's
+port first, and keep that connection: the kernel closes it when a process ends, however it ends. A process that is
+stopped (SIGSTOP), or whose machine is gone, keeps it open: it is noticed by the signs of life that no longer come.
 """
 
 import json
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,9 @@ LATER = 5  # seconds after which the others give up: the first knows best who is
 HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
 
 DONE, TOLD = b".", b"!"  # what a process sends before it ends: as all do, or alone, for a reason that it has told
+ALIVE = b"-"  # what it sends every BEAT seconds until then
+BEAT = 1.0
+SILENT = 40.0  # seconds without a sign of life, after which a process counts as stopped
 
 
 class Present(NamedTuple):
@@ -161,6 +165,44 @@ def _leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+ENDED = "ended before the others, which stop; its own output or that of its launcher says why"
+STOPPED = (
+    f"has given no sign of life for {SILENT:.0f} s and the others stop: it was stopped, as by SIGSTOP, or its machine "
+    "cannot be reached"
+)
+
+
+class Silence:
+    """Since when each of the other processes has been silent, in seconds of a clock that is given with each call.
+
+    A process that stood still itself has heard nobody meanwhile, and begins to count anew.
+    """
+
+    def __init__(self, ranks: Iterable[int], now: float) -> None:
+        self.last = dict.fromkeys(ranks, now)
+        self.beat = now
+
+    def heard(self, rank: int, now: float) -> None:
+        self.last[rank] = now
+
+    def left(self, rank: int) -> None:
+        """It has ended, and says nothing more."""
+        del self.last[rank]
+
+    def beats(self, now: float) -> bool:
+        """Whether it is time for a sign of life of one's own."""
+        if now - self.beat < BEAT:
+            return False
+        if now - self.beat > SILENT / 3:
+            self.last = dict.fromkeys(self.last, now)
+        self.beat = now
+        return True
+
+    def longest(self, now: float) -> int | None:
+        """One that has been silent for too long."""
+        return next((rank for rank, last in self.last.items() if now - last > SILENT), None)
+
+
 class Contact:
     """The connections that processes keep: the first one's to all others, theirs to it.
 
@@ -176,24 +218,33 @@ class Contact:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
+        silence = Silence(self.connections, time.monotonic())
         with selectors.DefaultSelector() as selector:
             for rank, connection in self.connections.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
             while selector.get_map():
-                for key, _ in selector.select():
+                for key, _ in selector.select(BEAT):
                     try:
                         said = key.fileobj.recv(1)  # type: ignore[union-attr]
                     except OSError:
                         said = b""
+                    if said == ALIVE:
+                        silence.heard(key.data, time.monotonic())
+                        continue
                     if said != DONE and not self.over:
-                        self._end(key.data, said)
+                        self._end(key.data, "" if said == TOLD else ENDED)
                     selector.unregister(key.fileobj)
+                    silence.left(key.data)
+                if silence.beats(time.monotonic()) and not self.over:
+                    self._send(ALIVE)
+                    if (silent := silence.longest(time.monotonic())) is not None:
+                        self._end(silent, STOPPED)
 
-    def _end(self, rank: int, said: bytes) -> None:
-        if said != TOLD and self.speaks:
+    def _end(self, rank: int, why: str) -> None:
+        """End this process, because that of `rank` does not go on; `why` is printed, unless it has said so itself."""
+        if why and self.speaks:
             print(
-                f"error: process {rank} of {self.launch.size} ended before the others, which stop; its own output or "
-                "that of its launcher says why. --resume goes on from the newest checkpoint",
+                f"error: process {rank} of {self.launch.size} {why}. --resume goes on from the newest checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -205,6 +256,9 @@ class Contact:
     def say(self, what: bytes) -> None:
         """Tell the others that this process ends: DONE or TOLD."""
         self.over = True
+        self._send(what)
+
+    def _send(self, what: bytes) -> None:
         for connection in self.connections.values():
             with suppress(OSError):
                 connection.sendall(what)

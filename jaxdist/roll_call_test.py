@@ -97,7 +97,10 @@ def test_the_first_of_another_machine_says_that_it_cannot_reach_the_address() ->
         _answer(launch, Present(2, 4, "b", []), time.monotonic() + 0.3)
 
 
-@pytest.mark.parametrize(("said", "ended"), [(roll_call.DONE, []), (roll_call.TOLD, [(1, b"!")]), (b"", [(1, b"")])])
+@pytest.mark.parametrize(
+    ("said", "ended"),
+    [(roll_call.DONE, []), (roll_call.TOLD, [(1, "")]), (b"", [(1, roll_call.ENDED)]), (b"--", [(1, roll_call.ENDED)])],
+)
 def test_an_end_that_was_not_announced_is_noticed(
     said: bytes, ended: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,3 +119,15 @@ def test_an_end_that_was_not_announced_is_noticed(
     assert noticed.wait(0.5) == bool(ended)
     assert found == ended
     ours.close()
+
+
+def test_who_is_silent_for_too_long() -> None:
+    """Seconds in which this process stood still itself do not count."""
+    silence = roll_call.Silence([1, 2, 3], now=0.0)
+    silence.left(3)
+    for second in range(1, int(roll_call.SILENT) + 2):
+        assert silence.longest(float(second - 1)) is None
+        assert silence.beats(float(second)) and not silence.beats(second + 0.5)
+        silence.heard(1, float(second))
+    assert silence.longest(second + 0.0) == 2
+    assert silence.beats(second + 100.0) and silence.longest(second + 100.0) is None

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -24,6 +24,8 @@ from jaxdist.config.saving import SAVE, STOP
 
 Result = TypeVar("Result")
 
+SECOND = 1.0  # between two looks at whether a rank is stopped
+SILENT_SECONDS = 40  # for which a rank may be
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
 
@@ -128,6 +130,36 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+class Still:
+    """How long each rank has been stopped, as by SIGSTOP: the others wait for it in a collective meanwhile.
+
+    Counted in looks, one a second, so that a stop of this process as well, as by Ctrl-Z, does not count.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.looks = [0] * ranks
+
+    def look(self, ranks: Sequence[Any]) -> None:
+        """Raises TrainingError for a rank that has been stopped for too long."""
+        for rank, process in enumerate(ranks):
+            self.looks[rank] = self.looks[rank] + 1 if process.pid and stopped(process.pid) else 0
+            if self.looks[rank] * SECOND > SILENT_SECONDS:
+                raise TrainingError(
+                    f"rank {rank} has been stopped for {SILENT_SECONDS} s, as by SIGSTOP; the run ends, and --resume "
+                    "goes on from its newest checkpoint"
+                )
+
+
+def stopped(pid: int) -> bool:
+    """Whether a child of this process is stopped. Where the system cannot tell, as macOS, no."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended, and was waited for
+        return False
+
+
 def start(plan: Plan, function: Callable[[], None]) -> None:
     """Run `function` in every rank of `plan`, each a fork of this process; ends it where a rank fails.
 
@@ -158,9 +190,11 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             for process in ranks:
                 process.start()
             running = {process.sentinel: process for process in ranks}
+            still = Still(len(ranks))
             while running and not any(process.exitcode for process in ranks):
-                for sentinel in wait(list(running)):
+                for sentinel in wait(list(running), SECOND):
                     running.pop(sentinel).join()  # type: ignore[arg-type]
+                still.look(ranks)
             first = [process.exitcode or 0 for process in ranks]  # the others may be ended from here
             deadline = time.monotonic() + GRACE_SECONDS
             for process in running.values():
