@@ -373,7 +373,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),
     Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss", forward),
     Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
-    Cause("forward or backward pass", ("activation", *BACKWARD), "gradient|grad_norm|loss", forward_or_backward),
+    Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
     Cause("precision", UPDATED, "in less than", narrower),
     Cause("clip", ("clipped", *KEPT), "exp_avg|momentum", clip),
     Cause("weight decay", UPDATED, "weights", weight_decay),
@@ -397,6 +397,11 @@ def diagnose(e: Evidence) -> Diagnosis | None:
     if found:
         (step, how), row = min(found, key=lambda item: item[0][0])
         return Diagnosis(row.name, step, how, row.checks)
-    if e.parting and e.parting.first:
-        return Diagnosis(rows[-1].name, e.parting.step, f"{e.parting.where} is the first that differs", rows[-1].checks)
-    return None
+    return of_parting(e.parting) if e.parting and e.parting.first else None
+
+
+def of_parting(parting: Parting) -> Diagnosis:
+    """The cause that the first tensor which differs points to, where that is all that is known."""
+    kind = parting.tensor.removeprefix("scalar/").partition("/")[0]
+    row = next(row for row in reversed(CAUSES) if kind in row.kinds)
+    return Diagnosis(row.name, parting.step, f"{parting.where} is the first that differs", row.checks)

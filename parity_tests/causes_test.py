@@ -17,7 +17,8 @@ from torch.nn import functional
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, dataset_of
 from parity_tests import batches, compare, levels
-from parity_tests.causes import Diagnosis, Evidence, diagnose
+from parity_tests.bisect import STAGES, Parting
+from parity_tests.causes import CAUSES, Diagnosis, Evidence, diagnose, of_parting
 from torch_ref.models import build
 from torch_ref.models.layers import rotary
 from torch_ref.weights import draw, fill, held
@@ -466,3 +467,31 @@ def test_the_cause_is_named_in_float32(
     bounds = levels.float_bounds(ours, exact, "float32")  # type: ignore[arg-type]
     found = diagnose(evidence(exact, loop(documents).run("theirs"), bounds))
     assert found and found.cause == cause and how in found.how, found
+
+
+# ---- from the first tensor that differs
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cause"),
+    [
+        ("batch/tokens", "other batches"),
+        ("start/embed.weight", "other starting weights"),
+        ("activation/layers.0", "forward pass or loss"),
+        ("scalar/loss", "forward pass or loss"),
+        ("gradient/embed.weight", "gradients"),
+        ("scalar/grad_norm", "gradients"),
+        ("clipped/embed.weight", "clip"),
+        ("exp_avg/embed.weight", "moments"),
+        ("scalar/learning_rate", "learning rate"),
+        ("weights/embed.weight", "update of the weights"),
+    ],
+)
+def test_the_first_tensor_points_to_a_cause(tensor: str, cause: str) -> None:
+    found = of_parting(Parting(3, tensor, 1e-3, 1e-10, 1e-14))
+    assert (found.cause, found.step) == (cause, 3) and "step 3 is the first that differs" in found.how
+
+
+def test_every_kind_of_tensor_has_a_cause() -> None:
+    kinds = {kind for row in CAUSES for kind in row.kinds}
+    assert STAGES.keys() <= kinds

@@ -39,6 +39,7 @@ from jaxdist.convert.suggest import Suggestion, suggest
 from jaxdist.convert.trees import flatten, shapes
 from parity_tests import bisect, compare, levels, port_levels, report
 from parity_tests.bisect import Parting
+from parity_tests.causes import of_parting
 from parity_tests.port_levels import Findings, PortRun
 from parity_tests.sharded import Sharded, ShardedSide
 from parity_tests.sides import (
@@ -308,7 +309,7 @@ class Port:
             parting = self.costing(single, double, recorded)
         if verdict.failed and not parting:
             verdict = replace(verdict, notes=[*verdict.notes, bisect.UNFOUND])
-        verdict = replace(verdict, parting=parting)
+        verdict = replace(verdict, parting=parting, cause=of_parting(parting) if parting else None)
         verdict.write(folder)
         devices = str(double[0].summary["devices"])
         facts = {"model": type(self.torch_module).__name__, "steps": str(len(self.batches)), "devices": devices}
