@@ -16,6 +16,7 @@ from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, ResNet
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import write_hf
+from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds import KINDS, kind_of
@@ -172,6 +173,42 @@ def save(folder: Path, tensors: Tensors, sharded: bool = False) -> None:
     for file in set(places.values()):
         save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+FORMS: dict[str, Callable[[Tensors], Any]] = {
+    "a state dict": lambda tensors: tensors,
+    "a script's": lambda tensors: {"model_state_dict": tensors, "epoch": 3, "loss": 1.5},
+    "Lightning's": lambda tensors: {"state_dict": {f"net.{n}": t for n, t in tensors.items()}, "global_step": 5},
+}
+
+
+@pytest.mark.parametrize("form", ["pytorch_model.bin", *FORMS])
+@pytest.mark.parametrize("name", MODELS)
+def test_both_place_the_same_of_torch_files(name: str, form: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    tensors = folder_of(tmp_path / "hf", model)
+    right = read_by_jaxdist(tmp_path / "hf", model)
+    source = tmp_path / "file.pt"
+    if form in FORMS:
+        torch.save(FORMS[form](wrapped("_orig_mod.")(tensors)), source)
+    else:
+        source = tmp_path / "hf"
+        (source / SINGLE).unlink()
+        torch.save(fused(tensors) if name in ("mixtral", "qwen3_moe") else tensors, source / form)
+    jax, ref = read_by_jaxdist(source, model), read_by_torch_ref(source, model)
+    assert {*jax} == {*ref} == {*right}
+    assert all(bits(jax[n]) == ref[n].tobytes() == bits(right[n]) for n in jax)
+
+
+def test_both_place_the_same_of_a_file_of_jaxdist(tmp_path: Path) -> None:
+    model = MODELS["qwen2"]
+    folder_of(tmp_path / "hf", model)
+    convert([str(tmp_path / "hf"), str(tmp_path / "file.pt")])
+    jax, ref = (read(tmp_path / "file.pt", model) for read in (read_by_jaxdist, read_by_torch_ref))
+    assert {*jax} == {*ref} and all(bits(jax[n]) == ref[n].tobytes() for n in jax)
+    other = Llama(**ROTARY, tied=True, qkv_bias=True, norm_eps=1e-3)
+    message = refused(read_by_jaxdist, tmp_path / "file.pt", other)
+    assert "norm_eps" in message and refused(read_by_torch_ref, tmp_path / "file.pt", other) == message
 
 
 def refused(read: Callable[[Path, Family], Any], path: Path, model: Family) -> str:

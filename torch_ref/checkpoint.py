@@ -84,7 +84,8 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
-    """Starting weights from a run or checkpoint of torch_ref or a Hugging Face folder. Raises ConfigError."""
+    """Starting weights from a run or checkpoint of torch_ref, a Hugging Face folder or a torch file. Raises
+    ConfigError."""
     config = experiment.model
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
@@ -92,7 +93,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         same_model(config, theirs, str(found))
         load_weights(found, model, config, theirs)
         check_start(found, dict(held(model)))
-    elif (path / "config.json").exists():
+    elif (path / "config.json").exists() or hf.is_torch_file(path):
         weights = hf.Weights(path, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
@@ -101,7 +102,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
     else:
         raise ConfigError(
-            f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder; "
+            f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder or torch file; "
             "`python -m jaxdist.convert` writes Hugging Face folders"
         )
 

@@ -9,27 +9,36 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from jaxdist.config import ConfigError, Model, same_model
+from jaxdist.config import ConfigError, Decoder, Experiment, Family, same_model
 from jaxdist.config.finite import NotFinite
 from jaxdist.config.foreign import check_index
 from jaxdist.config.hf import read_model
 from jaxdist.formats.folders import BIN_INDEX, bin_files, is_bin_folder
 from jaxdist.formats.headers import Header, Headers
-from jaxdist.formats.plan import plan_of, stacked, untied
+from jaxdist.formats.naming import MODEL, recognized
+from jaxdist.formats.plan import embedding, plan_of, stacked, untied
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.finite import not_finite
 from torch_ref.models import build
 from torch_ref.weights import held
 
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+EXPERIMENT, SECTIONS = "experiment", {"model", "optimizer", "train", "parallel", "precision"}  # in files of jaxdist's
+
 
 class Weights:
-    """The tensors of a Hugging Face folder under torch_ref's names, read one at a time."""
+    """The tensors of a Hugging Face folder or a torch file under torch_ref's names, read one at a time."""
 
-    def __init__(self, path: Path, model: Model):
+    def __init__(self, path: Path, model: Family):
         """Raises ConfigError when the files cannot be read or their config.json describes another model."""
-        found = read_model(path)
+        self.files: Safetensors | Binaries
+        if path.is_file():
+            self.files = file = Binaries(path)
+            found = file.model(model)
+        else:
+            found = read_model(path)
+            self.files = Binaries(path) if has_binaries(path) else Safetensors(path)
         self.path, self.head_dim = path, found.head_dim
-        self.files: Safetensors | Binaries = Binaries(path) if has_binaries(path) else Safetensors(path)
         same_model(model, found, str(path))
         with torch.device("meta"):
             shapes = stacked(found, {name: tuple(tensor.shape) for name, tensor in held(build(found))})
@@ -92,6 +101,11 @@ def has_binaries(path: Path) -> bool:
     return is_bin_folder(path) and not any(path.glob("*.safetensors"))
 
 
+def is_torch_file(path: Path) -> bool:
+    """Whether `path` is a file of torch.save's, by its content or its name."""
+    return path.is_file() and (path.suffix in TORCH_SUFFIXES or is_zipfile(path))
+
+
 class Safetensors(Headers):
     """The tensors of model.safetensors, or of its shards."""
 
@@ -103,12 +117,14 @@ class Safetensors(Headers):
 
 
 class Binaries:
-    """The tensors of pytorch_model.bin, or of its shards, mapped into memory where the files are zips."""
+    """The tensors of a torch file, or of pytorch_model.bin or its shards, mapped into memory where they are zips."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError where a file is missing, damaged or holds more than tensors, or is not of the index."""
-        files, index = bin_files(path)
+        self.path = path
+        files, index = ([path], None) if path.is_file() else bin_files(path)
         self.tensors: dict[str, Tensor] = {}
+        self.experiment: Experiment | None = None
         places: dict[str, Path] = {}
         for file in files:
             for name, tensor in self._loaded(file).items():
@@ -122,9 +138,27 @@ class Binaries:
     def tensor(self, name: str) -> Tensor:
         return self.tensors[name]
 
+    def model(self, wanted: Family) -> Family:
+        """What model they are of: that of the experiment in the file, else the one that is wanted, without padding, and
+        with as many tokens as the embedding has rows where it has fewer."""
+        if self.experiment:
+            return self.experiment.model
+        if not isinstance(wanted, Decoder):
+            return wanted
+        naming, names = recognized(str(self.path), self.headers, wanted)
+        first = names.get(embedding(naming, wanted), "")
+        rows = self.headers[first].shape[0] if first and self.headers[first].shape else wanted.vocab
+        return wanted.model_copy(update={"vocab": min(rows, wanted.vocab) or wanted.vocab, "vocab_multiple": 1})
+
     def _loaded(self, file: Path) -> dict[str, Tensor]:
         try:
             tree = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
-            return {name: tensor for name, tensor in tree.items() if isinstance(tensor, Tensor)}
+            if {*(own := tree.get(EXPERIMENT) or {})} >= SECTIONS:
+                self.experiment = Experiment.parse(own, str(file))
+            states = [tree[key] for key in MODEL if isinstance(tree.get(key), dict)]
+            state = next((s for s in states if any(isinstance(tensor, Tensor) for tensor in s.values())), tree)
+            return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        except ConfigError:
+            raise
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{file}: {str(error)[:200]}; give a whole file that holds a state dict alone") from None

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from jaxdist.config import GPT2, ConfigError, Llama, Model
+from jaxdist.config import GPT2, ConfigError, Family, Llama
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import to_settings
 from jaxdist.formats import headers
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OURS: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 64}
 OURS_LLAMA = OURS | {"kv_heads": 2, "head_dim": 8}
-CASES: dict[str, tuple[Any, Model]] = {
+CASES: dict[str, tuple[Any, Family]] = {
     "llama3": (
         transformers.LlamaConfig(
             **SIZES,

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from jaxdist.config import ConfigError
+from jaxdist.formats import naming
 
 # Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
-MODEL = ("model", "state_dict", "model_state_dict", "module")
+MODEL = naming.MODEL
 CURRENT = "current_model_state"  # of Lightning's WeightAveraging, whose state_dict has averages
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
