@@ -15,18 +15,24 @@ from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, one_count
 from jaxdist.convert.entries import kept as kept_by
 from jaxdist.convert.entries import trainable
+from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, reading
 from jaxdist.formats.naming import carried, recognized, renaming
+from jaxdist.formats.tables import IN_MEMORY, NAMINGS
 
 
 class State(NamedTuple):
-    """An optimizer's state: its rule, kind -> parameter -> tensor, groups with names in `params`, steps of each."""
+    """An optimizer's state: its rule, kind -> parameter -> tensor, groups with names in `params`, steps of each.
+
+    `shapes`: those of the parameters that the groups name.
+    """
 
     rule: optimizers.Rule
     moments: Mapping[str, Leaves]
     groups: Sequence[Mapping[str, Any]]
     counts: Sequence[Any]
+    shapes: Mapping[str, Shape]
 
 
 @dataclass(frozen=True)
@@ -72,18 +78,27 @@ class Weights:
         if not optimizer.get("state"):
             return None
         Content(self.experiment, self.naming, {PARAMETERS: self.parameters}).check_weights(self.path)
-        kept = partial(kept_by, self.naming, self.experiment.model)
+        naming, model = self.naming, self.experiment.model
+        shapes, rename = self.shapes, self.full_name
+        if naming == "huggingface" and model.family in NAMINGS[IN_MEMORY]:
+            stacked = {name: entry.shape for name, entry in trainable(IN_MEMORY, model).items()}
+            if len(optimizer["state"]) == len(stacked):  # of a model in memory, whose experts are stacked
+                naming, shapes, rename = IN_MEMORY, stacked, NAMINGS[IN_MEMORY][model.family].full_name
         with reading(file, "optimizer"):
-            rule, order = optimizers.order_of(str(file), optimizer, self.shapes, kept, self.full_name)
+            kept = partial(kept_by, naming, model)
+            rule, order = optimizers.order_of(str(file), optimizer, shapes, kept, rename)
             plain_groups = tree_map_only(Tensor, partial(torch_files.number, file), optimizer[GROUPS])
             groups = optimizers.named(plain_groups, order)
             entries = {name: optimizer["state"][i] for i, name in order.items()}
-            moments = {
+            moments: Mapping[str, Leaves] = {
                 kind: {n: leaf(file, f"{kind} of {n}", e[kind]) for n, e in entries.items() if e.get(kind) is not None}
                 for kind in rule.kinds(groups)
             }
             counts = [torch_files.number(file, count) for count in optimizers.steps_of(optimizer)]
-        return State(rule, moments, groups, counts)
+        if naming != self.naming:
+            by_rule = torch_files.trained_by(self.experiment, {"name": rule.name}, f"{file}: optimizer")
+            moments = Conversion(Content(by_rule, naming, moments), self.naming).groups
+        return State(rule, moments, groups, counts, shapes)
 
     def content(self, state: State | None, step: int | None, schedule: Mapping[str, Any], origin: Origin) -> Content:
         """The content: with the optimizer of its `state`, which goes on by `schedule`, fields of an optimizer section.
@@ -100,7 +115,7 @@ class Weights:
             with reading(self.path, "optimizer"):
                 if state.rule.counts or any(count is not None for count in state.counts):
                     updates = one_count(str(self.path), (torch_files.count_of(self.path, c) for c in state.counts))
-                settings = optimizers.settings(str(self.path), state.rule, state.groups, self.shapes)
+                settings = optimizers.settings(str(self.path), state.rule, state.groups, state.shapes)
             experiment = torch_files.trained_by(experiment, {**settings, **schedule}, f"{self.path}: optimizer")
         steps = step if step is not None else updates or 0
         updates = steps if state and updates is None else updates

@@ -314,7 +314,7 @@ class Zero:
                 ]
                 moments[kind] = {weights.full_name(name): there for name, there in self.gathered(vectors).items()}
             counts = [torch_files.number(self.files[0], count) for count in optimizers.steps_of(ranks[0])]
-        return State(rule, moments, groups, counts)
+        return State(rule, moments, groups, counts, weights.shapes)
 
     def groups(self, optimizer: Mapping[str, Any], weights: Weights) -> list[dict[str, Any]]:
         """The optimizer's groups, with the names of their parameters: each of its own is a vector of some of them.

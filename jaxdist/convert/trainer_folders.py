@@ -107,7 +107,8 @@ def _distributed(folder: Path, weights: Weights) -> State:
         for kind in rule.kinds(groups)
     }
     named = [{**group, "params": [weights.full_name(name) for name in group["params"]]} for group in groups]
-    return State(rule, moments, named, dcp_files.counts_of(str(folder), states, needed=rule.counts))
+    counts = dcp_files.counts_of(str(folder), states, needed=rule.counts)
+    return State(rule, moments, named, counts, weights.shapes)
 
 
 def _loaded(file: Path) -> dict[Any, Any]:

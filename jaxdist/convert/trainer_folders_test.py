@@ -17,8 +17,10 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.convert_test import MODELS, draw
 from jaxdist.convert.entries import trainable
+from jaxdist.convert.formats_test import content_of
 from jaxdist.convert.hf import write_hf
 from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.stream import Conversion
 from jaxdist.convert.trainer_schedule import found_schedule
 from jaxdist.optim import learning_rate
 
@@ -173,6 +175,41 @@ def test_folder_of_accelerate(layout: Callable[..., Path], tmp_path: Path) -> No
     assert (content.step, content.experiment.optimizer.learning_rate) == (DONE, 2e-3)
     out = tmp_path / "run"
     main([str(folder), str(out), "--model", str(config(tmp_path, name="adamw")), "--verify"])
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_mixture(name: str, tmp_path: Path) -> None:
+    """Its optimizer numbers the parameters of transformers 5, whose experts are stacked; its files have each expert."""
+    transformers, model = importlib.import_module("transformers"), MODELS[name]
+    content = content_of(model)
+    folder = tmp_path / "checkpoint-7"
+    write_hf(folder, model, {n: np.array(leaf.read()) for n, leaf in content.groups[PARAMETERS].items()})
+    with torch.device("meta"):
+        theirs = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(folder))
+    dims = {n: p.ndim for n, p in theirs.named_parameters()}
+    groups = [[n for n in dims if dims[n] >= 2], [n for n in dims if dims[n] < 2]]
+    order = [n for group in groups for n in group]
+    stacked = Conversion(content, "transformers in memory").groups
+    state = {
+        i: {kind: torch.from_numpy(np.array(stacked[kind][n].read())) for kind in ("exp_avg", "exp_avg_sq")}
+        for i, n in enumerate(order)
+    }
+    settings = {"lr": 1e-3, "initial_lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8}
+    tree = {
+        "state": {i: {"step": torch.tensor(6.0), **entry} for i, entry in state.items()},
+        "param_groups": [
+            {**settings, "weight_decay": decay, "params": [order.index(n) for n in group]}
+            for group, decay in zip(groups, (0.1, 0.0), strict=True)
+        ],
+    }
+    torch.save(tree, folder / "optimizer.pt")
+    found, right = KINDS[kind_of(folder)].format.opened(folder), Conversion(content, "huggingface").groups
+    assert found.experiment.optimizer.weight_decay == 0.1
+    for kind, leaves in right.items():
+        assert found.groups[kind].keys() == leaves.keys()
+        for n, leaf in leaves.items():
+            assert np.array_equal(found.groups[kind][n].read(), leaf.read()), (kind, n)
+    main([str(folder), str(tmp_path / "run")])
 
 
 def test_a_half_of_a_sharded_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

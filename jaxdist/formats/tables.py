@@ -180,8 +180,11 @@ def _mixture(block: str, gate: str, up: str, down: str) -> Table:
     )
 
 
-def _fused(separate: Table) -> Table:
-    """A mixture as transformers 5 holds it in memory: its experts stacked, gate and up in one, without biases."""
+def _fused(separate: Table, gate_first: bool) -> Table:
+    """A mixture as transformers 5 holds it in memory: its experts stacked, gate and up in one, without biases.
+
+    `gate_first`: whether the router comes before the experts among its parameters, which an optimizer numbers.
+    """
     theirs, kept = "model.layers.{layer}.mlp", [row for row in separate.rows if not row.by_expert]
     rows = [row._replace(theirs=re.sub(r"\.\w+\.gate\.", ".mlp.gate.", row.theirs)) for row in kept]
     names = [f"layers.mlp.experts.{name}_proj.kernel" for name in ("gate", "up", "down")]
@@ -189,7 +192,9 @@ def _fused(separate: Table) -> Table:
         Row((*names[:2],), f"{theirs}.experts.gate_up_proj", transpose=True),
         Row((names[2],), f"{theirs}.experts.down_proj", transpose=True),
     ]
-    return separate._replace(rows=[*rows[:-3], *experts, *rows[-3:]])
+    gate = next(i for i, row in enumerate(rows) if row.ours == ("layers.mlp.router.kernel",))
+    at = gate + 2 if gate_first else gate  # after its bias
+    return separate._replace(rows=[*rows[:at], *experts, *rows[at:]])
 
 
 def _gpt2(linear: bool) -> Table:
@@ -331,10 +336,11 @@ TORCH_REF = {
     for family, table in HUGGINGFACE.items()
 }
 
+IN_MEMORY = "transformers in memory"
 # By name of the naming, then family. Our own need no table, see `entries`: arrays as they are, and a layer at a time.
 NAMINGS = {
     "huggingface": HUGGINGFACE,
-    "transformers in memory": {family: _fused(HUGGINGFACE[family]) for family in ("mixtral", "qwen3_moe")},
+    IN_MEMORY: {family: _fused(HUGGINGFACE[family], family == "mixtral") for family in ("mixtral", "qwen3_moe")},
     "torch_ref": TORCH_REF,
     "meta": META,
     "torchtitan": TORCHTITAN,
