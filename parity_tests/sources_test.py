@@ -179,6 +179,10 @@ FORMS: dict[str, Callable[[Tensors], Any]] = {
     "a state dict": lambda tensors: tensors,
     "a script's": lambda tensors: {"model_state_dict": tensors, "epoch": 3, "loss": 1.5},
     "Lightning's": lambda tensors: {"state_dict": {f"net.{n}": t for n, t in tensors.items()}, "global_step": 5},
+    "Lightning's, averaged": lambda tensors: {
+        "state_dict": {f"net.{n}": torch.zeros_like(t) for n, t in tensors.items()},
+        "current_model_state": {f"net.{n}": t for n, t in tensors.items()},
+    },
 }
 
 

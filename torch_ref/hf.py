@@ -15,7 +15,7 @@ from jaxdist.config.foreign import check_index
 from jaxdist.config.hf import read_model
 from jaxdist.formats.folders import BIN_INDEX, bin_files, is_bin_folder
 from jaxdist.formats.headers import Header, Headers
-from jaxdist.formats.naming import MODEL, recognized
+from jaxdist.formats.naming import CURRENT, MODEL, recognized
 from jaxdist.formats.plan import embedding, plan_of, stacked, untied
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.finite import not_finite
@@ -155,7 +155,7 @@ class Binaries:
             tree = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
             if {*(own := tree.get(EXPERIMENT) or {})} >= SECTIONS:
                 self.experiment = Experiment.parse(own, str(file))
-            states = [tree[key] for key in MODEL if isinstance(tree.get(key), dict)]
+            states = [tree[key] for key in (CURRENT, *MODEL) if isinstance(tree.get(key), dict)]
             state = next((s for s in states if any(isinstance(tensor, Tensor) for tensor in s.values())), tree)
             return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
         except ConfigError:

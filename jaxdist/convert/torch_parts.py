@@ -17,8 +17,7 @@ from jaxdist.config import ConfigError
 from jaxdist.formats import naming
 
 # Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
-MODEL = naming.MODEL
-CURRENT = "current_model_state"  # of Lightning's WeightAveraging, whose state_dict has averages
+MODEL, CURRENT = naming.MODEL, naming.CURRENT
 OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's

@@ -11,6 +11,7 @@ from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, NANOGPT, Shape, Table
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 MODEL = ("model", "state_dict", "model_state_dict", "module")  # under which keys training scripts keep its state
+CURRENT = "current_model_state"  # of Lightning's WeightAveraging, whose state_dict has averages
 NUMBER = re.compile(r"\d+|\{\w+\}")
 
 
