@@ -150,22 +150,35 @@ def test_a_schedule_that_has_the_rate_of_now_is_kept(late: int, tmp_path: Path) 
     assert e.optimizer.learning_rate == 6e-4 and rate_at(e, 31) == pytest.approx(get_lr(30))
 
 
-@pytest.mark.parametrize("whose", ["--model", "its config"])
-def test_another_rate_is_refused_and_a_flag_decides(whose: str, tmp_path: Path) -> None:
-    """Both ways that the message gives lead on."""
-    found = checkpoint(tmp_path / "ckpt.pt")
+def another_rate(folder: Path) -> None:
+    found = checkpoint(folder / "ckpt.pt")
     for group in found["optimizer"]["param_groups"]:
         group["lr"] = 1e-5
-    torch.save(found, tmp_path / "ckpt.pt")
-    model = config(tmp_path, *SCHEDULE) if whose == "--model" else []
+    torch.save(found, folder / "ckpt.pt")
+
+
+def test_a_rate_off_its_own_schedule_is_refused_and_a_flag_decides(tmp_path: Path) -> None:
+    """Both ways that the message gives lead on."""
+    another_rate(tmp_path)
     says = (
-        rf"rate of now is 1e-05, and the schedule of {whose} has .* at step 9 and .* at step 10; give --peak schedule"
+        r"rate of now is 1e-05, and the schedule of its config has .* at step 9 and .* at step 10; give --peak schedule"
     )
     with pytest.raises(ConfigError, match=says):
-        converted(tmp_path, *model)
+        converted(tmp_path)
     assert not (tmp_path / "run").exists()
+    assert rate_at(converted(tmp_path, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
+    assert converted(tmp_path, "--peak", "now").optimizer.learning_rate == 1e-5
+
+
+def test_a_rate_off_the_schedule_of_model_is_told_and_a_flag_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    another_rate(tmp_path)
+    model = config(tmp_path, *SCHEDULE)
+    assert converted(tmp_path, *model).optimizer.learning_rate == 1e-5
+    told = "its rate of now, 1e-05, becomes the peak of the schedule of --model, which has 0.000"
+    assert told in (said := capsys.readouterr().out) and "--peak schedule goes on by that" in said
     assert rate_at(converted(tmp_path, *model, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
-    assert converted(tmp_path, *model, "--peak", "now").optimizer.learning_rate == 1e-5
 
 
 def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ CLOSE = 1e-6  # relative
 FIELDS = {"learning_rate", "warmup", "decay", "decay_steps", "final"}  # of the schedule
 
 
+MODEL = "--model"  # whose schedule an experiment has
+
+
 def has_schedule(wanted: Experiment | None) -> bool:
     """Whether --model says anything of a schedule."""
     return bool(wanted and wanted.optimizer.model_fields_set & FIELDS)
@@ -83,7 +86,7 @@ def peak_of(
         say(f"{path}: its rate of now, {now:g}, is on the schedule of {whose}, whose peak is {kept['learning_rate']:g}")
         return kept
     told = " and ".join(f"{rate:g} at step {at}" for at, rate in rates.items())
-    if peak is None:
+    if peak is None and whose != MODEL:  # a file that contradicts itself
         raise ConfigError(
             f"{path}: its rate of now is {now:g}, and the schedule of {whose} has {told}; give --peak schedule to go "
             f"on by that schedule, its peak {kept['learning_rate']:g}, or --peak now to make the rate of now the peak"
@@ -91,5 +94,8 @@ def peak_of(
     if peak == "schedule":
         say(f"{path}: its rate of now, {now:g}, ends here: the schedule of {whose} has {told}")
         return kept
-    say(f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}")
+    say(
+        f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}, which has {told}; --peak "
+        "schedule goes on by that schedule instead"
+    )
     return {"learning_rate": now}
