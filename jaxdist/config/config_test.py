@@ -3,6 +3,7 @@
 import errno
 import json
 import re
+import tomllib
 from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,15 @@ def test_paths_mean_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: 
     assert (data.path, data.tokenizer) == (str(tmp_path / "text.txt"), str(tmp_path / "t/tokenizer.json"))
     assert (Experiment().data.path, Experiment().data.tokenizer) == ("", "bytes")
     assert experiment("--data.path", "~/text.txt").data.path == str(Path.home() / "text.txt")
+
+
+@pytest.mark.parametrize("field", ["path", "tokenizer", "end_of_text"])
+def test_text_that_no_config_file_can_hold(field: str) -> None:
+    """Names of files in Latin-1 reach Python as surrogates; a run would write its config in UTF-8."""
+    with pytest.raises(ConfigError, match=rf"x: data\.{field} = 'caf\\udce9': not in UTF-8; rename the file"):
+        Experiment.parse({"data": {field: "caf\udce9"}}, source="x")
+    named = Experiment.parse({"data": {field: "café"}}, source="x")
+    assert Experiment.parse(tomllib.loads(named.to_toml()), source="x") == named
 
 
 def test_what_an_override_makes_obsolete_is_forgotten(tmp_path: Path) -> None:

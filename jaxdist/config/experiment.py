@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import pydantic
 import tomli_w
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_here
 from jaxdist.config.errors import ConfigError, nearest
@@ -37,19 +38,30 @@ from jaxdist.config.parallel import Parallel
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 
+
+def _encodable(value: str) -> str:
+    """A resolved config is written in UTF-8; Python keeps other bytes, as of a file's name, as lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("encoding", "not in UTF-8; rename the file, or give other text") from None
+    return value
+
+
+Text = Annotated[str, pydantic.AfterValidator(_encodable)]
 Numbers = Annotated[tuple[Annotated[float, NUMBER, Field(allow_inf_nan=False)], ...], LISTED]
 
 
 class Data(Section):
     """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
 
-    path: str = ""
+    path: Text = ""
     """File or folder: text or JSON (.json, .jsonl, .ndjson), also packed (.gz, .zst, .bz2, .xz), Arrow (.parquet,
     .arrow), or token ids in .npy or .bin; empty: the Python standard library's source. Of images, .npz with images and
     labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
-    tokenizer: str = "bytes"
+    tokenizer: Text = "bytes"
     """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or its folder. Pre-tokenized files ignore it."""
-    end_of_text: str = "auto"
+    end_of_text: Text = "auto"
     """The token that follows each document that is packed. auto: the one that tokenizer_config.json,
     special_tokens_map.json, generation_config.json or config.json beside the tokenizer names, a newline for bytes;
     none: no token; else the token's own text, as <|endoftext|>. The start-up table tells it."""
@@ -57,7 +69,7 @@ class Data(Section):
     """Tokens per sequence, T."""
     documents: Literal["packed", "padded"] = "packed"
     """packed: one stream cut every T tokens. padded: each document starts a sequence; its last is filled up."""
-    text_field: str = "text"
+    text_field: Text = "text"
     """The key that holds the text in a JSON record, or the column of Arrow files; with dots between nested ones."""
     pixel_mean: Numbers = (0.0,)
     """What is taken from pixels, from 0 to 1 where they are bytes: one number, or one for each channel."""

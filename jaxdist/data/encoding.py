@@ -20,6 +20,8 @@ NAMED_IN = {
     "tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
     "generation_config.json": "eos_token_id", "config.json": "eos_token_id",
 }  # fmt: skip
+# Tokenizers in other formats: SentencePiece, byte-level BPE.
+OLDER = ("tokenizer.model", "spiece.model", "merges.txt")
 TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some hundred times that in memory
 
 
@@ -55,6 +57,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
             f"data.tokenizer = {name!r}: {error}; use bytes, or the path of a Hugging Face tokenizer.json"
+            f"{_made_from(file)}"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -70,6 +73,17 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
     earlier = "" if tokenizer.token_to_id(then) == number else then
     identity = hashlib.blake2b(content, digest_size=16).hexdigest()
     return Encoder(encode, [] if number is None else [number], identity, end, earlier)
+
+
+def _made_from(file: Path) -> str:
+    """How to make a tokenizer.json of the older formats that lie in the folder of `file`; empty without any."""
+    older = [name for name in OLDER if file.with_name(name).is_file()]
+    if file.with_name("tokenizer.json").is_file() or not older:
+        return ""
+    return (
+        f"; {older[0]} is in another format, of which transformers makes one: "
+        f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})"
+    )
 
 
 NO_END = "none: documents run into one another; data.end_of_text sets a token"
@@ -88,7 +102,7 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
     if end_of_text == "none":
         return None, ""
     if end_of_text != "auto":
-        if (number := tokenizer.token_to_id(end_of_text)) is None:
+        if (number := _id_of(tokenizer, end_of_text)) is None:
             raise ConfigError(
                 f"data.end_of_text = {end_of_text!r}: no token of data.tokenizer = {str(file)!r}; give one of its "
                 "tokens, or none for no end of documents"
@@ -98,8 +112,7 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
         found = _named_in(file.with_name(name), key)
         if found is None:
             continue
-        number = found if isinstance(found, int) else tokenizer.token_to_id(found)
-        if number is None or tokenizer.id_to_token(number) is None:
+        if (number := _id_of(tokenizer, found)) is None:
             raise ConfigError(
                 f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is no token of "
                 "it; set data.end_of_text to the token that ends a document, or none"
@@ -110,6 +123,15 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
         return None, ""
     others = f", as is {' and '.join(map(repr, known[1:]))}" if known[1:] else ""
     return tokenizer.token_to_id(known[0]), f"guessed: a usual name{others}; data.end_of_text sets another"
+
+
+def _id_of(tokenizer: Tokenizer, token: str | int) -> int | None:
+    """The id of a token that is given as text or as an id; None where the tokenizer has no such token."""
+    try:
+        number = tokenizer.token_to_id(token) if isinstance(token, str) else token
+        return None if number is None or tokenizer.id_to_token(number) is None else number
+    except (OverflowError, UnicodeError):  # ids outside of its range, as -1, and halves of surrogate pairs
+        return None
 
 
 def _named_in(file: Path, key: str) -> str | int | None:

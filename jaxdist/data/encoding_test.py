@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,9 @@ def test_another_end_is_other_data(folder: Path) -> None:
             {"generation_config": {"eos_token_id": 99}},
             r"generation_config\.json .* eos_token_id = 99, which is no token",
         ),
+        ({"config": {"eos_token_id": -1}}, r"config\.json .* eos_token_id = -1, which is no token"),
+        ({"config": {"eos_token_id": 2**40}}, r"config\.json .* eos_token_id = 1099511627776, which is no token"),
+        (names("\ud800"), r"eos_token = '\\ud800', which is no token"),
         (
             {"tokenizer_config": "{"},
             r"tokenizer_config\.json' beside it: .*; mend or remove it, or set data\.end_of_text",
@@ -151,6 +155,21 @@ def test_names_that_are_no_tokens_and_the_fix(folder: Path, beside: dict[str, An
     with pytest.raises(ConfigError, match=r"end_of_text = 'no': no token of data\.tokenizer = .*, or none for no"):
         opened(folder, file, end_of_text="no")
     assert len(opened(folder, file, end_of_text="none")) == 7
+
+
+def test_a_folder_with_an_older_format_of_tokenizer(folder: Path) -> None:
+    """The fix, followed literally, makes the tokenizer.json that is missing."""
+    older = folder / "older"
+    older.mkdir()
+    (older / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (older / "merges.txt").write_text("#version: 0.2\na b\n")
+    (older / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match=r"merges\.txt is in another format") as error:
+        opened(folder, str(older))
+    call = re.search(r"AutoTokenizer.*", str(error.value))
+    assert call
+    eval(call[0], {"AutoTokenizer": pytest.importorskip("transformers").AutoTokenizer})
+    assert opened(folder, str(older)).rows["end of document"].startswith("'<|endoftext|>', id 3")
 
 
 def test_a_run_that_an_earlier_version_began_ends_documents_as_it_did(folder: Path) -> None:
