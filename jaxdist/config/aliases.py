@@ -1,8 +1,10 @@
 """What settings are called by torch, Lightning, Hugging Face, DeepSpeed, Megatron, MaxText and torchtitan, and here.
 
-A name or value of theirs is not accepted, since it may count something else; the error says what it is here.
+A name or value of theirs is not accepted, since it may count something else; the error says what it is here, or that
+there is nothing like it.
 """
 
+import re
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
@@ -82,6 +84,7 @@ OTHERWISE = {
     ),
     "optimizer.warmup": ("warmup_ratio warmup_steps_fraction lr_warmup_fraction", "in steps"),
     "optimizer.final": ("min_lr eta_min lr_min", "as a share of the peak"),
+    "optimizer.beta1": ("betas adam_betas", "the first of the two; the second is optimizer.beta2"),
 }
 
 # (Field or flag, what its value is here; {}: made of the value given) -> names elsewhere.
@@ -108,10 +111,51 @@ MADE = {
     ("memory.offload", "optimizer"): "offload_optimizer optimizer_offload optimizer_memory_host_offload",
     ("memory.offload", "optimizer,parameters"): "cpu_offload fsdp_offload_params enable_cpu_offload",
     ("train.compile", "true"): "torch_compile use_compile",
-    ("metrics.tensorboard", "true"): "use_tensorboard enable_tensorboard report_to",
+    ("metrics.tensorboard", "true"): "use_tensorboard enable_tensorboard",
     ("data.last", "drop"): "drop_last dataloader_drop_last",
     ("data.documents", "packed"): "packing pack",
     ("resume", ""): "resume_from_checkpoint ckpt_path resume_from load_checkpoint auto_resume",
+}
+
+# Field of MADE -> its value where another's flag or key is set to one of NO.
+OFF = {
+    "parallel.sequence": "false", "precision.policy": "fp32", "memory.remat": "none", "train.compile": "false",
+    "metrics.tensorboard": "false", "data.last": "continue", "data.documents": "padded",
+}  # fmt: skip
+NO = ("false", "no", "none", "off", "0")
+
+# Why there is nothing of this kind here, and what to do about it -> names elsewhere.
+NOT_HERE = {
+    "jaxdist trains without dropout; leave it out": "dropout dropout_rate attn_dropout attention_dropout "
+    "hidden_dropout embd_dropout attn_pdrop resid_pdrop embd_pdrop lora_dropout",
+    "every step is logged in metrics.jsonl; leave it out": "logging_steps log_every_n_steps log_interval log_freq "
+    "log_every log_period logging_strategy logging_dir",
+    "steps are logged in metrics.jsonl, and by --metrics.tensorboard true for TensorBoard; leave it out": "report_to "
+    "log_with logger wandb use_wandb wandb_project wandb_log wandb_run_name enable_wandb mlflow",
+    "data are read by no worker processes; leave it out": "num_workers workers dataloader_num_workers num_proc "
+    "preprocessing_num_workers dataloader_pin_memory pin_memory",
+    "there is no choice of kernels; leave it out": "attn_implementation attention_implementation attention_impl "
+    "attention_backend flash_attn use_flash_attn use_flash_attention use_flash_attention_2",
+    "validation comes after the last step, and python -m jaxdist.evaluate does it of any checkpoint; leave it out": ""
+    "do_eval eval_steps eval_interval eval_every eval_strategy evaluation_strategy val_check_interval "
+    "check_val_every_n_epoch",
+    "to train is what the command is for; leave it out": "do_train",
+    "--strategy, --precision and --memory.offload set what its file does": "deepspeed deepspeed_config "
+    "accelerate_config fsdp_version",
+    "the launcher sets it; leave it out": "num_nodes nnodes node_rank local_rank rank master_addr master_port "
+    "rdzv_endpoint ddp_backend",
+    "code that lies in a folder is never run; leave it out": "trust_remote_code",
+    "--config takes a model by its name or its folder, --init its weights too": "model model_name model_config",
+}
+
+# Mesh axis -> its names elsewhere.
+AXES = {
+    "data": "dp replica replicate dp_replicate batch",
+    "fsdp": "dp_shard shard zero data_shard",
+    "tensor": "tp mp model mdl tensor_parallel",
+    "pipeline": "pp pipe stage stages",
+    "context": "cp seq sequence",
+    "expert": "ep experts",
 }
 
 DTYPES = {"float32": "fp32 float 32", "bfloat16": "bf16", "float16": "fp16 half 16"}
@@ -119,10 +163,13 @@ DTYPES = {"float32": "fp32 float 32", "bfloat16": "bf16", "float16": "fp16 half 
 # Field -> its value here -> what others call it.
 VALUES = {
     "parallel.strategy": {
-        "fsdp": "full_shard fully_shard fsdp1 fsdp2 hybrid_shard hsdp zero3 zero_3 stage3 stage_3 3 deepspeed_stage_3",
-        "zero2": "shard_grad_op _hybrid_shard_zero2 zero_2 stage2 stage_2 2 deepspeed_stage_2",
+        "fsdp": "full_shard full_shard_auto_wrap full_shard_offload fully_shard fsdp1 fsdp2 hybrid_shard "
+        "hybrid_shard_auto_wrap hsdp zero3 zero_3 stage3 stage_3 3 deepspeed_stage_3 deepspeed_stage_3_offload",
+        "zero2": "shard_grad_op shard_grad_op_auto_wrap _hybrid_shard_zero2 zero_2 stage2 stage_2 2 deepspeed_stage_2 "
+        "deepspeed_stage_2_offload",
         "zero1": "zero_1 stage1 stage_1 1 deepspeed_stage_1 zero zero_redundancy_optimizer distributed_optimizer",
-        "ddp": "no_shard zero0 zero_0 stage0 stage_0 0 dp data_parallel replicate distributed_data_parallel none",
+        "ddp": "no_shard zero0 zero_0 stage0 stage_0 0 dp data_parallel replicate distributed_data_parallel "
+        "ddp_find_unused_parameters_true ddp_find_unused_parameters_false none",
     },
     "precision.policy": {
         "bf16": "bfloat16 amp_bf16 mixed_bf16 bf16_mixed_precision mixed_bfloat16",
@@ -153,6 +200,12 @@ VALUES = {
     "parallel.context": {"ring": "ring_attention p2p", "ulysses": "a2a all_to_all alltoall deepspeed_ulysses"},
     "parallel.batch_norm": {"global": "sync syncbn sync_batch_norm", "replica": "local"},
     "data.documents": {"packed": "pack packing concat concatenated true", "padded": "pad padding false"},
+    "data.bin_dtype": {
+        "uint16": "u2 <u2 u16 np.uint16 numpy.uint16 uint16_t",
+        "uint32": "u4 <u4 u32 np.uint32 numpy.uint32 uint32_t",
+        "int32": "i4 <i4 i32 np.int32 numpy.int32 int32_t int",
+        "int64": "i8 <i8 i64 np.int64 numpy.int64 int64_t long",
+    },
     "data.last": {"drop": "drop_last true"},
     "model.gelu": {"tanh": "gelu_new gelu_pytorch_tanh gelu_tanh gelu_fast", "exact": "gelu none erf"},
     "checkpoint.failure": {"go on": "go_on continue ignore", "stop": "raise abort"},
@@ -168,6 +221,8 @@ SECTIONS = {
     "checkpoint": "checkpointing",
     "model": "model_args architecture",
 }
+
+FLAG = re.compile(r"--[a-z]+(?:\.[a-z_]+)?")
 
 
 class Meaning(NamedTuple):
@@ -187,6 +242,8 @@ NAMES: dict[str, Meaning] = {
     **{word: Meaning(field, counts=here) for field, (words, here) in OTHERWISE.items() for word in words.split()},
     **{word: Meaning(*made) for made, words in MADE.items() for word in words.split()},
 }
+NOT_HERE_NAMES = _by_word(NOT_HERE)
+AXIS_NAMES = _by_word(AXES)
 SECTION_NAMES = _by_word(SECTIONS)
 VALUE_NAMES = {field: _by_word(table) for field, table in VALUES.items()}
 
@@ -197,8 +254,10 @@ def plain(name: Any) -> str:
 
 
 def value_here(field: str, value: Any) -> str | None:
-    """What another trainer's `value` is called in `field`; None where that is not known."""
-    return VALUE_NAMES.get(field, {}).get(plain(value))
+    """What another trainer's `value`, or ours in another spelling, is called in `field`; None where not known."""
+    word = plain(value)
+    known = VALUE_NAMES.get(field, {})
+    return known.get(word) or next((ours for ours in known.values() if plain(ours) == word), None)
 
 
 def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Mapping[str, str]) -> str | None:
@@ -207,31 +266,43 @@ def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Ma
     `value`: what was given with it. `known`: flags of the command; `shortcuts`: their short names -> fields.
     """
     name = plain(flag.lstrip("-"))
-    meaning = NAMES.get(name) or NAMES.get(name.rpartition(".")[2])
+    last = name.rpartition(".")[2]
+    meaning = NAMES.get(name) or NAMES.get(last)
     if meaning is None:
-        return None
+        why = NOT_HERE_NAMES.get(name) or NOT_HERE_NAMES.get(last)
+        return why if why and all(flag in known for flag in FLAG.findall(why)) else None
     short = [f"--{short}" for short, field in shortcuts.items() if field == meaning.field]
     candidates = (*short, f"--{meaning.field}", f"--{meaning.field.rpartition('.')[2]}")
     if (ours := next((candidate for candidate in candidates if candidate in known), None)) is None:
         return None
-    theirs = flag
-    if meaning.value == "{}":
-        if value is not None and (mapped := value_here(meaning.field, value)):
-            theirs, ours = f"{flag} {value}", f"{ours} {mapped}"
-    else:
-        theirs = f"{flag} {value or 'N'}" if "{}" in meaning.value else flag
-        ours = f"{ours} {meaning.value.format(value or 'N')}".rstrip()
-    return f"{theirs} is {ours} here{f', {meaning.counts}' if meaning.counts else ''}"
+    if (made := _value(meaning, value)) is None:
+        return "leave it out"
+    theirs = f"{flag} {value or 'N'}" if made not in ("", meaning.value) else flag
+    return f"{theirs} is {f'{ours} {made}'.rstrip()} here{f', {meaning.counts}' if meaning.counts else ''}"
 
 
 def field_here(name: str, value: Any) -> str | None:
     """As `flag_here`, of a key in a config: the field it is here, as a line of TOML where the value is another."""
     meaning = NAMES.get(plain(name))
-    if meaning is None or "." not in meaning.field:
+    if meaning is None:
+        return NOT_HERE_NAMES.get(plain(name))
+    if "." not in meaning.field:
         return None
-    made = value_here(meaning.field, value) if meaning.value == "{}" else meaning.value.format(value)
+    if (made := _value(meaning, value)) is None:
+        return "leave it out"
     ours = f"{meaning.field} = {_toml(made)}" if made else meaning.field
     return f"{name} is {ours} here{f', {meaning.counts}' if meaning.counts else ''}"
+
+
+def _value(meaning: Meaning, value: Any) -> str | None:
+    """What another's `value` (None: not given) is in the field of `meaning`; "" where it is itself, None where it turns
+    off what nothing here turns on."""
+    if meaning.value == "{}":
+        return value_here(meaning.field, value) or ""
+    if "{}" not in meaning.value and value is not None and plain(value) in NO:
+        off = OFF.get(meaning.field)
+        return None if off == meaning.value else off
+    return meaning.value.format(value or "N")
 
 
 def _toml(value: str) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jaxdist.config import ConfigError, Experiment, parse
-from jaxdist.config.aliases import NAMES, SECTION_NAMES, VALUE_NAMES
+from jaxdist.config.aliases import AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
 from jaxdist.config.arguments import SHORTCUTS, Parser, add_fields, fields, load
+from jaxdist.config.parallel import Parallel
 
 # What else is needed where a field is of one family.
 MIXTRAL, GPT2 = {"family": "mixtral", "heads": 16}, {"family": "gpt2", "heads": 16}
@@ -92,6 +93,38 @@ def test_each_field_is_told_and_what_is_told_is_accepted() -> None:
         Experiment.parse(values | ({"model": model | values["model"]} if model else {}), source="x")
 
 
+def test_what_is_not_here_is_told_and_left_out(parser: Parser) -> None:
+    for name, why in NOT_HERE_NAMES.items():
+        for flag in (f"--{name}", f"--section.{name.replace('_', '-')}"):
+            assert error_of(parser.parse_args, [flag, "2"]) == f"unknown argument {flag!r}; {why}"
+        assert error_of(Experiment.parse, {"train": {name: 2}}, source="x").endswith(f"no such field; {why}")
+        assert "leave it out" in why or FLAG.search(why), "what to do about it"
+        assert name not in NAMES
+        assert {*FLAG.findall(why)} <= {*parser._option_string_actions}
+
+
+def test_what_is_turned_off_is_no_advice_to_turn_it_on(parser: Parser) -> None:
+    made = {name: meaning for name, meaning in NAMES.items() if "{}" not in meaning.value}
+    for name, meaning in made.items():
+        for no in ("false", "False", "none", "0"):
+            told = error_of(parser.parse_args, [f"--{name}", no])
+            if meaning.field not in OFF or name == "fp32":
+                assert told == f"unknown argument '--{name}'; leave it out"
+                continue
+            found = re.search(rf"; --{name} {no} is (--.*) here$", told)
+            assert found, told
+            assert read(parser, found[1].split(), meaning.field) == {meaning.field: OFF[meaning.field]}
+    told = error_of(Experiment.parse, {"train": {"torch_compile": False}}, source="x")
+    assert told.endswith("torch_compile is train.compile = false here")
+
+
+def test_each_axis_is_told_and_accepted() -> None:
+    for name, ours in AXIS_NAMES.items():
+        told = error_of(Parallel(mesh=f"{name.upper()}=2", strategy="ddp").axes, 2)
+        assert told.endswith(f"unknown axis {name.upper()!r}; {name.upper()} is {ours} here")
+        assert Parallel(mesh=f"{ours}=2", strategy="ddp" if ours != "fsdp" else "fsdp").axes(2)[ours] == 2
+
+
 @pytest.mark.parametrize("name", [name for name in SECTION_NAMES if name not in Experiment.model_fields])
 def test_a_section_is_told(name: str) -> None:
     told = error_of(Experiment.parse, {name: {"steps": 1}}, source="x")
@@ -135,6 +168,14 @@ def test_the_tables_are_of_this_program() -> None:
         (["--momentum", "0.1"], ["did you mean '--model.momentum' or '--optimizer.momentum'?"]),
         (["--kv-heads", "2"], ["did you mean '--model.kv_heads'?"]),
         (["--optimizer.learnin_rate", "2"], ["did you mean '--optimizer.learning_rate'?"]),
+        (["--num-workers", "4", "--betas", "0.9,0.95"], ["no worker processes; leave it out", "beta1 here, the first"]),
+        (["--gradient_checkpointing", "False"], ["--gradient_checkpointing False is --memory.remat none here"]),
+        (["--optim", "adamw"], ["--optim adamw is --optimizer.name adamw here"]),
+        (["--optimizer.name", "AdamW"], ["'AdamW' is 'adamw' here"]),
+        (["--data.split", "SHARE"], ["'SHARE' is 'share' here"]),
+        (["--fsdp", "full_shard auto_wrap"], ["--fsdp full_shard auto_wrap is --strategy fsdp here"]),
+        (["lr=3e-4"], ["unknown argument 'lr=3e-4'; --lr is --optimizer.learning_rate here"]),
+        (["--zzz", "3"], ["unknown argument '--zzz'; see --help"]),
         (["stray"], ["unknown argument 'stray'; "]),
     ],
 )
@@ -154,3 +195,4 @@ def test_a_command_tells_of_its_own_flags_alone() -> None:
     parser.add_argument("--batch")
     assert "--bs is --batch here" in error_of(parser.parse_args, ["--bs", "8"])
     assert "learning_rate" not in error_of(parser.parse_args, ["--lr", "8"])
+    assert "--config" not in error_of(parser.parse_args, ["--model", "gpt2"])

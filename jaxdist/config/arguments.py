@@ -1,6 +1,7 @@
 """The command line of both backends: run arguments, shortcuts, and every config field as --section.field."""
 
 import argparse
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ FORGETS = {
     "data.split": ("fingerprint",),
     "data.end_of_text": ("fingerprint",),
 }
+ALIKE = 0.7  # of letters that a misspelt flag shares with another, so that no flag of another meaning is told
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,26 @@ class Parser(argparse.ArgumentParser):
 
     def _explain(self, unknown: Sequence[str]) -> Iterator[str]:
         """What each unknown flag should be. What is no flag is the value of the one before it."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for text, following in zip(unknown, [*unknown[1:], "--"], strict=True):
-            flag, _, value = text.partition("=")
-            if not flag.startswith("-"):
-                if text == unknown[0]:
-                    yield f"unknown argument {text!r}; {nearest(text, flags)}"
+            if not text.startswith("-") and text != unknown[0]:
                 continue
+            flag, _, value = text.partition("=")
+            flag = flag if flag.startswith("-") else f"--{flag}"  # as name=value of Hydra and OmegaConf
             given = value or (None if following.startswith("-") else following)
-            same = [known for known in flags if known.rpartition(".")[2] == plain(flag.lstrip("-")).rpartition(".")[2]]
-            hint = flag_here(flag, given, flags, SHORTCUTS)
-            if hint is None:
-                hint = f"did you mean {' or '.join(map(repr, same))}?" if same else nearest(flag, flags)
-            yield f"unknown argument {text!r}; {hint}"
+            yield f"unknown argument {text!r}; {self._hint(flag, given)}"
+
+    def _hint(self, flag: str, given: str | None) -> str:
+        """The flag that is meant by one that there is not, by its meaning, its last part, or its letters."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        if told := flag_here(flag, given, flags, SHORTCUTS):
+            return told
+        name = plain(flag.lstrip("-"))
+        last = name.rpartition(".")[2]
+        same = [known for known in flags if known.rpartition(".")[2].lstrip("-") == last]
+        if not same:
+            written = {part: known for known in flags for part in (known.rpartition(".")[2], known[2:])}
+            same = [written[close] for close in difflib.get_close_matches(name, written, n=1, cutoff=ALIKE)]
+        return f"did you mean {' or '.join(map(repr, same))}?" if same else "see --help"
 
 
 def fields() -> dict[str, tuple[type[Section], Any, str]]:

@@ -4,6 +4,7 @@ Shape letters, here and everywhere: B batch, T time, D model, H heads, K kv head
 """
 
 import math
+import re
 import reprlib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -469,7 +470,8 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
         return f"{field} = {given!r}: must be a table of fields"
-    here = value_here(field, given)
+    choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
+    here = value_here(field, given) or next((choice for choice in choices if plain(choice) == plain(given)), None)
     hint = f"; {given!r} is {here!r} here" if here else ""
     return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{hint}"
 

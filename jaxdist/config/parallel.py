@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import model_validator
 
+from jaxdist.config.aliases import AXIS_NAMES, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import Count, NotNegative, Section
 
@@ -101,7 +102,9 @@ class Parallel(Section):
             given = [part.partition("=")[::2] for part in self.mesh.split(",")]
             for axis in (names := [axis.strip() for axis, _ in given]):
                 if axis not in AXES:
-                    raise ConfigError(f"{field}: unknown axis {axis!r}; {nearest(axis, AXES)}")
+                    ours = AXIS_NAMES.get(plain(axis))
+                    hint = f"{axis} is {ours} here" if ours else nearest(axis, AXES)
+                    raise ConfigError(f"{field}: unknown axis {axis!r}; {hint}")
                 if names.count(axis) > 1:
                     raise ConfigError(f"{field}: axis {axis!r} is given twice; give each axis once")
         else:
