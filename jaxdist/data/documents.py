@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.data.files import signature
+from jaxdist.data.files import cure, signature
 
 PIECE = 250_000  # characters, after which a long document is cut, so that those bytes spread over the cores
 # A tokenizer that splits at newlines joins nothing across this; one that marks a start marks each piece.
@@ -63,7 +63,7 @@ def start_of(file: Path) -> Start:
     with _named(file), _opened(file) as (packed, stream, _):
         head = stream.read(HEAD)
     if what := signature(head):
-        raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what}; give it the name of what it is, or text")
+        raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what}; {cure(head)}")
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
             return Start(packed, encoding, len(mark))
@@ -124,14 +124,14 @@ class Documents:
                 yield from cut(self._text_of(record), file, (place - done) / len(whole) * file.stat().st_size)
                 done = place
             if array:
-                raise ValueError("the array is cut: its ] is missing")
+                raise json.JSONDecodeError("the array is cut: its ] is missing", whole, len(whole))
         except (ValueError, RecursionError) as error:
             raise self._bad(f"{file}:{number}", error) from None
 
     def _arrow(self, file: Path) -> Iterator[Piece]:
         """One document for each row."""
         with file.open("rb") as opened:
-            head = opened.read(8)
+            head = opened.read(HEAD)
         names, count, columns = (_parquet if file.suffix.lower() == ".parquet" else _ipc)(file, head)
         root = self._field if self._field in names else self._field.partition(".")[0]
         if root not in names:
@@ -169,6 +169,8 @@ class Documents:
 
     def _bad(self, where: str, error: Exception, unit: str = "line") -> ConfigError:
         each = "each line is a JSON object" if unit == "line" else "each row is a document"
+        if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
+            return ConfigError(f"data.path = {where}: {error}; {each} in UTF-8; write it anew as one")
         return ConfigError(
             f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
             "the key that holds the text"
@@ -300,7 +302,8 @@ Columns = Callable[[str], Iterator[list[Any]]]
 def _parquet(file: Path, head: bytes) -> tuple[list[str], int, Columns]:
     """(names of columns, rows, what reads one of them, some rows at a time) of a Parquet file."""
     if not head.startswith(b"PAR1"):
-        raise ConfigError(f"data.path = {str(file)!r}: no Parquet file, whatever its name says; give it its own name")
+        what = f"it is {found}" if (found := signature(head)) else "whatever its name says"
+        raise ConfigError(f"data.path = {str(file)!r}: no Parquet file, {what}; {cure(head)}")
     needed("pyarrow", "Parquet")
     from pyarrow import parquet
 

@@ -2,6 +2,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,6 +198,7 @@ def test_the_key_that_is_named_works(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", text_field=key) == b"abc\n"
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 1234567\n"
 DAMAGED = {
     "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-20], "cannot be read, damaged or cut"),
     "junk.jsonl.gz": (b"\x1f\x8b" + bytes(range(200)), "cannot be read, damaged or cut"),
@@ -221,7 +223,24 @@ DAMAGED = {
     "a.safetensors": (b"any", "weights, no text; give text or token ids"),
     "b.pt": (b"PK", "weights, no text"),
     "meta.pkl": (b"\x80\x04.", "pickles are never opened"),
+    "half a line.jsonl": (
+        b'{"text": "a"}\n{"text": "b',
+        r"jsonl:2: Unterminated .* JSON object in UTF-8; write it anew",
+    ),
+    "latin1.jsonl": ('{"text": "é"}'.encode("latin1"), r"jsonl:1: .* JSON object in UTF-8; write it anew as one"),
+    "half a pair.jsonl": (b'{"text": "\\ud83d"}', r"jsonl:1: .*surrogates.* in UTF-8; write it anew as one"),
+    "page.jsonl": (b"<!doctype html>404", r"jsonl:1: Expecting value.*; write it anew as one"),
+    **{
+        f"lfs{ending}": (LFS, "Git LFS .* fetch it by git lfs pull")
+        for ending in (".jsonl", ".parquet", ".bin", ".txt")
+    },
 }
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe': neither a file nor a folder, as a pipe; give one"):
+        read(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("name", DAMAGED)

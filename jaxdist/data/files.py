@@ -31,11 +31,13 @@ KINDS = {
     ".arrow": "Arrow", ".feather": "Arrow",
 }  # fmt: skip
 PACKED = (".gz", ".zst", ".bz2", ".xz")
+LFS = b"version https://git-lfs"
 # How files begin that are neither text nor raw ids, whatever they are called.
 SIGNATURES = {
     b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
     b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"%PDF-": "a PDF", b"\x89HDF": "an HDF5 file",
     b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"SQLite format": "a database", b"GGUF": "a GGUF model",
+    LFS: "a pointer of Git LFS to a file that was not fetched",
 }  # fmt: skip
 
 
@@ -82,7 +84,8 @@ def find_files(path: Path, by_name: bool) -> Files:
         beside = [path, *siblings(path)] if by_name else [path]
         return _files(path, beside, [], by_name)
     if not path.is_dir():
-        raise ConfigError(f"data.path = {str(path)!r}: no such file or folder; give one that exists")
+        what = "neither a file nor a folder, as a pipe" if path.exists() else "no such file or folder"
+        raise ConfigError(f"data.path = {str(path)!r}: {what}; give one that exists")
     own = list(_visible(path))
     found = [file for file in own if _is_data(file)]
     if all(file.name.lower().startswith(ABOUT) for file in found):
@@ -189,6 +192,11 @@ def signature(head: bytes) -> str | None:
     if head[257:262] == b"ustar":
         return "a tar archive"
     return next((what for begin, what in SIGNATURES.items() if head.startswith(begin)), None)
+
+
+def cure(head: bytes) -> str:
+    """What to do about a file that is no data, and begins so."""
+    return "fetch it by git lfs pull" if head.startswith(LFS) else "give it the name of what it is"
 
 
 def names(files: Iterable[Path], most: int = 3) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError
 from jaxdist.data.blocks import read_blocks
-from jaxdist.data.files import signature
+from jaxdist.data.files import cure, signature
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
 LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
@@ -125,7 +125,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
     if what := signature(content) or packed:
-        raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what}; give it the name of what it is")
+        raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what}; {cure(content)}")
     least = 2 if declared == "auto" else np.dtype(declared).itemsize
     if size % least:
         field = "the smallest type of ids" if declared == "auto" else f"the size of data.bin_dtype = {declared}"
