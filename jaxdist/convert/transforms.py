@@ -39,9 +39,8 @@ TRANSFORMS = {
     "conv1d": Transform(((2,), (1,), (0,)), "channels"),  # (W,I,O) <-> (O,I,W)
     "conv2d": Transform(((3,), (2,), (0,), (1,)), "channels"),  # (H,W,I,O) <-> (O,I,H,W)
     "heads_out": Transform(((1, 2), (0,)), "heads"),  # DenseGeneral (D,H,C) <-> Linear (H·C,D)
-    "heads_out_pairs": Transform(
-        ((1, 3, 2), (0,)), pairs=True, suggested=False
-    ),  # the same, where ours rotates neighbouring numbers
+    # The same, where ours rotates neighbouring numbers.
+    "heads_out_pairs": Transform(((1, 3, 2), (0,)), pairs=True, suggested=False),
     "heads_bias": Transform(((0, 1),)),  # its bias (H,C) <-> (H·C,)
     "heads_in": Transform(((2,), (0, 1))),  # DenseGeneral (H,C,D) <-> Linear (D,H·C)
     "outputs_first": Transform(((0, 1), (2,)), suggested=False),  # (H,C,D) <-> Linear (H·C,D)

@@ -101,9 +101,7 @@ def find_files(path: Path, by_name: bool) -> Files:
 
 
 def _is_data(file: Path) -> bool:
-    cached = file.suffix == ".arrow" and file.name.startswith(
-        "cache-"
-    )  # of `datasets`: copies of what lies beside them
+    cached = file.suffix == ".arrow" and file.name.startswith("cache-")  # copies that `datasets` keeps
     known = file.suffix.lower() in NOT_DATA or file.name in NOT_DATA_NAMES
     return not (known or cached or _is_index(file))
 
