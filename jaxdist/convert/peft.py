@@ -22,11 +22,17 @@ from jaxdist.convert.stream import cast
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-# What changes how an adapter is added, and is not computed here.
-WITHOUT = (
-    "use_dora", "use_qalora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
-    "target_parameters",
+# Settings that are honoured, and those that say how an adapter was trained and not how it is added. All others that are
+# set are refused by name.
+HONOURED = ("peft_type", "lora_alpha", "fan_in_fan_out", "use_rslora", "alpha_pattern", "init_lora_weights")
+WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
 )  # fmt: skip
+# Other ways to begin, as PiSSA and OLoRA, take what they begin with off the base, so that the sum is another.
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 
 
@@ -86,15 +92,7 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
             f"--adapter {adapter}: SOURCE {source} has other names than transformers; give a Hugging Face folder"
         )
     settings, tensors = _settings(adapter), _tensors(adapter, read_torch)
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise ConfigError(
-            f"{adapter}: peft_type = {SHOWN.repr(kind)}: only LORA is merged here; use PEFT's merge_and_unload"
-        )
-    if used := [key for key in WITHOUT if settings.get(key)]:
-        raise ConfigError(
-            f"{adapter}: {', '.join(f'{key} = {SHOWN.repr(settings[key])}' for key in used)}: not merged here; use "
-            "PEFT's merge_and_unload"
-        )
+    _check(adapter, settings)
     weights = dict(base.groups[PARAMETERS])
     inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
     for name, change in _changes(adapter, settings, tensors):
@@ -108,6 +106,18 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
         read = partial(_read, change, before, target)
         weights[target] = replace(before, read=read, place=None, besides=2 * before.bytes)
     return replace(base, groups={**base.groups, PARAMETERS: weights})
+
+
+def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming every setting by which an adapter would not be B A times its scale."""
+    wrong = [key for key in settings if settings[key] and key not in (*HONOURED, *WITHOUT_EFFECT)]
+    wrong += [key for key, allowed in (("peft_type", ("LORA",)), ("init_lora_weights", BEGINNINGS))
+              if settings.get(key) not in allowed]  # fmt: skip
+    if wrong:
+        told = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
+        raise ConfigError(f"{adapter}: {told}: not merged here; merge it by PEFT's merge_and_unload")
+    if not isinstance(settings.get("lora_alpha"), int | float):
+        raise ConfigError(f"{adapter / CONFIG}: lora_alpha = {SHOWN.repr(settings.get('lora_alpha'))}; give a number")
 
 
 def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:
@@ -150,7 +160,7 @@ def _settings(path: Path) -> dict[str, Any]:
         found = read_json(path / CONFIG)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path / CONFIG}: {error}; give a folder that PEFT's save_pretrained wrote") from None
-    if not isinstance(found, dict) or not isinstance(found.get("lora_alpha", 1), int | float):
+    if not isinstance(found, dict):
         raise ConfigError(
             f"{path / CONFIG}: no settings of an adapter; give a folder that PEFT's save_pretrained wrote"
         )

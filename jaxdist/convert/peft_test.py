@@ -120,8 +120,11 @@ def test_a_bfloat16_base_is_rounded_once(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "settings", "says"),
     [
-        (pair(QUERY, 32, 32), {"peft_type": "IA3"}, "peft_type = 'IA3': only LORA is merged here"),
-        (pair(QUERY, 32, 32), {"use_dora": True}, "use_dora = True: not merged here; use PEFT's merge_and_unload"),
+        (pair(QUERY, 32, 32), {"peft_type": "IA3"}, "peft_type = 'IA3': not merged here; merge it by PEFT's merge_and"),
+        (pair(QUERY, 32, 32), {"use_dora": True}, "use_dora = True: not merged here"),
+        (pair(QUERY, 32, 32), {"init_lora_weights": "pissa_niter_4"}, "= 'pissa_niter_4': not merged"),
+        (pair(QUERY, 32, 32), {"use_new": True, "kasa_config": {"a": 1}}, "use_new = True, kasa_config = .*: not"),
+        (pair(QUERY, 32, 32), {"lora_alpha": None}, "lora_alpha = None; give a number"),
         (pair("model.layers.7.self_attn.q_proj", 32, 32), {}, r"belongs to no tensor of the base model; give the"),
         (pair(QUERY, 64, 32), {}, r"is of a tensor \(64, 32\), and \S+.q_proj.weight of .* \(32, 32"),
         (pair(DOWN, 32, 48), {"fan_in_fan_out": True}, r"is of a tensor \(48, 32\)"),
