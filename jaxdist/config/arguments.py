@@ -13,9 +13,9 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.experiment import MODELS, Experiment
-from jaxdist.config.model import Section, model_differences, same_model
-from jaxdist.config.sources import HF_CONFIG, RUN_CONFIG, Source, read_config, source_of
+from jaxdist.config.experiment import MODELS, Experiment, section_type
+from jaxdist.config.model import Llama, Section, model_differences, same_model
+from jaxdist.config.sources import HF_CONFIG, RUN_CONFIG, Source, folder_of, notes_on, read_config, source_of
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -55,7 +55,7 @@ class Arguments:
     more: Mapping[str, Any]
     """Options that only this command has."""
     notes: Sequence[str] = ()
-    """What is to be said of the weights that it starts from."""
+    """What is to be said of the weights that it starts from, and of a config.json that is its config."""
 
     @property
     def companions_of(self) -> Path | None:
@@ -195,6 +195,9 @@ def load(
     own_model = "model" in values
     if start and not own_model:
         values = _over(start.tables(), values)
+        _check_family(values["model"], f"--init {start.path}", overrides)
+    elif own_model:
+        _check_family(values["model"], f"{option} {config}", overrides)
     for dotted in overrides:
         section = dotted.partition(".")[0]
         if not isinstance(table := values.setdefault(section, {}), dict):
@@ -204,8 +207,6 @@ def load(
     for dotted, value in overrides.items():
         section, _, field = dotted.partition(".")
         values[section][field] = value
-    if start and not own_model:
-        _check_family(start, overrides)
     experiment = Experiment.parse(values, source=str(config or "arguments"))
     if start:
         _check_start(experiment, start, overrides, f"{option} {config}" if own_model else "")
@@ -218,13 +219,18 @@ def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return below | values | tables
 
 
-def _check_family(start: Source, overrides: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a flag asks for another family than that of the weights: no field of it would fit."""
-    if (family := overrides.get("model.family", start.model.family)) != start.model.family:
+def _check_family(model: Any, source: str, overrides: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a flag asks for another family than that of the model section of a `source`, which has
+    fields that no such model has."""
+    if not isinstance(model, dict) or "model.family" not in overrides:
+        return
+    wanted, found = overrides["model.family"], model.get("family", Llama.model_fields["family"].default)
+    fields = section_type("model", {"model": {"family": wanted}}).model_fields
+    if wanted != found and (lacking := [f"model.{name}" for name in model if name not in fields]):
         flags = " ".join(f"--{name}" for name in overrides if name.startswith("model."))
         raise ConfigError(
-            f"model.family = {family!r}, but --init {start.path} holds another model, with {start.model.family!r}; "
-            f"leave out {flags}: --init gives the model"
+            f"model.family = {wanted!r}, but {source} holds another model, with {found!r}, and {lacking[0]} is a field "
+            f"of that; leave out {flags}: {source.partition(' ')[0]} gives the model"
         )
 
 
@@ -233,8 +239,10 @@ def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, 
     of flags alone, or of the `config` that has a model section."""
     different = model_differences(experiment.model, start.model)
     flags = [f"--{name}" for field in different if (name := f"model.{field}") in overrides]
-    given = {field: there for field, (_, there) in different.items() if there is not None}
-    if not config:
+    given = {field: there for field, (_, there) in different.items()}
+    if config.startswith("--resume"):
+        fix = f"leave out --init {start.path}: the run goes on with its own weights"
+    elif not config:
         fix = f"leave out {' '.join(flags)}: --init gives the model"
     elif "family" in different:
         fix = f"leave out {config} and every --model flag: --init gives the model then"
@@ -306,11 +314,13 @@ def parse(
     if run["init"] is not None and not run["init"].exists():
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
+    run["init"] = run["init"] and folder_of(run["init"])
     start = describe(run["init"]) if run["init"] else None
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
-    return Arguments(experiment=experiment, notes=start.notes if start else (), **run)
+    notes = dict.fromkeys((*(start.notes if start else ()), *notes_on(run["config"])))
+    return Arguments(experiment=experiment, notes=tuple(notes), **run)
 
 
 def _resolve_resume(run: dict[str, Any]) -> None:
@@ -320,10 +330,22 @@ def _resolve_resume(run: dict[str, Any]) -> None:
         if output is not None and output.absolute() != folder.absolute():
             raise ConfigError(f"--resume {folder} --output {output}: a run goes on in its own folder; give one of them")
         if not (folder / RUN_CONFIG).is_file():
-            raise ConfigError(
-                f"--resume {folder}: no run is there, it has no {RUN_CONFIG}; begin one by --output {folder}, or give "
-                "the folder of a run"
-            )
+            raise ConfigError(f"--resume {folder}: no run is there, it has no {RUN_CONFIG}; {_instead(folder)}")
         run["output"], run["resume"] = folder, True
     elif folder and output is None:
         raise ConfigError("--resume needs the folder of the run to go on with; give --resume DIR")
+
+
+def _instead(folder: Path) -> str:
+    """What to do instead of --resume of what is no run folder."""
+    run = next((parent for parent in folder.parents if (parent / RUN_CONFIG).is_file()), None)
+    if run:
+        return f"it belongs to the run {run}: give --resume {run}, which goes on from its newest checkpoint"
+    within = sorted(folder.iterdir()) if folder.is_dir() else []
+    if run := next((path for path in within if (path / RUN_CONFIG).is_file()), None):
+        return f"there is one within it: give --resume {run}"
+    if folder.is_file() or within:
+        return (
+            f"to begin with it, give {'--config' if folder.suffix == '.toml' else '--init'} {folder} and a new --output"
+        )
+    return f"begin one by --output {folder}, or give the folder of a run"

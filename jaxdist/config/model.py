@@ -352,18 +352,18 @@ Shape = tuple[int, ...]
 
 def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]:
     """Field -> (its value in `wanted`, in `found`), for every field in which the weights of one do not fit the other;
-    None where a family lacks the field.
+    `family` alone where that differs.
 
     How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights. A
     vocabulary may be padded, and be larger than that of the weights, by new tokens.
     """
     here, there = wanted.model_dump(), found.model_dump()
-    rotary = isinstance(wanted, Rotary) and here["family"] == there["family"]
+    if here["family"] != there["family"]:
+        return {"family": (here["family"], there["family"])}
     free = {"init_std", "balance", "capacity", "momentum", "image", "vocab_multiple"}
-    free |= {"positions"} if rotary else set()
+    free |= {"positions"} if isinstance(wanted, Rotary) else set()
     free |= {"vocab"} if here.get("vocab", 0) > there.get("vocab", math.inf) else set()
-    fields = sorted((here.keys() | there.keys()) - free, key=lambda name: (name != "family", name))
-    return {name: (here.get(name), there.get(name)) for name in fields if here.get(name) != there.get(name)}
+    return {name: (here[name], there[name]) for name in sorted(here.keys() - free) if here[name] != there[name]}
 
 
 def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
@@ -372,7 +372,7 @@ def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
         return
     mine = ", ".join(f"model.{name} = {here!r}" for name, (here, _) in different.items())
     theirs = ", ".join(repr(there) for _, there in different.values())
-    assignments = (f"model.{name} = {there!r}" for name, (_, there) in different.items() if there is not None)
+    assignments = (f"model.{name} = {there!r}" for name, (_, there) in different.items())
     fix = fix or f"set {', '.join(assignments)}"
     raise ConfigError(f"{mine}, but {source} holds another model, with {theirs}; {fix}")
 

@@ -16,6 +16,10 @@ from jaxdist.config.foreign import read_json
 from jaxdist.config.model import Family
 
 HF_CONFIG, RUN_CONFIG, TOKENIZER = "config.json", "config.toml", "tokenizer.json"
+# Files that stand for their Hugging Face folder, as transformers writes it.
+SAFETENSORS, PICKLED = ("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin",)
+# Tokenizers in other formats: SentencePiece, byte-level BPE. Of these transformers makes a tokenizer.json.
+OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "merges.txt")
 ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's
 
 
@@ -34,6 +38,14 @@ class Source(NamedTuple):
         if self.tokenizer:
             data["tokenizer"] = str(self.tokenizer)
         return {"model": model, "data": data}
+
+
+def folder_of(path: Path) -> Path:
+    """The Hugging Face folder whose config.json or weights are at `path`; any other path itself."""
+    if not (path.is_file() and (path.parent / HF_CONFIG).is_file()):
+        return path
+    pickled = () if any((path.parent / name).exists() for name in SAFETENSORS) else PICKLED  # the folder's are read
+    return path.parent if path.name in (HF_CONFIG, *SAFETENSORS, *pickled) else path
 
 
 def source_of(path: Path) -> Source | None:
@@ -59,12 +71,10 @@ def of_experiment(path: Path, experiment: Experiment) -> Source:
 def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     """The sections of a TOML file, a run folder or a Hugging Face folder (or its config.json), which `option` asked
     for. Raises ConfigError."""
-    if path.name == HF_CONFIG and path.is_file():
-        return _hf_source(path.parent).tables()
+    if found := _config_source(path):
+        return found.tables()
     if (path / RUN_CONFIG).is_file():
         return read_toml(path / RUN_CONFIG, option)
-    if (path / HF_CONFIG).is_file():
-        return _hf_source(path).tables()
     if path.is_dir():
         raise ConfigError(
             f"{option} {path}: the folder has neither {HF_CONFIG} nor {RUN_CONFIG}; give a TOML file, a Hugging Face "
@@ -73,9 +83,26 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     return read_toml(path, option)
 
 
+def notes_on(config: Path | None) -> Sequence[str]:
+    """What is to be said of a config, where it is a config.json. Raises ConfigError."""
+    found = _config_source(config) if config else None
+    return found.notes if found else ()
+
+
+def _config_source(path: Path) -> Source | None:
+    """The source whose config.json `path` is or holds; None for a run folder, and for what has none."""
+    folder = path.parent if path.name == HF_CONFIG else path
+    return _hf_source(folder) if (folder / HF_CONFIG).is_file() and not (path / RUN_CONFIG).is_file() else None
+
+
 def _hf_source(folder: Path) -> Source:
     """Raises ConfigError."""
     from jaxdist.config.hf import read_folder  # few commands need it
 
     (model, notes), tokenizer = read_folder(folder), folder / TOKENIZER
-    return Source(folder, model, tokenizer if model.takes == "tokens" and tokenizer.is_file() else None, notes)
+    if model.takes != "tokens":
+        return Source(folder, model, None, notes)
+    others = [name for name in (*OLDER_TOKENIZERS, "tekken.json") if (folder / name).is_file()]
+    if others and not tokenizer.is_file():
+        notes.append(f"{folder}: {others[0]} is not read; without data.tokenizer, text is read as bytes")
+    return Source(folder, model, tokenizer if tokenizer.is_file() else None, notes)

@@ -11,7 +11,7 @@ import pytest
 from jaxdist import plan
 from jaxdist.config import ConfigError, Experiment, Family, parse
 from jaxdist.config.arguments import load
-from jaxdist.config.sources import source_of
+from jaxdist.config.sources import folder_of, source_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 6, "hidden_size": 48,
@@ -61,13 +61,37 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_folder_gives_the_model(name: str, option: str, file: str, tmp_path: Path) -> None:
     """And its tokenizer, and a sequence that fits; of images no tokenizer."""
     path = folder(tmp_path / "hf", FOLDERS[name])
-    if option == "--init" and file:
-        return
     e = asked(option, path / file)
     assert e.model == source_of(path).model and e.model.family == name  # type: ignore[union-attr]
     assert e.data.tokenizer == ("bytes" if name == "resnet" else str(path / "tokenizer.json"))
     assert e.data.sequence == {"llama": 64, "gpt2": 32, "resnet": 128}[name]
     assert asked(option, path / file, "--data.tokenizer", "bytes", "--data.sequence", "16").data.tokenizer == "bytes"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"])
+def test_weights_in_a_folder_stand_for_it(name: str, tmp_path: Path) -> None:
+    """Unless they are others than those of the folder, or lie alone."""
+    path = folder(tmp_path / "hf", LLAMA)
+    (path / name).write_text("weights")
+    parsed = parse(["--init", str(path / name)], "test", "")
+    assert parsed.init == path and parsed.experiment.model.layers == 6
+    (path / "model.safetensors").write_text("weights")
+    (path / "adapter.bin").write_text("weights")
+    assert folder_of(path / "pytorch_model.bin") == path / "pytorch_model.bin"
+    assert folder_of(path / "adapter.bin") == path / "adapter.bin"
+    (path / "config.json").unlink()
+    assert folder_of(path / name) == path / name
+
+
+@pytest.mark.parametrize("options", [["--config"], ["--init"], ["--config", "--init"]])
+def test_what_is_said_of_a_folder_is_said_once(options: list[str], tmp_path: Path) -> None:
+    path = folder(tmp_path / "hf", GPT2, tokenizer=False)
+    (path / "merges.txt").write_text("")
+    dropout, tokenizer = parse([text for o in options for text in (o, str(path))], "test", "").notes
+    assert "resid_pdrop = 0.1" in dropout and dropout.endswith("jaxdist trains without dropout")
+    assert tokenizer == f"{path}: merges.txt is not read; without data.tokenizer, text is read as bytes"
+    (path / "tokenizer.json").write_text("{}")
+    assert len(parse([options[0], str(path)], "test", "").notes) == 1
 
 
 def test_a_relative_folder_gives_an_absolute_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +175,41 @@ def test_a_config_of_another_family_is_to_be_left_out(tmp_path: Path) -> None:
     message = refused("--config", "default", "--init", path)
     assert "model.family = 'llama', " in message and "; leave out --config default and every --model flag" in message
     assert asked("--init", path).model.family == "gpt2"
+
+
+@pytest.mark.parametrize("config", ["llama-1b", "folder", "default"])
+def test_another_family_than_that_of_the_config(config: str, tmp_path: Path) -> None:
+    """One message with the cause, in place of one for each field that the other family lacks."""
+    name = str(folder(tmp_path / "hf", LLAMA)) if config == "folder" else config
+    message = refused("--config", name, "--model.family", "gpt2", "--seed", "1")
+    assert message.startswith(f"model.family = 'gpt2', but --config {name} holds another model, with 'llama'")
+    out = message.partition("leave out ")[2].partition(":")[0]
+    assert out == "--model.family" and asked("--config", name, "--seed", "1").model.family == "llama"
+    (tmp_path / "both.toml").write_text("[model]\nlayers = 3\ndim = 32\nheads = 4\n")
+    assert asked("--config", tmp_path / "both.toml", "--model.family", "gpt2").model.family == "gpt2"
+
+
+def test_resuming_what_is_no_run_is_told_what_to_do_instead(run: Path, tmp_path: Path) -> None:
+    for path in (run / "checkpoints/3", run / "config.toml"):
+        message = refused("--resume", path)
+        assert f"it belongs to the run {run}: give --resume {run}, which goes on" in message
+    assert parse(["--resume", str(run)], "test", "").resume
+    hf = folder(tmp_path / "hf", LLAMA)
+    assert refused("--resume", hf).endswith(f"to begin with it, give --init {hf} and a new --output")
+    assert asked("--init", hf, "--output", tmp_path / "new").model.layers == 6
+    file = tmp_path / "x.toml"
+    file.write_text("")
+    assert f"give --config {file}" in refused("--resume", file)
+    assert refused("--resume", tmp_path / "no").endswith(
+        f"begin one by --output {tmp_path / 'no'}, or give the folder of a run"
+    )
+
+
+def test_weights_of_another_model_than_that_of_the_run(run: Path, tmp_path: Path) -> None:
+    other = folder(tmp_path / "hf", LLAMA | {"num_hidden_layers": 2})
+    message = refused("--resume", run, "--init", other)
+    assert message.endswith(f"; leave out --init {other}: the run goes on with its own weights")
+    assert asked("--resume", run).model.layers == 6
 
 
 def test_a_damaged_checkpoint_is_left_to_who_reads_its_weights(run: Path) -> None:

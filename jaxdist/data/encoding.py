@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jaxdist.config import ConfigError
+from jaxdist.config.sources import OLDER_TOKENIZERS
 from jaxdist.data.documents import Piece
 
 # Guesses, where nothing beside a tokenizer.json names its end of text.
@@ -20,8 +21,6 @@ NAMED_IN = {
     "tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
     "generation_config.json": "eos_token_id", "config.json": "eos_token_id",
 }  # fmt: skip
-# Tokenizers in other formats: SentencePiece, byte-level BPE.
-OLDER = ("tokenizer.model", "spiece.model", "merges.txt")
 TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some hundred times that in memory
 
 
@@ -77,7 +76,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
 
 def _made_from(file: Path) -> str:
     """How to make a tokenizer.json of the older formats that lie in the folder of `file`; empty without any."""
-    older = [name for name in OLDER if file.with_name(name).is_file()]
+    older = [name for name in OLDER_TOKENIZERS if file.with_name(name).is_file()]
     if file.with_name("tokenizer.json").is_file() or not older:
         return ""
     return (
