@@ -5,6 +5,8 @@ A key that a file leaves out has the default of transformers' own config class.
 """
 
 import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from jaxdist.config.hf_keys import (
     TABLE,
     WINDOWS,
     Architecture,
+    Key,
     Kind,
     Settings,
 )
@@ -60,7 +63,7 @@ def read_folder(path: Path) -> tuple[Family, list[str]]:
     try:
         values = from_settings(settings)
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
     try:
         return experiment_for(values, source=str(file)).model, [f"{file}: {note}" for note in notes_on(settings)]
     except ConfigError as error:
@@ -92,10 +95,9 @@ def from_settings(settings: Settings) -> Settings:
     base = re.sub("(ForCausalLM|LMHeadModel|ForImageClassification)$", "Model", name)
     if not isinstance(named, list) or (named and named[0] not in (name, base)):
         raise ConfigError(f"architectures = {SHOWN.repr(named)}; jaxdist reads {name} of model_type {model_type}")
-    check(settings, DECISIONS[model_type])
-    if model_type == "resnet":
-        return _from_resnet(settings)
-    return _from_gpt2(settings) if model_type == "gpt2" else _from_rotary(settings, ARCHITECTURES[name])
+    readers = {"resnet": _from_resnet, "gpt2": _from_gpt2}
+    read = readers.get(model_type) or partial(_from_rotary, architecture=ARCHITECTURES[name])
+    return _together(partial(check, settings, DECISIONS[model_type]), partial(read, settings))[1]
 
 
 def to_settings(model: Family, dtype: str) -> Settings:
@@ -119,12 +121,31 @@ def _value(settings: Settings, name: str, kind: Kind, default: Any = REQUIRED) -
     return value
 
 
+def _values(settings: Settings, keys: Mapping[str, Key]) -> Settings:
+    """Field -> value of its key. Raises ConfigError naming all that are missing or of another kind."""
+    return dict(zip(keys, _together(*(partial(_value, settings, *key) for key in keys.values())), strict=True))
+
+
+def _together(*readers: Callable[[], Any]) -> list[Any]:
+    """What each one returns. Raises ConfigError with all that is wrong, each in a line of its own."""
+    found, wrong = [], []
+    for read in readers:
+        try:
+            found.append(read())
+        except ConfigError as error:
+            wrong += str(error).splitlines()
+    if wrong:
+        raise ConfigError("\n".join(dict.fromkeys(wrong)))
+    return found
+
+
 def _from_gpt2(settings: Settings) -> Settings:
-    values = {field: _value(settings, *key) for field, key in GPT2_KEYS.items()}
+    values = _values(settings, GPT2_KEYS)
     for other, name in GPT2_OTHER_NAMES.items():
         if other in settings and settings[other] != settings.get(name):
             raise ConfigError(f"{other} = {SHOWN.repr(settings[other])}; give it as {name}, as transformers writes it")
-    gelu = GELUS[settings.get("activation_function", "gelu_new")]
+    activation = settings.get("activation_function", "gelu_new")
+    gelu = next((ours for theirs, ours in GELUS.items() if theirs == activation), None)  # `check` refuses others
     hidden, bias = _value(settings, "n_inner", COUNT, 4 * values["dim"]), _value(settings, *GPT2_BIAS)
     return {"family": "gpt2", **values, "hidden": hidden, "gelu": gelu, "bias": bias}
 
@@ -139,7 +160,7 @@ def _to_gpt2(model: GPT2) -> Settings:
 
 
 def _from_resnet(settings: Settings) -> Settings:
-    values = {field: _value(settings, *key) for field, key in RESNET_KEYS.items()}
+    values = _values(settings, RESNET_KEYS)
     classes = {"classes": len(_value(settings, *CLASSES)) or _value(settings, *LABELS)}
     return {"family": "resnet", "block": settings.get("layer_type", "bottleneck"), **values, **classes}
 
@@ -163,7 +184,7 @@ def _from_rotary(settings: Settings, architecture: Architecture) -> Settings:
     if mixture:
         settings = _one_count_of_experts(settings, mixture["experts"].name)
     defaulted = {**architecture.defaults, **settings}
-    values = {field: _value(defaulted, *key) for field, key in (LLAMA_KEYS | mixture).items()}
+    values, rotation = _together(partial(_values, defaulted, LLAMA_KEYS | mixture), partial(_rotation, defaulted))
     if mixture and not _value(settings, "output_router_logits", FLAG, False):
         values["balance"] = 0.0
     heads, window = values["heads"], _window(settings, model_type, values["layers"])
@@ -180,7 +201,7 @@ def _from_rotary(settings: Settings, architecture: Architecture) -> Settings:
         "output_bias": biased,
         "qk_norm": model_type in ("qwen3", "qwen3_moe"),
         "window": window,
-        **_rotation(defaulted, values["positions"]),
+        **rotation,
     }
 
 
@@ -266,7 +287,7 @@ def _check_layer_types(settings: Settings, model_type: str, window: int, layers:
         )
 
 
-def _rotation(settings: Settings, positions: int) -> Settings:
+def _rotation(settings: Settings) -> Settings:
     """The rotary fields, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     rope = _value(settings, "rope_scaling", TABLE, {}) or _value(settings, "rope_parameters", TABLE, {})
     if any(isinstance(value, dict) for value in rope.values()):
@@ -283,5 +304,5 @@ def _rotation(settings: Settings, positions: int) -> Settings:
         return {"rope_theta": theta}
     # transformers 5 gives the top-level key priority.
     top = {name: settings[name] for name in (ORIGINAL,) if settings.get(name) is not None}
-    rope = {ORIGINAL: positions} | rope | top
-    return {"rope_theta": theta, "rope_scaling": kind} | {f: _value(rope, *key) for f, key in LLAMA3_KEYS.items()}
+    rope = {ORIGINAL: _value(settings, *LLAMA_KEYS["positions"])} | rope | top
+    return {"rope_theta": theta, "rope_scaling": kind} | _values(rope, LLAMA3_KEYS)

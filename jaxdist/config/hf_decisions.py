@@ -171,6 +171,11 @@ DECISIONS: Mapping[str, Decisions] = {
         **each(fixed(False), "downsample_in_first_stage downsample_in_bottleneck"),
     },
 }
+# Those that scale the rotation of another rope_type than the default.
+SCALING = (
+    "factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor", "beta_fast",
+    "beta_slow",
+)  # fmt: skip
 # Keys within rope_parameters (transformers 5) or rope_scaling (4). The kinds that read those without effect here are
 # refused by their rope_type.
 ROPE: Decisions = {
@@ -218,6 +223,11 @@ def notes_on(settings: Settings) -> list[str]:
     rope = (rotary and (settings.get("rope_scaling") or settings.get("rope_parameters"))) or {}
     if (top := settings.get(ORIGINAL)) is not None and rope.get(ORIGINAL, top) != top:
         lines.append(f"{ORIGINAL} = {top} at the top, where transformers 5 reads it, and {rope[ORIGINAL]} within")
+    if (top := settings.get("rope_theta")) is not None and rope.get("rope_theta", top) != top:
+        lines.append(f"rope_theta = {rope['rope_theta']} within, where transformers 5 reads it, and {top} at the top")
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        idle = [f"{name} = {SHOWN.repr(rope[name])}" for name in SCALING if rope.get(name) is not None]
+        lines += [f"{', '.join(idle)}: without effect, as rope_type is default"] if idle else []
     unknown = [name for name in settings if name not in decisions]
     if unknown := unknown + [f"rope_parameters.{name}" for name in rope if name not in ROPE]:
         lines.append(f"{', '.join(map(SHOWN.repr, unknown[:8]))}: not known, and taken to change nothing")

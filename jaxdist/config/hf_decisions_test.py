@@ -207,6 +207,38 @@ def test_a_fix_that_leaves_a_key_out_is_right(tmp_path: Path) -> None:
         assert not notes and to_settings(model, "float32")["num_hidden_layers"] == 2
 
 
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    """In lines that each name the file; what the message names, put right, is read."""
+    wrong = {"hidden_size": "64", "vocab_size": 0, "num_hidden_layers": None, "hidden_act": "relu"}
+    wrong |= {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(of("llama", **wrong)))
+    with pytest.raises(ConfigError) as error:
+        read_folder(tmp_path)
+    lines = str(error.value).splitlines()
+    assert all(line.startswith(f"{tmp_path / 'config.json'}: ") for line in lines)
+    assert sorted(line.split(": ")[1].split()[0] for line in lines) == [
+        "hidden_act", "hidden_size", "num_hidden_layers", "rope_type", "vocab_size",
+    ]  # fmt: skip
+    right = {name: of("llama").get(name, "silu" if name == "hidden_act" else None) for name in wrong}
+    assert not isinstance(values_of(of("llama", **right)), str)
+    for other in ("quick_gelu", ["gelu"], None):
+        assert "activation_function = " in str(values_of(of("gpt2", activation_function=other, n_head=0)))
+
+
+def test_what_a_rotation_says_without_effect_is_said() -> None:
+    """As in transformers 5, which takes the default where no rope_type is given."""
+    settings = of("qwen2", rope_theta=1e6, rope_parameters={"rope_theta": 5e5, "factor": 4.0})
+    assert (values := from_settings(settings))["rope_theta"] == 5e5 and "rope_scaling" not in values
+    assert notes_on(settings) == [
+        "rope_theta = 500000.0 within, where transformers 5 reads it, and 1000000.0 at the top",
+        "factor = 4.0: without effect, as rope_type is default",
+    ]
+    assert not notes_on(of("llama", rope_theta=5e5, rope_parameters=LLAMA3 | {"rope_theta": 5e5}))
+    transformers = pytest.importorskip("transformers")
+    read = transformers.AutoConfig.for_model(**settings).rope_parameters
+    assert (read["rope_theta"], read["rope_type"]) == (5e5, "default")
+
+
 def test_labels_of_a_resnet_are_counted() -> None:
     """transformers makes two where a file says nothing, and as many as num_labels."""
     for more, classes in (({}, 2), ({"num_labels": 7}, 7), ({"id2label": {"0": "a"}, "num_labels": 7}, 1)):
