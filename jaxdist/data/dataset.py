@@ -14,7 +14,7 @@ from jaxdist.data.permutation import permute
 from jaxdist.data.sources import Stream, open_stream
 
 IGNORED = -100
-MANY = 1 << 20  # rows that are counted at a time
+MANY = 1 << 20  # sequences whose targets are counted at a time
 Split = Literal["train", "validation"]
 
 
@@ -125,8 +125,9 @@ class Dataset(ABC):
         """The rows with these numbers [B]."""
 
     @abstractmethod
-    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many targets of each of these rows [B] count in the loss; nothing is read."""
+    def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
+        """How many tokens (or images) of the training steps `after` + 1 to `until` have a target that counts: what is
+        padding has none, and neither has a document's last token. Nothing is read of the files."""
 
     def sequences(self, split: Split) -> int:
         """How many sequences one epoch of the split has."""
@@ -184,14 +185,6 @@ class Dataset(ABC):
         """Batches of `size` in one pass over the split."""
         return -(-self.sequences(split) // size)
 
-    def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
-        """How many tokens (or images) of the training steps `after` + 1 to `until` have a target that counts: what is
-        padding has none, and neither has a document's last token."""
-        total = 0
-        for begin in range(after * size, until * size, MANY):
-            total += int(self._counted(self._rows(np.arange(begin, min(begin + MANY, until * size)), size, seed)).sum())
-        return total
-
     def _rows(self, visit: NDArray[np.int64], size: int, seed: int, split: Split = "train") -> NDArray[np.int64]:
         """The numbers of the rows that these visits [B], counted from 0, meet. Raises ConfigError."""
         first, count = self._splits[split]
@@ -201,12 +194,13 @@ class Dataset(ABC):
                 "give more text, or set train.validation_batches = 0"
             )
         epoch, place = np.divmod(visit, count if split == "validation" else self.visits(size))
-        place %= count
         if split == "validation":
             seed, epoch = 0, np.zeros_like(epoch)
-        if self._data.shuffle:
-            place = permute(place, count, seed, epoch)
-        return first + place
+        return first + self._shuffled(place % count, count, seed, epoch)
+
+    def _shuffled(self, place: NDArray[np.int64], count: int, seed: int, epoch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of `count` rows are met at these places [B] of these epochs [B]."""
+        return permute(place, count, seed, epoch) if self._data.shuffle else place
 
 
 class Targets:
@@ -262,7 +256,37 @@ class Sequences(Dataset):
     def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
         if self._data.documents == "packed":  # every target counts
             return (until - after) * size * self._data.sequence
-        return super().target_tokens(after, until, size, seed)
+        count, visits = self.sequences("train"), self.visits(size)
+        begin, end = after * size, until * size
+        first, last = -(-begin // visits), end // visits  # whole epochs: `first` to `last` - 1
+        if first > last:
+            return self._sum(range(last, first), range(begin % visits, end % visits), seed)
+        total = self._sum(range(first - 1, first), range(begin - (first - 1) * visits, visits), seed)
+        total += self._sum(range(last, last + 1), range(end % visits), seed)
+        if first == last:
+            return total
+        # Each visits every sequence so often, and some of them once more: those, or the others, are fewer than a batch.
+        times, more = divmod(visits, count)
+        epochs, each = range(first, last), self._targets()
+        if 2 * more > count:
+            return total + len(epochs) * (times + 1) * each - self._sum(epochs, range(more, count), seed)
+        return total + len(epochs) * times * each + self._sum(epochs, range(more), seed)
+
+    def _sum(self, epochs: range, places: range, seed: int) -> int:
+        """Targets of the training sequences at these places of each of these epochs."""
+        count, total, visits = self.sequences("train"), 0, len(epochs) * len(places)
+        for begin in range(0, visits, MANY):
+            epoch, place = np.divmod(np.arange(begin, min(begin + MANY, visits)), len(places))
+            sequence = self._shuffled((places.start + place) % count, count, seed, epochs.start + epoch)
+            total += int((self._found(sequence)[1] - 1).sum())
+        return total
+
+    def _targets(self) -> int:
+        """Targets of all training sequences."""
+        count = self.sequences("train")
+        document = int(np.searchsorted(self._before, count, side="right")) - 1  # of which a part, or none, is training
+        whole = np.maximum(self._stops - self._starts - 1, 0)[:document].sum()
+        return int(whole + (count - self._before[document]) * self._data.sequence)
 
     def _found(self, sequence: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where in the stream sequences [B] begin, and how many ids, at most T + 1, each has."""
@@ -270,9 +294,6 @@ class Sequences(Dataset):
         document = np.searchsorted(self._before, sequence, side="right") - 1
         start = self._starts[document] + (sequence - self._before[document]) * T
         return start, np.minimum(self._stops[document] - start, T + 1)
-
-    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._found(row)[1] - 1
 
     def _read(self, row: NDArray[np.int64]) -> Batch:
         T = self._data.sequence
@@ -294,8 +315,8 @@ class Labelled(Dataset):
         self.fingerprint, self.earlier = pictures.fingerprint, pictures.earlier
         self.rows = pictures.rows | {"splits": self._split_row}
 
-    def _counted(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.ones_like(row)
+    def target_tokens(self, after: int, until: int, size: int, seed: int) -> int:
+        return (until - after) * size
 
     def _read(self, row: NDArray[np.int64]) -> Images:
         number, count = np.empty_like(row), len(self._pictures.labels)

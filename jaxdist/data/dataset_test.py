@@ -267,3 +267,46 @@ def test_targets_are_counted_without_reading(tmp_path, monkeypatch, documents, l
     assert (sum(held) == steps * size * 8) == (documents == "packed")
     resumed = Targets(found, Train(batch=size, seed=3), start=steps - 1)
     assert resumed.of(steps, 0.5) == {"target_tokens": sum(held), "target_tokens_per_second": held[-1] / 0.5}
+
+
+@pytest.mark.parametrize("last", ["continue", "drop", "pad"])
+@pytest.mark.parametrize("size", [1, 6, 30, 100])
+@pytest.mark.parametrize("validation", [0.0, 0.4])
+def test_targets_of_many_epochs_are_the_sum_over_their_steps(tmp_path, last, size, validation):
+    """From any step to any other, for batches of less and of more than an epoch; documents of one id have no target."""
+    lines = [json.dumps({"text": "x" * (n * n % 23)}) for n in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = Data(
+        path=str(tmp_path / "a.jsonl"), sequence=5, documents="padded", last=last, validation=validation,
+        end_of_text="<|endoftext|>",
+    )  # fmt: skip
+    found = open_dataset(data, vocab=300)
+    if last == "drop" and size > found.sequences("train"):
+        return
+    held = [int((found.batch(step, size, 3).targets != IGNORED).sum()) for step in range(1, 60)]
+    for after in (0, 1, 9, 30):
+        for until in (after, after + 1, after + 2, 31, 59):
+            assert found.target_tokens(after, until, size, 3) == sum(held[after:until]), (after, until)
+
+
+def test_a_late_resume_looks_at_as_many_rows_as_an_early_one(tmp_path, monkeypatch):
+    lines = [json.dumps({"text": "x" * (n % 7 + 2)}) for n in range(64)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    met = []
+    shuffled = dataset.permute
+
+    def counted(place, *more):
+        met.append(len(place))
+        return shuffled(place, *more)
+
+    monkeypatch.setattr(dataset, "permute", counted)
+    cost = {}
+    for documents in ("padded", "packed"):
+        data = Data(path=str(tmp_path / "a.jsonl"), sequence=8, documents=documents, validation=0)
+        found = open_dataset(data, vocab=300)
+        for epochs in (1, 1000):
+            met.clear()
+            start = epochs * found.sequences("train") // 4 + 3
+            Targets(found, Train(batch=4, seed=3), start)
+            cost[documents, epochs] = sum(met)
+    assert cost == {("padded", 1): 12, ("padded", 1000): 12, ("packed", 1): 0, ("packed", 1000): 0}

@@ -18,6 +18,7 @@ from jaxdist.data.files import cure, signature
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
 LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
+TELLING = 32  # ids that tell their width
 LLM_C_HEADER = 1024  # bytes: 256 of int32, which are magic, version, count and zeros
 # karpathy/llm.c, dev/data/data_common.py: magic -> version, type of the ids.
 LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
@@ -89,8 +90,8 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
     known = {located.part.dtype.name for located in found if located}
     if not known and any(file.stat().st_size for file in files):
         raise ConfigError(
-            f"data.path = {str(files[0])!r}: holds only zeros, which look alike in any type; set data.bin_dtype = "
-            "uint16, uint32, int32 or int64"
+            f"data.path = {str(files[0])!r}: holds only zeros, or too few ids to tell their type; set data.bin_dtype = "
+            "uint16, uint32, int32 or int64, whichever they were written in"
         )
     if len(known) > 1:
         listed = ", ".join(f"{located.part.file.name} {located.part.dtype.name}" for located in found if located)
@@ -104,7 +105,7 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
     ]
     for located in whole:
         file = located.part.file
-        if declared not in ("auto", dtype.name) and located.source.startswith("as"):
+        if declared not in ("auto", dtype.name):
             raise ConfigError(
                 f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {dtype.name}, {located.source}; set "
                 "data.bin_dtype = auto"
@@ -120,7 +121,7 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
 
 
 def _raw(file: Path, declared: str, vocab: int) -> Located | None:
-    """The ids of a file without header; None where it holds nothing that would tell their type."""
+    """The ids of a file without header; None where its content does not tell their type."""
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
@@ -150,20 +151,28 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
 
 
 def width(content: bytes, size: int, vocab: int) -> str | None:
-    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where all of it is zero.
+    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where it does not tell.
 
     An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
-    are ids, and look alike.
+    are ids, and look alike: that n of them above all others lie in lower halves alone is a chance of 2^-n. Where all
+    upper halves are zero, n counts the others; else it counts the different ones, as a text may repeat itself.
     """
     for name, half, high in (("int64", "int32", 2**31), ("int32", "int16", max(vocab, 2**20))):
         if size % np.dtype(name).itemsize:
             continue
         ids, halves = _view(content, name), _view(content, half)
-        lower, upper = halves[::2].view(f"<u{np.dtype(half).itemsize}"), halves[1::2]
+        unsigned = halves.view(f"<u{np.dtype(half).itemsize}")
+        lower, upper = unsigned[::2], halves[1::2]
         if not ids.size or ids.min() < -(2**15) or ids.max() >= high or not lower.any():
             continue
-        if not upper.any() or lower.max() >= 16 * (int(np.abs(upper).max()) + 1):
-            return name if name == "int64" or ids.min() < 0 else "uint32"
+        greatest = int(np.abs(upper).max())
+        if greatest and lower.max() < 16 * (greatest + 1):
+            continue
+        above = lower[lower > greatest]
+        telling = len(np.unique(above)) if greatest else len(above)
+        if telling < TELLING and _view(content, "uint16").max() < vocab:
+            return None
+        return name if name == "int64" or ids.min() < 0 else "uint32"
     return "uint16" if any(content) else None
 
 

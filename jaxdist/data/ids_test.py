@@ -96,6 +96,47 @@ def test_only_zeros_tell_no_type(tmp_path: Path) -> None:
     assert read(tmp_path / "several", 512) == [0] * 64 + list(range(64))
 
 
+ALTERNATING = [50_000, 5, 40_000, 8, 31_000, 2, 20_000, 7, 45_000, 3, 50_001, 9]
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "vocab"),
+    [
+        (ALTERNATING, "uint16", 50_304),
+        (ALTERNATING * 50, "uint16", 50_304),  # a text that repeats itself tells no more
+        ([50_000, 0, 40_000, 0, 31_000, 0], "uint16", 50_304),
+        ([300, 0, 0, 0, 301, 0, 0, 0], "uint16", 512),
+        ([5, 1, 0, 0], "uint16", 10),
+        ([70_000, 3, 5, 80_000, 9], "uint32", 128_256),
+        ([5, 7, 300], "int32", 512),
+        ([5, 7, 300], "int64", 512),
+    ],
+)
+def test_a_file_that_is_too_small_to_tell_asks_for_the_type(
+    tmp_path: Path, content: list[int], dtype: str, vocab: int
+) -> None:
+    file = tmp_path / "a.bin"
+    np.array(content, dtype).tofile(file)
+    with pytest.raises(ConfigError, match=r"too few ids to tell .*; set data\.bin_dtype = uint16, .*int32 or"):
+        read(file, vocab)
+    assert read(file, vocab, bin_dtype=dtype) == content
+
+
+@pytest.mark.parametrize("vocab", [2, 65, 300, 50_257, 65_536])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str) -> None:
+    """From a hundred ids on, all are read."""
+    for size in [*range(1, 13), 20, 33, 100, 300] * 3:
+        wanted = np.minimum(RANDOM.zipf(1.3, size) - 1, vocab - 1) if size % 2 else RANDOM.integers(0, vocab, size)
+        wanted.astype(dtype).tofile(tmp_path / "a.bin")
+        try:
+            found = read(tmp_path / "a.bin", vocab)
+        except ConfigError as error:
+            assert "too few ids to tell" in str(error) and size < 100, (error, size)
+        else:
+            assert found == wanted.tolist()
+
+
 def test_files_of_several_types(tmp_path: Path) -> None:
     np.arange(1, 65, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.arange(1, 65, dtype=np.uint16).tofile(tmp_path / "b.bin")
