@@ -342,6 +342,18 @@ def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.Mon
         saves.check_latest()
 
 
+def test_a_run_whose_last_step_is_not_to_be_saved(tmp_path: Path) -> None:
+    """What the last line says is there is there."""
+    run, why = Path("run"), "; checkpoint.final = false leaves out the last"
+    saves = Saves(tmp_path, Checkpoint(final=False, every=4))
+    assert kept(saves.summary(), run, 3) == f"no checkpoint in run{why}"
+    with saves.writing(4):
+        write(tmp_path, 4)
+    assert kept(saves.summary(), run, 5) == f"saved in run up to step 4 only{why}"
+    for step in (0, 4):  # 0: a finished run that is resumed makes none
+        assert kept(saves.summary(), run, step) == "saved in run"
+
+
 def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A link goes, and not what it leads to; one that is closed to us stays, and the run goes on."""
     run = tmp_path / "checkpoints"

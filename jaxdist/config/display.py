@@ -93,7 +93,7 @@ def show_end(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], p
         parts += [f"perplexity {perplexity(validation):.2f}"] if takes == "tokens" else []
     if summary["tokens_per_second"]:
         parts.append(pace(summary, takes))
-    parts.append(kept(summary.get("checkpoints"), path))
+    parts.append(kept(summary.get("checkpoints"), path, records[-1]["step"] if records else 0))
     say(", ".join(parts))
 
 
@@ -104,17 +104,23 @@ def pace(rates: Mapping[str, Any], counted: str) -> str:
     return f"{every:,.0f} {counted}/s{without}"
 
 
-def kept(checkpoints: Mapping[str, Any] | None, path: Path | None) -> str:
-    """Where a run is saved, and which checkpoints are missing. `checkpoints`: as `Saves.summary` gives them."""
+def kept(checkpoints: Mapping[str, Any] | None, path: Path | None, step: int = 0) -> str:
+    """Where a run is saved, and which checkpoints are missing. `checkpoints`: as `Saves.summary` gives them; `step`:
+    the last one that was made."""
     if path is None:
         return "nothing saved (--output DIR keeps a run)"
-    if not checkpoints or not (failed := checkpoints["failed"]):
+    if not checkpoints:
         return f"saved in {path}"
-    newest, last = checkpoints["newest"], max(map(int, failed))
-    what = f"checkpoints that could not be written: {len(failed)}, the last that of step {last}"
+    newest, failed = checkpoints["newest"], [*map(int, checkpoints["failed"])]
+    last = max(step, *failed, 0)
+    why = (
+        f"; checkpoints that could not be written: {len(failed)}, the last that of step {max(failed)}" if failed else ""
+    )
+    if newest is None or newest < last:
+        why = why or "; checkpoint.final = false leaves out the last"
     if newest is None:
-        return f"no checkpoint in {path}; {what}"
-    return f"saved in {path}{'' if newest > last else f' up to step {newest} only'}; {what}"
+        return f"no checkpoint in {path}{why}"
+    return f"saved in {path}{f' up to step {newest} only' if newest < last else ''}{why}"
 
 
 @contextmanager
