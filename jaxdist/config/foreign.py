@@ -16,6 +16,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # A trillion parameters have an index of 14 MB; the worst JSON takes 35 times its bytes of memory.
 MOST_BYTES = 32_000_000
 
+LFS = b"version https://git-lfs"  # how the pointer to a file begins that a clone without Git LFS has in its place
+
+
+def check_fetched(start: bytes) -> None:
+    """Raises ValueError for a file that starts as a pointer of Git LFS."""
+    if start.startswith(LFS):
+        raise ValueError("it is a pointer of Git LFS to a file that was not fetched; fetch it by git lfs pull")
+
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     """What a JSON file says.
@@ -35,6 +43,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 def parse(text: bytes, constant: Callable[[str], Any] | None = None) -> Any:
     """What JSON in UTF-8 says. Raises ValueError where it is none, too deep, or gives a key twice; also for NaN and
     Infinity, unless `constant` makes a value of them."""
+    check_fetched(text)
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=constant or _no_number)
     except RecursionError:
@@ -134,6 +143,8 @@ def check_header(path: Path) -> dict[str, int]:
     try:
         size = size_of(path)
         with path.open("rb") as file:
+            check_fetched(file.read(len(LFS)))
+            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MOST_BYTES):
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")

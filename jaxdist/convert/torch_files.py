@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.config.foreign import size_of
+from jaxdist.config.foreign import LFS, check_fetched, size_of
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, entries, nanogpt, optimizers, rates, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count, with_tokens
@@ -92,6 +92,7 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
         if part or is_zip(path):
             return torch_numpy.restored(walked(Records(path, part).tree(mapped)))
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+            check_fetched(content[: len(LFS)])
             rehearse(content, size, PICKLES)
         with torch_numpy.allowed():
             tree = torch.load(path, map_location="cpu", weights_only=True)
@@ -105,7 +106,7 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # of a damaged file, many kinds
-        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
         fix = "use another checkpoint, or a copy" if part else "give a file that torch.save wrote"
         raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jaxdist.config import ConfigError
+from jaxdist.config.foreign import check_fetched
 from jaxdist.config.sources import OLDER_TOKENIZERS
 from jaxdist.data.documents import Piece
 
@@ -52,6 +53,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
         content = file.read_bytes()
+        check_fetched(content)
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
+from jaxdist.config.foreign import LFS
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -31,7 +32,6 @@ KINDS = {
     ".arrow": "Arrow", ".feather": "Arrow",
 }  # fmt: skip
 PACKED = (".gz", ".zst", ".bz2", ".xz")
-LFS = b"version https://git-lfs"
 # How files begin that are neither text nor raw ids, whatever they are called.
 SIGNATURES = {
     b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
