@@ -1,69 +1,112 @@
-"""Which batch of the data has a given loss under given weights: how a loop that was fed another one is recognized."""
+"""Identifies the batch that a loss belongs to, given the weights: recognizes a loop that was fed other data."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
+from rich.progress import track
 
 from jaxdist.config import Experiment
-from jaxdist.data import IGNORED, Batch, dataset_of
+from jaxdist.config.display import console, say
+from jaxdist.data import IGNORED, Batches, Dataset, dataset_of
+from parity_tests.causes import Search
 from torch_ref.models import build
+from torch_ref.step import Rows, losses, microbatches
 
+NEIGHBOURS = 8  # steps before and after the own one whose batches are tried
 SEEDS = range(10)
 NEAR = 1e-9  # of two float64 losses of one batch; those of other batches are 1e-3 apart
+LONG = 10.0  # seconds from which a search is announced
 
 
-def found(
-    experiment: Experiment, weights: Mapping[str, np.ndarray], step: int, losses: tuple[float, float], near: float
-) -> str:
-    """The batch that has the second of the `losses`, to `near` relative, in words; empty where none of those tried has.
+def identify(
+    experiment: Experiment, weights: Mapping[str, np.ndarray], step: int, told: tuple[float, float], near: float
+) -> Search:
+    """The batch whose loss under `weights` is the second of `told`, to `near` relative, or what was tried for it.
 
-    weights: by torch's names, as they are before `step`. losses: ours and theirs, in mean nats per token. Ours is made
-    first, and nothing is found where that fails, as for a model with more in its loss.
+    weights: by torch's names, as they are before `step`. told: the losses of ours and of theirs, in nats per token or
+    image, with or without a mixture's balance loss.
+
+    The first of `told` is reproduced before anything is tried. Where that fails, the result is empty: a batch norm per
+    replica, for one, normalizes over parts of the batch that a single device does not have.
     """
-    if not weights or experiment.model.takes != "tokens" or getattr(experiment.model, "balance", None):
-        return ""
-    tried = candidates(experiment, step)
     model = build(experiment.model).double()
-    if model.state_dict().keys() != weights.keys():
-        return ""
-    model.load_state_dict({name: torch.from_numpy(w.astype(np.float64)) for name, w in weights.items()})
-    ours, theirs = losses
+    parameters = dict(model.named_parameters())
+    if not weights or not parameters.keys() <= weights.keys():
+        return Search()
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(weights[name].astype(np.float64)))
     near = max(near, NEAR)
-    _, right = next(tried)
-    if abs(mean_loss(model, right) - ours) > near * ours:
-        return ""
-    return next((name for name, batch in tried if abs(mean_loss(model, batch) - theirs) <= near * theirs), "")
+
+    def matches(batch: Batches, loss: float) -> list[bool]:
+        return [abs(made - loss) <= near * abs(loss) for made in mean_losses(model, batch, experiment)]
+
+    data = dataset_of(experiment)
+    own, begin = data.batch(step, experiment.train.batch, experiment.train.seed), time.monotonic()
+    if not any(matches(own, told[0])):
+        return Search()
+    pace = time.monotonic() - begin
+    if any(matches(own, told[1])[1:]):
+        return Search(remark="it is the loss of this batch with the balance loss of the experts added")
+    tried = candidates(experiment, data, step, own)
+    if (seconds := pace * len(tried)) > LONG:
+        say(f"comparing the loss of step {step} with those of {len(tried)} other batches, about {seconds:.0f} s ...")
+    bar = track(tried.items(), "batches", console=console, transient=True, disable=not console.is_terminal)
+    for name, read in bar:
+        if any(matches(read(), told[1])):
+            return Search(found=name)
+    return Search(
+        remark=f"it is the loss of none of {len(tried)} other batches tried: of the {NEIGHBOURS} steps before and after"
+        f" and the first, its halves, the other data.shuffle, train.seed 0 to {SEEDS[-1]}, and validation"
+    )
 
 
-def candidates(experiment: Experiment, step: int) -> Iterator[tuple[str, Batch]]:
-    """Batches by name: that of the step first, then those that a loop gets by a wrong step, order, seed or split."""
-    data, train = dataset_of(experiment), experiment.train
-    size, seed = train.batch, train.seed
-    own = data.batch(step, size, seed)
-    yield "the batch of this step", own
-    for other in sorted(range(1, 2 * train.steps + 1), key=lambda other: abs(other - step)):
-        if other != step:
-            yield f"the batch of step {other}", data.batch(other, size, seed)
-    for name, rows in (("first", slice(size // 2)), ("second", slice(size // 2, None))):
-        if size > 1:
-            yield f"the {name} half of the batch", Batch(own.tokens[rows], own.targets[rows])
-    shuffle = not experiment.data.shuffle
-    turned = dataset_of(experiment.model_copy(update={"data": experiment.data.model_copy(update={"shuffle": shuffle})}))
+def candidates(experiment: Experiment, data: Dataset, step: int, own: Batches) -> dict[str, Callable[[], Batches]]:
+    """Batches by name that a loop gets by a wrong step, half, order, seed or split, the likeliest first.
+
+    A few dozen, however long the run is: each costs a forward pass.
+    """
+    size, seed = experiment.train.batch, experiment.train.seed
+    opposite = experiment.data.model_copy(update={"shuffle": not experiment.data.shuffle})
+    shuffled = f"data.shuffle = {str(opposite.shuffle).lower()}"
+    reordered = dataset_of(experiment.model_copy(update={"data": opposite}))
+    steps = sorted(range(max(1, step - NEIGHBOURS), step + NEIGHBOURS + 1), key=lambda other: abs(other - step))
+
+    def half(rows: slice) -> Batches:
+        return type(own)(own[0][rows], own[1][rows])
+
+    found: dict[str, Callable[[], Batches]] = {}
+    for other in dict.fromkeys([*steps, 1]):
+        found[f"the batch of step {other}"] = partial(data.batch, other, size, seed)
+    del found[f"the batch of step {step}"]
+    if size > 1:
+        found["the first half of the batch"] = partial(half, slice(size // 2))
+        found["the second half of the batch"] = partial(half, slice(size // 2, None))
     for other in (step, step - 1, step + 1):
         if other >= 1:
-            name = f"batch {other} with data.shuffle = {str(shuffle).lower()}"
-            yield name, turned.batch(other, size, seed)
+            found[f"the batch of step {other} with {shuffled}"] = partial(reordered.batch, other, size, seed)
     for other in SEEDS:
         if other != seed:
-            yield f"the batch of train.seed = {other}", data.batch(step, size, other)
+            found[f"the batch of train.seed = {other}"] = partial(data.batch, step, size, other)
     if data.sequences("validation"):
-        yield "a batch of the validation split", data.batch(step, size, seed, "validation")
+        found["a batch of the validation split"] = partial(data.batch, step, size, seed, "validation")
+    return found
 
 
 @torch.no_grad()
-def mean_loss(model: torch.nn.Module, batch: Batch) -> float:
-    """Mean nats per valid token; NaN for a batch without any."""
-    tokens, targets = (torch.from_numpy(part).long() for part in batch)
-    logits = model(tokens)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED).item()
+def mean_losses(model: torch.nn.Module, batch: Batches, experiment: Experiment) -> list[float]:
+    """Mean nats per valid token or image, by microbatches as in training; and with a balance loss, if there is one.
+
+    NaN for a batch without a valid token.
+    """
+    rows = Rows(torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).long())
+    if experiment.model.takes == "tokens":
+        rows = rows._replace(inputs=rows.inputs.long())
+    count, parts = (rows.targets != IGNORED).sum(), experiment.train.accumulation
+    made = [losses(model, part, 1) for part in microbatches(rows, parts)]
+    mean = sum(loss for loss, _ in made) / count
+    balance = sum(added for _, added in made) / parts
+    return [float(mean), *([float(mean + balance)] if balance else [])]

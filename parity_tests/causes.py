@@ -32,21 +32,29 @@ UNLIKE = 5.0  # times that one moment differs more than the other
 HIDES = 1e-9  # from this bound of the loss on a mistake may be below it at step 1
 CLEARLY = 1000.0  # times what rounding hides of the loss, from where a difference is not the growth of a hidden one
 LIKE = 0.1  # relative tolerance of a prediction
+ROUNDED = 1e-5  # relative error of a sum of squares in float32, or by the 1e-6 that torch adds to the norm it clips by
+
+
+class Search(NamedTuple):
+    """The batch, in words, whose loss theirs is, if one was `found`; else a `remark` on their loss, or nothing."""
+
+    found: str = ""
+    remark: str = ""
 
 
 @dataclass(frozen=True)
 class Evidence:
     """Two runs from equal weights, and what their curves may differ by per step.
 
-    `batch(step)` says in words which other batch gives their loss at a step under our weights; empty where none of
-    those tried does. `parting` is the first tensor that differs, where it was looked for.
+    `batch(step)` looks for the batch that gives their loss at a step under our weights. `parting` is the first tensor
+    that differs, where it was looked for.
     """
 
     ours: Run
     theirs: Run
     bounds: Mapping[str, np.ndarray]
     start: Mapping[str, np.ndarray]
-    batch: Callable[[int], str] = lambda step: ""
+    batch: Callable[[int], Search] = lambda step: Search()
     parting: Parting | None = None
     narrow: str = ""  # what of theirs is in a narrower dtype than the policy says
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
@@ -84,6 +92,15 @@ class Evidence:
     def fed_otherwise(self) -> "Seen":
         """Whether a batch differs, with its step and how it is seen."""
         return other_batches(self)
+
+    @cached_property
+    def batch_search(self) -> Search:
+        """Which batch their loss belongs to at the first step at which it differs; empty where it differs too little.
+
+        May take dozens of forward passes.
+        """
+        step = self.first["loss"]
+        return Search() if step == NEVER or self.at("loss", step) < ALIKE else self.batch(int(step))
 
     @property
     def rounding(self) -> float:
@@ -156,7 +173,8 @@ def other_batches(e: Evidence) -> Seen:
     step = int(step)
     if e.at("loss", step) < ALIKE:
         return None
-    if found := e.batch(step):
+    found, remark = e.batch_search
+    if found:
         return step, f"{e.theirs.side} has the loss that our weights have on {found}"
     if far_from_the_start(e):
         return None
@@ -168,8 +186,14 @@ def other_batches(e: Evidence) -> Seen:
     rough = compare.rms(jumps) / math.sqrt(6) / size
     large = compare.rms(jumps) / compare.rms(np.diff(ours, 2))
     if rough > ROUGH and large > LARGE:
-        return step, "the losses differ from then on, up and down, by as much as the losses of two batches"
+        how = "the losses differ from then on, up and down, by as much as the losses of two batches"
+        return step, joined(how, remark)
     return None
+
+
+def joined(*parts: str) -> str:
+    """Parts of a sentence, without empty ones."""
+    return "; ".join(filter(None, parts))
 
 
 def far_from_the_start(e: Evidence) -> tuple[float, float] | None:
@@ -220,8 +244,9 @@ def schedule(ours: np.ndarray, theirs: np.ndarray) -> str:
     for factor in FACTORS:
         if same(ours[factor - 1 :: factor], theirs[: len(ours) // factor]):
             return f": their schedule goes {factor} steps a step"
-    if same(ours * theirs[-1] / ours[-1], theirs):
-        return f": {theirs[-1] / ours[-1]:.6g} times ours at every step"
+    peak = int(np.argmax(np.abs(ours)))
+    if ours[peak] and same(ours * (theirs[peak] / ours[peak]), theirs):
+        return f": {theirs[peak] / ours[peak]:.6g} times ours at every step"
     return ""
 
 
@@ -234,7 +259,7 @@ def forward(e: Evidence) -> Seen:
     parts = e.ours.experiment.train.accumulation
     if parts > 1:
         how += f"; with {parts} microbatches of unequal numbers of tokens, a mean of their means is such a loss"
-    return 1, how
+    return 1, joined(how, e.batch_search.remark)
 
 
 def gradients(e: Evidence) -> Seen:
@@ -292,24 +317,46 @@ def differing_gradients(e: Evidence, step: int) -> Iterator[str]:
 
 
 def clip(e: Evidence) -> Seen:
-    """Both of Adam's moments are larger by one factor, the second by its square: all gradients were."""
+    """Adam's moments are those of gradients without the clip, or both are larger by one factor, the second by its
+    square. That the clip is first reached at the step is no evidence: other mistakes begin there too."""
     step = e.updates
-    (m, spread), (v, _) = e.scale(FIRST), e.scale(SECOND)
-    norms, _ = e.curves("grad_norm")
+    if not step or (applied := clip_applied(e)):
+        return None
     limit = e.ours.experiment.optimizer.clip
-    clipped = norms > (limit or NEVER)
-    if step > 1 and clipped[step - 1] and not clipped[: step - 1].any():
-        return step, f"the gradient norm is beyond the clip of {limit:g} there for the first time"
-    if not step or abs(m) <= 3 * spread or abs(v - 2 * m) > 0.3 * abs(m):
+    if applied is False:
+        return step, f"{SECOND} of {e.theirs.side} adds up as if the clip of {limit:g} were not applied"
+    (m, spread), (v, _) = e.scale(FIRST), e.scale(SECOND)
+    if abs(m) <= 3 * spread or abs(v - 2 * m) > 0.3 * abs(m):
         return None
     how = f"the gradients that the optimizer of {e.theirs.side} gets are {math.exp(m):.4g} times ours, by its moments"
-    if not clipped.any():
-        return step, f"{how}, and the clip of ours was never reached: their scale differs"
-    least = np.minimum(1, limit / norms)
-    weights = e.ours.experiment.optimizer.beta1 ** np.arange(len(norms))[::-1]
-    unclipped = math.log(weights.sum() / (weights * least).sum())
-    never = abs(m - unclipped) < LIKE * abs(unclipped)
-    return step, how + (f", as if the clip of {limit:g} were not applied" if never else "")
+    reached = limit and e.curves("grad_norm")[0].max() > limit
+    return step, how if reached else f"{how}, and the clip of ours was never reached: their scale differs"
+
+
+def clip_applied(e: Evidence) -> bool | None:
+    """Whether their gradients were clipped as ours, or not at all; None where the moments show neither.
+
+    Summed over all parameters, Adam's second moments are an average of the squared norms of the clipped gradients. So
+    the logged norms predict them, under the same beta2. Where that does not hold for ours, nothing is known: with decay
+    in the gradient, for one, or moments that began before the run.
+    """
+    o, norms = e.ours.experiment.optimizer, e.curves("grad_norm")
+    sums = np.array([(x.sum(), y.sum()) for _, x, y in e.states(SECOND)]).reshape(-1, 2).sum(0)
+    if not o.clip:
+        return None
+
+    def predicted(norm: np.ndarray) -> float:
+        weights = (1 - o.beta2) * o.beta2 ** np.arange(len(norm))[::-1]
+        return float(weights @ norm**2)
+
+    clipped = np.array([predicted(np.minimum(norm, o.clip)) for norm in norms])
+    if not (np.isfinite([*sums, *clipped]).all() and sums.all() and clipped.all()):
+        return None
+    (error, theirs), effect = np.log(sums / clipped), math.log(predicted(norms[1]) / clipped[1])
+    tolerance = max(ROUNDED, 10 * abs(error))
+    if effect < 10 * tolerance:
+        return None
+    return True if abs(theirs) < tolerance else False if abs(theirs - effect) < tolerance else None
 
 
 def weight_decay(e: Evidence) -> Seen:
@@ -351,10 +398,16 @@ def update(e: Evidence) -> Seen:
     if not step:
         return None
     agree = "loss, gradient norm and learning rate agree until then"
-    return step, (
+    applied = clip_applied(e)
+    how = (
         f"{agree}, and at step {step + 1} the loss differs by {e.at('loss', step + 1):.2g}: "
-        "clip, update rule, weight decay, or a learning rate that is not the logged one"
+        f"{'' if applied else 'clip, '}update rule, weight decay, or a learning rate that is not the logged one"
     )
+    if applied:
+        return step, f"{how}; clip and beta2 are as ours, by the sum of {SECOND}"
+    limit, (norms, _) = e.ours.experiment.optimizer.clip, e.curves("grad_norm")
+    first = limit and norms[step - 1] > limit and (norms[: step - 1] <= limit).all()
+    return step, joined(how, f"the gradient norm first exceeds the clip of {limit:g} there" if first else "")
 
 
 def narrower(e: Evidence) -> Seen:

@@ -18,7 +18,7 @@ from jaxdist.convert.hf import read_hf, write_hf
 from jaxdist.sharding import Layout
 from parity_tests import bisect, collectives, compare, levels, names, reach, scratch
 from parity_tests.bisect import Parting
-from parity_tests.causes import Evidence, diagnose
+from parity_tests.causes import Evidence, Search, diagnose
 from parity_tests.commands import TRAIN
 from parity_tests.reach import OTHERS, RECORDED
 from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
@@ -419,16 +419,16 @@ class Proof:
         if a.side == b.side:
             a, b = (Run(f"{run.side} on {KIND_NAMES[kind]}", run.path) for run, (_, kind) in ((a, ours), (b, theirs)))
 
-        def batch(step: int) -> str:
+        def batch(step: int) -> Search:
             if start is None:
-                return ""
+                return Search()
             from parity_tests import batches
 
             losses = a.metrics[step - 1]["loss"], b.metrics[step - 1]["loss"]
             run = self.recorded(ours, [step], start) if step > 1 else None
             before = self.started if run is None else run.kept("start", step)
             weights = {name.partition("/")[2]: w for name, w in before.items()}
-            return batches.found(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
+            return batches.identify(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
 
         narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
         started = self.started if self.init else {}
