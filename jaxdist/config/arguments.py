@@ -15,7 +15,7 @@ from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.experiment import MODELS, Experiment, section_type
 from jaxdist.config.model import Llama, Section, model_differences, same_model
-from jaxdist.config.sources import HF_CONFIG, RUN_CONFIG, Source, folder_of, notes_on, read_config, source_of
+from jaxdist.config.sources import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
 
 SHORTCUTS = {
     "mesh": "parallel.mesh",
@@ -39,7 +39,7 @@ FORGETS = {
     "data.split": ("fingerprint",),
     "data.end_of_text": ("fingerprint",),
 }
-ALIKE = 0.7  # of letters that a misspelt flag shares with another, so that no flag of another meaning is told
+ALIKE = 0.7  # least difflib ratio of a suggested flag to the misspelt one; below it suggestions mean other things
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Arguments:
     more: Mapping[str, Any]
     """Options that only this command has."""
     notes: Sequence[str] = ()
-    """What is to be said of the weights that it starts from, and of a config.json that is its config."""
+    """Lines on the starting weights, and on a config.json used as config, to print at the start."""
 
     @property
     def companions_of(self) -> Path | None:
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _explain(self, unknown: Sequence[str]) -> Iterator[str]:
-        """What each unknown flag should be. What is no flag is the value of the one before it."""
+        """A message for each unknown flag; a word without dashes after one is its value."""
         for text, following in zip(unknown, [*unknown[1:], "--"], strict=True):
             if not text.startswith("-") and text != unknown[0]:
                 continue
@@ -108,10 +108,10 @@ class Parser(argparse.ArgumentParser):
             yield f"unknown argument {text!r}; {self._hint(flag, given)}"
 
     def _hint(self, flag: str, given: str | None) -> str:
-        """The flag that is meant by one that there is not, by its meaning, its last part, or its letters."""
+        """The flag to use in place of an unknown one: by its meaning, its last part, or its spelling."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        if told := flag_here(flag, given, flags, SHORTCUTS):
-            return told
+        if hint := flag_here(flag, given, flags, SHORTCUTS):
+            return hint
         name = plain(flag.lstrip("-"))
         last = name.rpartition(".")[2]
         same = [known for known in flags if known.rpartition(".")[2].lstrip("-") == last]
@@ -319,7 +319,7 @@ def parse(
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
-    notes = dict.fromkeys((*(start.notes if start else ()), *notes_on(run["config"])))
+    notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
     return Arguments(experiment=experiment, notes=tuple(notes), **run)
 
 

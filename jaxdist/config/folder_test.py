@@ -148,7 +148,7 @@ def test_a_resume_takes_the_config_of_the_run(line: list[str], run: Path) -> Non
 def test_what_a_resume_is_refused_for(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run is there, .*; there is one within it: give --resume .*run$"):
         parsed("--resume", str(tmp_path))
-    parsed("--output", str(tmp_path / "new"))  # as the message says
+    parsed("--resume", str(run))  # as the message says
     with pytest.raises(ConfigError, match="a run goes on in its own folder; give one of them"):
         parsed("--resume", str(run), "--output", str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="--resume needs the folder of the run to go on with; give --resume DIR"):

@@ -207,8 +207,8 @@ def _allowed(values: tuple[Any, ...]) -> str:
 
 
 def notes_on(settings: Settings) -> list[str]:
-    """What is to be said of a config.json that jaxdist reads: keys that change its training in transformers and not
-    here, and keys that are not known."""
+    """Notes on a config.json that jaxdist reads: keys that change its training in transformers and not here, keys
+    without effect, and unknown keys."""
     decisions = DECISIONS[settings["model_type"]]
     told: dict[str, list[str]] = {}
     for name, decision in decisions.items():

@@ -83,8 +83,8 @@ def read_config(path: Path, option: str = "--config") -> dict[str, Any]:
     return read_toml(path, option)
 
 
-def notes_on(config: Path | None) -> Sequence[str]:
-    """What is to be said of a config, where it is a config.json. Raises ConfigError."""
+def config_notes(config: Path | None) -> Sequence[str]:
+    """Notes on a config.json that is used as config; none on other configs. Raises ConfigError."""
     found = _config_source(config) if config else None
     return found.notes if found else ()
 

@@ -159,7 +159,7 @@ def encode(
 ) -> tuple[list[NDArray], list[int]]:
     """Ids of all documents, each followed by `separator`, in arrays of some million; and their sizes.
 
-    `advance` is told the bytes done. Raises ConfigError for an id that is not in range(vocab).
+    `advance` is called with the number of bytes done. Raises ConfigError for an id that is not in range(vocab).
     """
     arrays, sizes, length = [], [], 0
     for batch in _batches(pieces):
