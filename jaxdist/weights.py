@@ -77,7 +77,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
 
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = resized(content.averaged(path) if ema else content, model)
-    conversion = Conversion(content, OWN, nonfinite="refuse")
+    conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
     conversion.refuse(path, of_start(path))
     check_start(program, path, weights)  # again: in a narrower dtype a finite number may be infinite

@@ -13,16 +13,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, ResNet
+from jaxdist.config.finite import of_start
+from jaxdist.config.finite import refused as refused_weights
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.deepspeed_folders_test import LLAMA, Trained, zero_2
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.tables import OWN
 from parity_tests.names import as_torch
+from torch_ref.checkpoint import check_kind
 from torch_ref.hf import Weights
 
 Tensors = dict[str, Tensor]
@@ -55,14 +59,21 @@ def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
     """What jaxdist places, under torch_ref's names and in its layout."""
     wanted = experiment_for(model.model_dump(), "test")
     content = KINDS[kind_of(path)].format.opened(path, wanted, training=False)
-    return as_torch({name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)})
+    conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
+    found = as_torch({name: array for _, name, array in conversion.stream(PARAMETERS)})
+    conversion.refuse(path, of_start(path))
+    return found
 
 
 def read_by_torch_ref(path: Path, model: Family) -> dict[str, np.ndarray]:
     """What torch_ref places."""
+    check_kind(path)
     weights = Weights(path, model)
     weights.check()
-    return {name: weights.read(name).flatten().view(torch.uint8).numpy() for name in weights.targets}
+    found = {name: weights.read(name).flatten().view(torch.uint8).numpy() for name in weights.targets}
+    if weights.not_finite:
+        raise refused_weights(path, weights.not_finite, of_start(path))
+    return found
 
 
 def bits(array: np.ndarray) -> bytes:
@@ -284,3 +295,127 @@ def test_both_refuse_damaged_files_in_the_same_words(name: str, tmp_path: Path) 
     message = refused(read_by_jaxdist, tmp_path, MODELS["llama"])
     assert re.search(words, message), message
     assert refused(read_by_torch_ref, tmp_path, MODELS["llama"]) == message
+
+
+def holding(name: str, content: bytes) -> Callable[[Path], Path]:
+    """A file of that name beside config.json."""
+
+    def made(folder: Path) -> Path:
+        (folder / SINGLE).unlink()
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return made
+
+
+def renamed(name: str, of_folder: bool = False) -> Callable[[Path], Path]:
+    """The weights under another name."""
+
+    def made(folder: Path) -> Path:
+        (folder / SINGLE).rename(folder / name)
+        return folder if of_folder else folder / name
+
+    return made
+
+
+def saved(tree: Any, name: str = "a.pt") -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        torch.save(tree, folder / name)
+        return folder / name
+
+    return made
+
+
+def zipped(folder: Path) -> Path:
+    np.savez(folder / "a.npz", weight=np.ones(3))
+    return (folder / "a.npz").rename(folder / "a.pt")
+
+
+def unlisted(folder: Path) -> Path:
+    """Shards without their index."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    for i, name in enumerate((NORM, Q), 1):
+        save_file({name: tensors[name]}, folder / f"model-{i:05}-of-00002.safetensors")
+    return folder
+
+
+def of_a_rank(folder: Path) -> Path:
+    zero_2(folder / "zero", Trained(folder / "trained"))
+    return next((folder / "zero").rglob("mp_rank_00_model_states.pt"))
+
+
+def checkpoints(folder: Path) -> Path:
+    for step in (9, 10):
+        folder_of(folder / f"out/checkpoint-{step}", MODELS["llama"])
+    return folder / "out"
+
+
+def infinite(folder: Path) -> Path:
+    """Two tensors, which the two sides come across in another order."""
+    tensors = load_file(folder / SINGLE)
+    tensors[Q][1, 2], tensors["lm_head.weight"][0, 0] = float("nan"), float("inf")
+    return saved(tensors)(folder)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+OTHERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "its weights alone": (lambda f: f / SINGLE, r"does not say .*; give its folder \S+, with config.json;"),
+    "weights of another name": (renamed("a.safetensors"), r"with config.json and it as model.safetensors;"),
+    "a variant": (renamed("model.fp16.safetensors", True), r"rename model.fp16.safetensors to model.safetensors"),
+    "no index": (unlisted, r"it has model-00001-\S+, model-00002-\S+, and neither .* put model.safetensors.index.json"),
+    "a shard": (lambda f: next(unlisted(f).glob("*-00002.safetensors")), r"is one of several shards .* its folder"),
+    "safetensors as .bin": (renamed("pytorch_model.bin"), r"is a safetensors file; rename it to model.safetensors"),
+    "safetensors as .bin, folder": (renamed("pytorch_model.bin", True), r"is a safetensors file; rename it to"),
+    "GGUF as .bin": (holding("a.bin", b"GGUF" + bytes(60)), r"is GGUF of llama.cpp"),
+    "a page": (holding("a.pt", b"<!DOCTYPE html><html>"), r"is a page of HTML.*; download it again"),
+    "a pointer": (holding("a.pt", LFS), r"is a pointer of Git LFS"),
+    "a pointer, folder": (lambda f: holding(SINGLE, LFS)(f).parent, r"is a pointer of Git LFS"),
+    "ONNX": (holding("a.onnx", b"0"), r"is a graph of ONNX"),
+    "Keras": (lambda f: holding("tf_model.h5", b"0")(f).parent, r"is a model of TensorFlow or Keras"),
+    "a zip of numpy's": (zipped, r"is a zip that torch.save did not write"),
+    "an optimizer": (saved({"state": {}}, "optimizer.pt"), r"is the optimizer's state of a trainer"),
+    "no weights": (saved({"model": {}}), r"no state dict of a model; give one"),
+    "a list": (saved([torch.ones(2)]), r"no state dict of a model; give one"),
+    "DeepSpeed's narrow copy": (of_a_rank, r"is DeepSpeed's copy .* give its folder"),
+    "a folder of checkpoints": (checkpoints, r"has 2 in it; give one, as \S+checkpoint-10"),
+    "not finite": (infinite, r"tensor lm_head.weight has 1 of .*; so have model.layers.1.* --nonfinite zero --model C"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_both_refuse_what_is_no_source_in_the_same_words(name: str, tmp_path: Path) -> None:
+    made, words = OTHERS[name]
+    folder_of(tmp_path, MODELS["llama"])
+    path = made(tmp_path)
+    message = refused(read_by_jaxdist, path, MODELS["llama"])
+    assert re.search(words, message), message
+    assert refused(read_by_torch_ref, path, MODELS["llama"]) == message
+
+
+def test_weights_of_a_trainer_are_not_taken_from_their_narrow_copy(tmp_path: Path) -> None:
+    """A Trainer with DeepSpeed leaves bfloat16 beside the fp32 masters: torch_ref, which does not read these, says how
+    to get them, and has what jaxdist has then."""
+    trained = Trained(tmp_path / "trained")
+    folder = zero_2(tmp_path / "checkpoint-120", trained).parent
+    (folder / "config.json").write_bytes(trained.config)
+    save_file(narrow(trained.tensors), folder / SINGLE)
+    right = read_by_jaxdist(folder, LLAMA)
+    message = refused(read_by_torch_ref, folder, LLAMA)
+    command = re.search(r"`python -m jaxdist.convert (.*)`", message)
+    assert command is not None and "does not read a checkpoint of DeepSpeed's" in message
+    convert(command[1].replace("FOLDER", str(tmp_path / "hf")).split())
+    found = read_by_torch_ref(tmp_path / "hf", LLAMA)
+    assert all(bits(right[name]) == found[name].tobytes() for name in right)
+
+
+def test_layers_of_several_dtypes_are_widened(tmp_path: Path) -> None:
+    """In jaxdist they are one array."""
+    model = MODELS["llama"]
+    tensors = folder_of(tmp_path, model)
+    mixed = {name: tensor.bfloat16() if ".0." in name else tensor for name, tensor in tensors.items()}
+    save(tmp_path, mixed)
+    found = read_by_jaxdist(tmp_path, model)
+    save(tmp_path, {name: tensor.float() for name, tensor in mixed.items()})
+    right = read_by_jaxdist(tmp_path, model)
+    assert all(bits(found[name]) == bits(right[name]) for name in right)

@@ -201,3 +201,16 @@ def test_the_fix_that_a_mesh_asks_for_is_followed(mesh: str, multiple: int, fix:
         experiment.check_mesh(experiment.parallel.axes(None))
     experiment = Experiment.parse(values | {"model": model | {"vocab_multiple": fix}}, "test")
     experiment.check_mesh(experiment.parallel.axes(None))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_tokens_are_verified_by_those_that_there_were(
+    name: str, made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers computes the source's logits, of tokens that the source has."""
+    _, hf = made(name)
+    larger = {"model": MODELS[name].model_dump() | {"vocab": V + 5, "vocab_multiple": 4}, "data": {"sequence": 16}}
+    (tmp_path / "larger.toml").write_text(tomli_w.dumps(larger))
+    for target, *options in (("run",), ("hf", "--to", "hf")):
+        convert([str(hf), str(tmp_path / target), "--model", str(tmp_path / "larger.toml"), "--verify", *options])
+        assert f"×{V}, of SOURCE by transformers and of TARGET by" in capsys.readouterr().out

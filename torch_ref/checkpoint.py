@@ -28,6 +28,7 @@ from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
 from jaxdist.config.finite import of_start, refused
 from jaxdist.config.foreign import read_json
+from jaxdist.formats.refusals import converted, is_read, refusal, several
 from torch_ref import hf
 from torch_ref.finite import check_resumed, check_start
 from torch_ref.launch import from_first
@@ -87,21 +88,36 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     """Starting weights from a run or checkpoint of torch_ref, a Hugging Face folder or a torch file. Raises
     ConfigError."""
     config = experiment.model
+    check_kind(path)
     if (checkpoint_in(path) / INDEX).exists():
         found = from_first(lambda: whole(path, experiment.checkpoint.verify))
         theirs = read_experiment(found).model
         same_model(config, theirs, str(found))
         load_weights(found, model, config, theirs)
         check_start(found, dict(held(model)))
-    elif (path / "config.json").exists() or hf.is_torch_file(path):
+    else:
         weights = hf.Weights(path, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
         if weights.not_finite:
             raise refused(path, weights.not_finite, of_start(path))
         check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
-    else:
+
+
+def check_kind(path: Path) -> None:
+    """Raises ConfigError for starting weights that are not read here, or by no program of the project."""
+    checkpoint = checkpoint_in(path)
+    foreign = (checkpoint / INDEX).exists() and not (checkpoint / EXPERIMENT).exists()
+    if title := "a checkpoint of torch.distributed.checkpoint by another program" if foreign else converted(path):
+        model = "" if (path / "config.json").exists() else " --model CONFIG"
         raise ConfigError(
+            f"--init {path}: torch_ref does not read {title}; `python -m jaxdist.convert {path} FOLDER --to hf{model}` "
+            "writes a folder of its weights, for --init"
+        )
+    if error := refusal(path):
+        raise error
+    if not ((checkpoint / INDEX).exists() or (path / "config.json").exists() or hf.is_torch_file(path)):
+        raise several(path, is_read) or ConfigError(
             f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder or torch file; "
             "`python -m jaxdist.convert` writes Hugging Face folders"
         )

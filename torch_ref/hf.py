@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import is_zipfile
 
 import torch
@@ -17,6 +18,7 @@ from jaxdist.formats.folders import BIN_INDEX, bin_files, is_bin_folder
 from jaxdist.formats.headers import Header, Headers
 from jaxdist.formats.naming import CURRENT, MODEL, recognized
 from jaxdist.formats.plan import embedding, plan_of, stacked, untied
+from jaxdist.formats.refusals import check_torch, no_model
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.finite import not_finite
 from torch_ref.models import build
@@ -152,13 +154,25 @@ class Binaries:
 
     def _loaded(self, file: Path) -> dict[str, Tensor]:
         try:
+            if not is_zipfile(file):
+                check_torch(file)
             tree = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+            if not isinstance(tree, dict):
+                raise no_model(file)
             if {*(own := tree.get(EXPERIMENT) or {})} >= SECTIONS:
                 self.experiment = Experiment.parse(own, str(file))
             states = [tree[key] for key in (CURRENT, *MODEL) if isinstance(tree.get(key), dict)]
             state = next((s for s in states if any(isinstance(tensor, Tensor) for tensor in s.values())), tree)
-            return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            found = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            if not found:
+                raise no_model(file)
+            return found
         except ConfigError:
             raise
+        except UnpicklingError:
+            raise ConfigError(
+                f"{file}: it holds more than tensors and plain values, or is damaged; give a whole file that holds a "
+                "state dict alone"
+            ) from None
         except Exception as error:  # of a damaged file, many kinds
             raise ConfigError(f"{file}: {str(error)[:200]}; give a whole file that holds a state dict alone") from None

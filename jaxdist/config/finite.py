@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxdist.config.errors import ConfigError
+from jaxdist.config.sources import source_of
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,18 @@ class NotFinite:
 
 
 def refused(source: object, found: Mapping[str, NotFinite], fix: str) -> ConfigError:
-    """The error of a source with such tensors, by name, in the order in which they were found."""
-    name, first = next(iter(found.items()))
-    others = list(found)[1:]
+    """The error of a source with such tensors, by name: each side finds them in an order of its own."""
+    name, *others = sorted(found)
     more = f"; so have {', '.join(others[:3])}" + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return ConfigError(f"{source}: tensor {name} has {first}{more if others else ''}. {fix}")
+    return ConfigError(f"{source}: tensor {name} has {found[name]}{more if others else ''}. {fix}")
 
 
 def of_start(path: Path) -> str:
     """What helps where starting weights are not finite."""
+    model = "" if source_of(path) else " --model CONFIG"
     return (
         "Training would end at the first checkpoint. Give finite weights, or a copy with zeros in their place, which "
-        f"`python -m jaxdist.convert {path} COPY --to hf --nonfinite zero` writes"
+        f"`python -m jaxdist.convert {path} COPY --to hf --nonfinite zero{model}` writes"
     )
 
 

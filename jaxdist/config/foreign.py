@@ -8,7 +8,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxdist.config.errors import ConfigError
 
@@ -66,6 +66,33 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(constant: str) -> None:
     raise ValueError(f"{constant} is no number in JSON")
+
+
+class Foreign(NamedTuple):
+    """A file of another kind than its name says: what it is, and what to do about it."""
+
+    title: str
+    fix: str
+
+
+AGAIN, SAFELY = "download it again", "give the weights as safetensors, in a Hugging Face folder"
+BEGINNINGS = {  # of files that lie, under the names of others, where weights are looked for
+    b"version https://git-lfs": Foreign("a pointer of Git LFS, whose weights are not here", "run `git lfs pull` there"),
+    b"<!DOCTYPE": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
+    b"<html": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
+    b"GGUF": Foreign("GGUF of llama.cpp, whose weights are mostly quantized", SAFELY),
+    b"\x89HDF": Foreign("a file of HDF5, as Keras writes it", SAFELY),
+}
+
+
+def foreign_content(path: Path) -> Foreign | None:
+    """What a file is by its first bytes, where it is neither torch's nor safetensors'; also of a safetensors file, for
+    whoever looks for one of torch's. None where they do not tell. Raises OSError."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return Foreign("a safetensors file", f"rename it to {SINGLE}, beside config.json, and give the folder")
+    return next((found for beginning, found in BEGINNINGS.items() if start.startswith(beginning)), None)
 
 
 def size_of(path: Path) -> int:
@@ -147,6 +174,8 @@ def check_header(path: Path) -> dict[str, int]:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if length > min(size - 8, MOST_BYTES):
+                if found := foreign_content(path):
+                    raise ConfigError(f"{path} is {found.title}; {found.fix}")
                 raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
             header = parse(file.read(length))
         return {name: 8 + length + said["data_offsets"][0] for name, said in header.items() if name != "__metadata__"}

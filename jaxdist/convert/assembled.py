@@ -19,6 +19,7 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import leaf
 from jaxdist.convert.torch_parts import GROUPS, reading
 from jaxdist.formats.naming import carried, recognized, renaming
+from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import IN_MEMORY, NAMINGS
 
 
@@ -64,8 +65,11 @@ class Weights:
 
     @cached_property
     def full_name(self) -> Callable[[str], str]:
-        """How to get the naming's name of a parameter from what a file or an optimizer calls it."""
-        return renaming(self.names, self.naming, self.experiment.model)
+        """How to get the naming's name of a parameter from what a file or an optimizer calls it: a tied head, which may
+        be trained under its own name, is the embedding."""
+        rename, model = renaming(self.names, self.naming, self.experiment.model), self.experiment.model
+        tied = {NAMINGS[self.naming][model.family].head: embedding(self.naming, model)} if model.tied else {}
+        return lambda name: tied.get(rename(name), rename(name))
 
     @property
     def parameters(self) -> Leaves:

@@ -375,3 +375,22 @@ def test_a_class_of_another_module_is_refused(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path), client=Path("anything"))
     with pytest.raises(ConfigError, match=r"is refused.*pathlib"):
         opened(tag)
+
+
+def test_a_folder_without_its_model_states_is_told_what_is_missing(tmp_path: Path) -> None:
+    tag = zero_2(tmp_path / "run", Trained(tmp_path))
+    (tag / "mp_rank_00_model_states.pt").unlink()
+    for path in (tag, tag.parent):
+        with pytest.raises(ConfigError, match=r"it has no \*mp_rank_\*_model_states.pt; give the whole folder"):
+            opened(path)
+
+
+def test_a_tied_head_may_be_trained_under_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained, embedding, head = Trained(tmp_path, TIED), "model.embed_tokens.weight", "lm_head.weight"
+    right = trained.moments["exp_avg"][embedding]
+    for tensors in (trained.tensors, *trained.moments.values()):
+        tensors[head] = tensors.pop(embedding)
+    trained.groups = [[head if name == embedding else name for name in group] for group in trained.groups]
+    content = opened(zero_2(tmp_path / "run", trained, shared_params={embedding: head}))
+    assert np.array_equal(content.groups["exp_avg"][embedding].read(), right.numpy())
+    assert "decay" not in capsys.readouterr().out

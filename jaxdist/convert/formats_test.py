@@ -297,9 +297,9 @@ class TestCommandLine:
             number = {"groups": {**content.groups, PARAMETERS: changed}}
             return replace(content, **({"step": 8} if wrong == "the step" else number if wrong == "a number" else {}))
 
-        def counted(content: Content) -> np.ndarray:
+        def counted(content: Content, inputs: np.ndarray) -> np.ndarray:
             calls.append(content)
-            return logits(content) + (len(calls) == 2 and wrong == "a logit")
+            return logits(content, inputs) + (len(calls) == 2 and wrong == "a logit")
 
         monkeypatch.setattr(dcp_files, "opened", otherwise)
         monkeypatch.setattr(verify, "logits", counted)

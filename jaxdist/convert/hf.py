@@ -25,11 +25,6 @@ from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import OWN
 
 
-def is_hf(path: Path) -> bool:
-    """Whether `path` is a folder with config.json and safetensors weights."""
-    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
-
-
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor, under the files' names. Raises ConfigError."""
     return leaves(Tensors(path))

@@ -1,8 +1,6 @@
 """The kinds of checkpoint that can be read, written and listed: one row each."""
 
 import importlib
-import re
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
@@ -10,21 +8,13 @@ from typing import NamedTuple, Protocol, cast
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError, Experiment, checkpoint_in
 from jaxdist.config.dcp import INDEX
+from jaxdist.convert import peft
 from jaxdist.convert.content import Content, Leaf
-from jaxdist.convert.hf import is_hf
-from jaxdist.convert.peft import is_adapter, refusal
+from jaxdist.convert.peft import is_adapter
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
-from jaxdist.formats.folders import (
-    LLMC_STATE,
-    is_bin_folder,
-    is_deepspeed,
-    is_llmc,
-    is_trainer_folder,
-    llmc_magic,
-    part_of,
-    unreadable,
-)
+from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_hf, is_llmc, is_trainer_folder
+from jaxdist.formats.refusals import is_torch_zip, refusal, several
 from jaxdist.formats.tables import LAYERS
 
 
@@ -85,8 +75,7 @@ def _is_torch(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        with zipfile.ZipFile(path) as file:
-            return any(name.endswith("/data.pkl") for name in file.namelist())
+        return is_torch_zip(path)
     except Exception:  # of a damaged directory, many kinds
         return path.suffix in TORCH_SUFFIXES
 
@@ -126,24 +115,14 @@ def kind_at(path: Path) -> str | None:
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
     found = kind_at(path)
-    if found == "torch" and llmc_magic(path) == LLMC_STATE:
-        raise ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step beside it")
-    if part := part_of(path):
-        folder = f"give its folder {path.parent}" if kind_at(path.parent) else f"give a folder with {part.needs}"
-        raise ConfigError(f"{path} is {part.title}; {folder}")
+    if found in (None, "torch") and (error := refusal(path)):
+        raise error
     if found is None and is_adapter(path):
-        raise refusal(path)
-    if found in (None, "torch") and (title := unreadable(path)):
-        raise ConfigError(f"{path} is {title}; give the weights as safetensors, in a Hugging Face folder")
-    if found is None and path.suffix == ".safetensors" and path.is_file():
-        raise ConfigError(
-            f"{path}: a safetensors file does not say what model it is; give its folder {path.parent}, with "
-            "config.json, or --mapping"
-        )
+        raise peft.refusal(path)
     if found is None:
+        if error := several(path, kind_at):
+            raise error
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
-        if inside := _inside(path):
-            raise ConfigError(f"{path}: it is no checkpoint, and has {len(inside)} in it; give one, as {inside[-1]}")
         if (old := beside(path.resolve(), "old")).exists() and not path.exists():
             missing += f", it was being replaced when a conversion was killed, and lies in {old}"
         raise ConfigError(
@@ -152,13 +131,6 @@ def kind_of(path: Path) -> str:
             "torch.distributed.checkpoint"
         )
     return found
-
-
-def _inside(path: Path) -> list[Path]:
-    """The checkpoints in a folder, as trainers leave one every so many steps: by the last number of their names."""
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
-    found = [folder for folder in folders if kind_at(folder)]
-    return sorted(found, key=lambda folder: int((re.findall(r"\d{1,18}", folder.name) or ["-1"])[-1]))
 
 
 def check_name(target: Path, kind: Kind) -> None:

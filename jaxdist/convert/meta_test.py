@@ -88,7 +88,7 @@ def apart(folder: Path, interleaved: bool = True) -> float:
     """The largest difference of logits from the reference, over the largest logit."""
     tokens = np.random.default_rng(0).integers(MODEL.vocab, size=(2, 16), dtype=np.int32)
     content = KINDS["meta"].format.opened(folder)
-    ours = logits(content)
+    ours = logits(content, tokens)
     right = reference(drawn(), torch.from_numpy(tokens).long(), interleaved).numpy()
     return float(np.abs(ours - right).max() / np.abs(right).max())
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError
 from jaxdist.config.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
-from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import kind_at
 from jaxdist.convert.mapped import holds_tensors, is_tree
 from jaxdist.convert.target import beside, no_run_in, refusing
 from jaxdist.formats.companions import is_listed
+from jaxdist.formats.folders import is_hf
 from jaxdist.formats.origin import ORIGIN
 from jaxdist.step import TrainState
 

@@ -61,11 +61,13 @@ def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Un
 class Recut(ABC):
     """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are.
 
-    `nonfinite` says what becomes of values that are NaN or infinite: they are kept, are 0, or are refused, when all
-    tensors have been looked at.
+    `widen`: parameters that become one and have several dtypes take one that holds all of their values, and are not
+    refused. `nonfinite` says what becomes of values that are NaN or infinite: they are kept, are 0, or are refused,
+    when all tensors have been looked at.
     """
 
     dtype: str | None = None
+    widen: bool = False
     nonfinite: NonFinite = "keep"
     report: Callable[[int], None] = lambda count: None  # is told the bytes of each tensor that is taken
     found: dict[str, NotFinite] = field(default_factory=dict, compare=False)  # by name, of the tensors read so far
@@ -110,6 +112,8 @@ class Recut(ABC):
         dtypes = {leaves[source.name].dtype for source in unit.sources}
         if self.dtype and group == PARAMETERS and not any(dtype.kind in KEPT for dtype in dtypes):
             return np.dtype(DTYPES[self.dtype])
+        if len(dtypes) > 1 and self.widen and group == PARAMETERS:
+            return np.result_type(*dtypes)
         if len(dtypes) > 1:
             names = ", ".join(sorted(map(str, dtypes)))
             raise ConfigError(

@@ -76,6 +76,7 @@ from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding
+from jaxdist.formats.refusals import check_torch, no_model
 from jaxdist.formats.tables import NAMINGS
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
@@ -91,6 +92,7 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
             raise ValueError("it is empty")
         if part or is_zip(path):
             return torch_numpy.restored(walked(Records(path, part).tree(mapped)))
+        check_torch(path)
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             check_fetched(content[: len(LFS)])
             rehearse(content, size, PICKLES)
@@ -150,7 +152,7 @@ def described(path: Path) -> dict[str, Leaf]:
 def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
     tensors = {name: leaf(path, name, tensor) for name, tensor in _model(tree).items()}
     if not tensors:
-        raise ConfigError(f"{path}: no state dict of a model; give one, or a dict that has it as {', '.join(MODEL)}")
+        raise no_model(path)
     return tensors
 
 

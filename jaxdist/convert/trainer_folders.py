@@ -19,7 +19,7 @@ from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, torch_fil
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
 from jaxdist.convert.safetensors_files import Tensors
-from jaxdist.convert.torch_parts import first_count
+from jaxdist.convert.torch_parts import first_count, is_count
 from jaxdist.convert.trainer_schedule import found_schedule
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.folders import (
@@ -132,6 +132,9 @@ def trainer_state(path: Path) -> dict[str, Any]:
         found = parse(read_bytes(file, MOST_BYTES), float)
         if not isinstance(found, dict):
             raise ValueError("it is no table of settings")
+        for key in ("global_step", "max_steps"):
+            if key in found and not is_count(found[key]):
+                raise ValueError(f"{key} = {found[key]!r:.50} is no count of steps")
         return found
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -328,3 +328,15 @@ def test_another_schedule_is_not_taken_for_one(rule: str, tmp_path: Path) -> Non
     rate = rates.get(rule, lambda k: (1 + k) ** -0.5)
     log = [{"step": k, "learning_rate": rate(k - 1)} for k in range(1, 10)]
     assert found_schedule(1.0, 20, (9, rate(9)), log) is None
+
+
+@pytest.mark.parametrize(("key", "value"), [("global_step", "9"), ("global_step", -1), ("max_steps", 2.5)])
+def test_a_count_of_steps_that_is_none_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    """And what is advised gets further: the optimizer counted too."""
+    folder = huggingface(tmp_path / "checkpoint-9", Trained(tmp_path))
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"global_step": DONE, "max_steps": STEPS, key: value}))
+    with pytest.raises(ConfigError, match=rf"trainer_state.json: {key} = .* is no count of steps; .* leave it out"):
+        KINDS["trainer"].format.opened(folder)
+    file.unlink()
+    assert KINDS["trainer"].format.opened(folder).step == DONE

@@ -4,7 +4,7 @@ reads them."""
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, Family, Mixture, ResNet, TrainingError
+from jaxdist.config import ConfigError, Decoder, Experiment, Family, Mixture, ResNet, TrainingError
 from jaxdist.config.checkpoints import check_whole, sealed
 from jaxdist.config.dcp import INDEX
 from jaxdist.config.display import say
-from jaxdist.config.hf import experiment_for
+from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.hf import is_hf
 from jaxdist.convert.kinds import Kind
 from jaxdist.convert.stream import Conversion, Recut
+from jaxdist.formats.folders import is_hf
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.mesh import lay_out
 from jaxdist.program import Program
@@ -126,8 +126,10 @@ def verify(target: Kind, source: Path, path: Path, conversion: Conversion) -> It
 def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -> Iterator[str]:
     """Lines that say how near the logits of both ends are, by what program those of each were computed, and whose names
     that does not test. Raises TrainingError where they are apart."""
-    found = {end: told(*where) for end, where in ends.items()}
-    here, there = (array for array, _ in found.values())
+    models = [read_model(path) if is_hf(path) else content.experiment.model for path, content in ends.values()]
+    inputs, tokens = probe(*models), shared(models)
+    found = {end: told(*where, inputs) for end, where in ends.items()}
+    here, there = (array[..., :tokens] for array, _ in found.values())
     programs = {end: by for end, (_, by) in found.items()}
     by = " and ".join(f"of {end} by {program}" for end, program in programs.items())
     exact = dtype is None and {*programs.values()} == {OURS}
@@ -156,8 +158,9 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
-def told(path: Path, content: Content) -> tuple[np.ndarray, str]:
-    """The logits of a checkpoint, and by what they were computed: of a Hugging Face folder, transformers if it is here.
+def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, str]:
+    """The logits of `inputs` by a checkpoint, and by what they were computed: of a Hugging Face folder, transformers if
+    it is here.
 
     Raises TrainingError where transformers cannot read it.
     """
@@ -170,8 +173,8 @@ def told(path: Path, content: Content) -> tuple[np.ndarray, str]:
         except ImportError as error:
             say(f"transformers cannot be imported: {error}; the logits of {path} are jaxdist's own")
         else:
-            return witness.logits(path, probe(content.experiment.model)), THEIRS
-    return logits(content), OURS
+            return witness.logits(path, inputs), THEIRS
+    return logits(content, inputs), OURS
 
 
 def bound(layers: int, dtype: str | None) -> float:
@@ -193,16 +196,21 @@ def apart(here: np.ndarray, there: np.ndarray, each: bool = False) -> float:
         return float(np.median(np.where(distance == 0, 0, distance / norm)))
 
 
-def probe(model: Family) -> np.ndarray:
-    """Two short sequences, or two images."""
-    random = np.random.default_rng(0)
+def shared(models: Sequence[Family]) -> int | None:
+    """How many tokens all of the models have: new ones may have been added; None of models of images."""
+    return min((model.vocab for model in models if isinstance(model, Decoder)), default=None)
+
+
+def probe(*models: Family) -> np.ndarray:
+    """Two short sequences of tokens that all of the models have, or two images."""
+    random, model = np.random.default_rng(0), models[0]
     if isinstance(model, ResNet):
         return random.random((2, model.image, model.image, model.channels), np.float32)
-    return random.integers(model.vocab, size=(2, min(16, model.positions)), dtype=np.int32)
+    return random.integers(shared(models) or 0, size=(2, min(16, model.positions)), dtype=np.int32)
 
 
-def logits(content: Content) -> np.ndarray:
-    """Of the probe, by our program, in float32, on one device: [2, T, V]; of two images [2, V]."""
+def logits(content: Content, inputs: np.ndarray) -> np.ndarray:
+    """Of `inputs`, by our program, in float32, on one device: [2, T, V]; of two images [2, V]."""
     model = content.experiment.model
     if isinstance(model, Mixture):  # no weight's property, and transformers leaves out no token
         model = model.model_copy(update={"capacity": 0.0})
@@ -212,4 +220,4 @@ def logits(content: Content) -> np.ndarray:
     weights = {
         name: jnp.asarray(array.astype(np.float32)) for _, name, array in Conversion(content, OWN).stream(PARAMETERS)
     }
-    return program.logits(weights, probe(model))
+    return program.logits(weights, inputs)

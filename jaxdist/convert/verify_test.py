@@ -204,9 +204,9 @@ class TestLogits:
             main([str(hf), str(tmp_path / "run")])
             line = [str(tmp_path / "run"), str(tmp_path / "a"), "--to", "dcp", "--verify"]
 
-        def negated(content: Content) -> Any:
+        def negated(content: Content, inputs: Any) -> Any:
             calls.append(content)
-            return right(content) * (-1 if source == "hf" or len(calls) == 2 else 1)
+            return right(content, inputs) * (-1 if source == "hf" or len(calls) == 2 else 1)
 
         monkeypatch.setattr(verify, "logits", negated)
         for dtype, most in (("bfloat16", 0.05), ("float16", 0.0063), ("float64", 8.7e-6)):
@@ -221,7 +221,7 @@ class TestLogits:
         """Where weights are rounded, and there is a router; of 24 tokens."""
         hf, right = written(tmp_path / "hf", "hf", content_of(MODELS[name])), verify.logits
         sign = np.ones((2, 12, 1), np.float32)
-        monkeypatch.setattr(verify, "logits", lambda content: right(content) * sign)
+        monkeypatch.setattr(verify, "logits", lambda content, inputs: right(content, inputs) * sign)
 
         def converted(tokens: int, *options: str) -> str:
             """What is said where so many have other logits."""

@@ -10,6 +10,11 @@ from jaxdist.config.foreign import indexed, read_bytes, within
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 
 
+def is_hf(path: Path) -> bool:
+    """Whether `path` is a folder with config.json and safetensors weights."""
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+
+
 def is_bin_folder(path: Path) -> bool:
     """Whether `path` is a folder with config.json and weights as pytorch_model.bin, whole or in shards."""
     return (path / CONFIG).is_file() and any((path / name).is_file() for name in (BIN, BIN_INDEX))
@@ -85,8 +90,8 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def _is_deepspeed_tag(path: Path) -> bool:
-    beside = (DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt")
-    return any(path.glob(DEEPSPEED_MODEL)) and any(any(path.glob(pattern)) for pattern in beside)
+    whole = (DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt")
+    return any(any(path.glob(pattern)) for pattern in whole)
 
 
 class PartFile(NamedTuple):
@@ -160,9 +165,5 @@ UNREADABLE = (
 
 def unreadable(path: Path) -> str:
     """What `path`, or the first such file of a folder, is, where it is a format that is not read; else empty."""
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) == b"GGUF":
-                return UNREADABLE[0][1]
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name] if path.is_file() else []
     return next((title for name in names for pattern, title in UNREADABLE if pattern.fullmatch(name)), "")

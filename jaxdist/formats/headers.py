@@ -7,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
 from jaxdist.config.foreign import INDEX, SINGLE, check_header, check_index, indexed, within
+from jaxdist.formats.folders import part_of
 from jaxdist.formats.tables import Shape
 
 # The format's names of dtypes and numpy's; what holds no weights is here to be listed.
@@ -45,6 +46,8 @@ class Headers:
         self.files: set[str] = set()  # that were read, or their folders
         try:
             index = self._index()
+            if index is None and not self.single.exists():
+                raise self._unnamed()
             for path in [self.single] if index is None else sorted(set(index.values())):
                 self._add(path)
                 self.files.update(path.parts[len(folder.parts) :][:1])
@@ -53,6 +56,15 @@ class Headers:
             raise ConfigError(f"{folder}: {error}; give a folder with whole safetensors files") from None
         self.metadata = {key: value for key, value in self.metadata.items() if key not in self.differing}
         check_index(folder, index, {name: place.file for name, place in self.places.items()})
+
+    def _unnamed(self) -> ConfigError:
+        """The error of a folder whose files have other names than those that weights are looked for under."""
+        there = sorted(file.name for file in self.folder.glob("*.safetensors"))
+        named = f"it has {', '.join(there[:3])}{', ...' if there[3:] else ''}, and " if there else "it has "
+        fix = f"rename {there[0]} to {SINGLE} if it is the whole model" if len(there) == 1 else "give a whole folder"
+        if any(part.title.startswith("one of several") for name in there if (part := part_of(self.folder / name))):
+            fix = f"put {INDEX} there, which tells the files of its tensors"
+        return ConfigError(f"{self.folder}: {named}neither {SINGLE} nor {INDEX}; {fix}")
 
     @property
     def single(self) -> Path:

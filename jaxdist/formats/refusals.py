@@ -1,0 +1,99 @@
+"""Why a path is no checkpoint that can be read: found by both sides before they open it, and said in the same words."""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from zipfile import ZipFile, is_zipfile
+
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import SINGLE, Foreign, foreign_content
+from jaxdist.formats.folders import (
+    FSDP_FILE,
+    FSDP_WEIGHTS,
+    LLMC_STATE,
+    is_bin_folder,
+    is_deepspeed,
+    is_hf,
+    is_trainer_folder,
+    llmc_magic,
+    part_of,
+    unreadable,
+)
+from jaxdist.formats.naming import MODEL
+
+
+def is_read(folder: Path) -> bool:
+    """Whether a folder has weights in a layout that is read."""
+    return any(holds(folder) for holds in (is_deepspeed, is_trainer_folder, is_hf, is_bin_folder))
+
+
+def refusal(path: Path) -> ConfigError | None:
+    """The error of a file that is a part of a checkpoint, or of a format that is not read; None of all else."""
+    folder = path.parent
+    if llmc_magic(path) == LLMC_STATE:
+        return ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step beside it")
+    if part := part_of(path):
+        whole = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"
+        return ConfigError(f"{path} is {part.title}; give {whole}")
+    if not is_read(path) and (title := unreadable(path)):
+        return ConfigError(f"{path} is {title}; give the weights as safetensors, in a Hugging Face folder")
+    if not path.is_file():
+        return None
+    if path.suffix != ".safetensors":
+        return _foreign(path)
+    place = "" if is_hf(folder) and path.name == SINGLE else f" and it as {SINGLE}"
+    return ConfigError(
+        f"{path}: a safetensors file does not say what model it is; give its folder {folder}, with config.json{place}; "
+        "or, to `python -m jaxdist.convert`, --mapping"
+    )
+
+
+def is_torch_zip(path: Path) -> bool:
+    """Whether `path` is a zip with the pickle that torch.save puts there. Raises OSError and BadZipFile."""
+    with ZipFile(path) as file:
+        return any(name.endswith("/data.pkl") for name in file.namelist())
+
+
+def check_torch(path: Path) -> None:
+    """Raises ConfigError where the file `path`, which is to be torch's, begins as one of another kind does."""
+    if error := _foreign(path):
+        raise error
+
+
+def _foreign(path: Path) -> ConfigError | None:
+    found = foreign_content(path)
+    with suppress(Exception):  # of a damaged directory, many kinds: whoever reads the file says what is wrong
+        if is_zipfile(path) and not is_torch_zip(path):
+            found = Foreign("a zip that torch.save did not write", "give one that it wrote")
+    return ConfigError(f"{path} is {found.title}; {found.fix}") if found else None
+
+
+def several(path: Path, holds: Callable[[Path], object]) -> ConfigError | None:
+    """The error of a folder of checkpoints, as trainers leave one every so many steps: it names the last by the number
+    of its name. None where no folder in it `holds` one."""
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
+    if not (found := [folder for folder in folders if holds(folder)]):
+        return None
+    last = max(found, key=lambda folder: int((re.findall(r"\d{1,18}", folder.name) or ["-1"])[-1]))
+    return ConfigError(f"{path}: it is no checkpoint, and has {len(found)} in it; give one, as {last}")
+
+
+def no_model(path: Path) -> ConfigError:
+    """The error of a file of torch's without the weights of a model."""
+    return ConfigError(f"{path}: no state dict of a model; give one, or a dict that has it as {', '.join(MODEL)}")
+
+
+def converted(path: Path) -> str:
+    """What `path` is, where it is a checkpoint whose weights `python -m jaxdist.convert` alone reads; else empty.
+
+    A folder may have a copy of the weights in a Hugging Face layout too: these are other numbers, of fewer bits.
+    """
+    if is_deepspeed(path):
+        return "a checkpoint of DeepSpeed's"
+    if is_trainer_folder(path):
+        plain = is_hf(path) or is_bin_folder(path)
+        sharded = next((name for name in (FSDP_WEIGHTS, FSDP_FILE) if (path / name).exists()), "")
+        if (path / FSDP_WEIGHTS).is_dir() or not plain:
+            return f"a trainer's folder with {sharded}" if sharded else "a trainer's folder without config.json"
+    return ""
