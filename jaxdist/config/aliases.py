@@ -87,7 +87,9 @@ OTHERWISE = {
     "optimizer.beta1": ("betas adam_betas", "the first of the two; the second is optimizer.beta2"),
 }
 
-# (Field or flag, what its value is here; {}: made of the value given) -> names elsewhere.
+LEFT = "where fsdp is the devices that are left; if none are, leave it out and add --strategy ddp"
+
+# (Field or flag, what its value is here, made of the one given by {}; what to know of it) -> names elsewhere.
 MADE = {
     ("parallel.mesh", "tensor={}"): "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree "
     "tensor_model_parallel_size ici_tensor_parallelism",
@@ -98,7 +100,7 @@ MADE = {
     ("parallel.mesh", "expert={}"): "ep ep_size expert_parallel expert_parallel_size expert_parallel_degree "
     "expert_model_parallel_size ici_expert_parallelism",
     ("parallel.mesh", "fsdp={}"): "fsdp_size dp_shard data_parallel_shard_degree ici_fsdp_parallelism",
-    ("parallel.mesh", "data={},fsdp=2"): "dp_replicate data_parallel_replicate_degree ici_data_parallelism",
+    ("parallel.mesh", "data={},fsdp=-1", LEFT): "dp_replicate data_parallel_replicate_degree ici_data_parallelism",
     ("parallel.mesh", "{}x1"): "dp dp_size data_parallel data_parallel_size gpus num_gpus devices num_devices "
     "nproc_per_node world_size",
     ("parallel.sequence", "true"): "sequence_parallel enable_sequence_parallel",

@@ -185,6 +185,19 @@ def test_what_a_command_line_is_told(argv: list[str], told: list[str]) -> None:
     assert len(lines) == len(told) and all(text in line for text, line in zip(told, lines, strict=True)), lines
 
 
+def test_what_replicas_are_told_is_right_with_and_without_more_devices() -> None:
+    told = error_of(parse, ["--dp_replicate", "4"], "jaxdist.train", "")
+    mesh = told.partition("--mesh ")[2].split()[0]
+
+    def sizes(mesh: str, devices: int, *more: str) -> dict[str, int]:
+        axes = parse(["--mesh", mesh, *more], "jaxdist.train", "").experiment.parallel.axes(devices)
+        return {axis: size for axis, size in axes.items() if size > 1}
+
+    assert sizes(mesh, 8) == {"data": 4, "fsdp": 2} and sizes(mesh, 16) == {"data": 4, "fsdp": 4}
+    assert "if none are, leave it out and add --strategy ddp" in told
+    assert sizes(mesh.partition(",")[0], 4, "--strategy", "ddp") == {"data": 4}
+
+
 def test_a_name_that_is_accepted_is_left_alone(tmp_path: Path) -> None:
     for policy in ("bf16-mixed", "32-true"):
         parse(["--precision", policy, "--output", str(tmp_path / "run")], "jaxdist.train", "")

@@ -3,12 +3,19 @@
 import errno
 import os
 import re
+from contextlib import nullcontext as nothing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxdist.config import Arguments, ConfigError, Experiment, RunFolder, TrainingError, parse, read_metrics
-from jaxdist.config.checkpoints import Saves
+from jaxdist.config import Arguments, ConfigError, Experiment, RunFolder, TrainingError, lock, parse, read_metrics
+from jaxdist.config.checkpoints import Saves, publish, unfinished
+from jaxdist.config.folder import LOCK
+
+
+def experiment(*argv: str) -> Experiment:
+    return parse(argv, "jaxdist.train", "").experiment
 
 
 def every(steps: int) -> Experiment:
@@ -202,3 +209,166 @@ def test_what_was_converted_chooses_its_batches(tmp_path: Path) -> None:
     for field, value in ("model.dim", "64"), ("optimizer.beta1", "0.5"):
         with pytest.raises(ConfigError, match=f"holds a run with {field}"):
             RunFolder(other, parsed("--resume", str(other), f"--{field}", value).experiment, resume=True)
+
+
+class TestRunFolder:
+    """A run folder never mixes runs."""
+
+    def test_occupied(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="no run"):
+            RunFolder(tmp_path, Experiment())
+        for path in ("notes.txt", "notes.txt/run", "notes.txt/a/b"):
+            with pytest.raises(ConfigError, match=r"notes.txt is a file; give a folder"):
+                RunFolder(tmp_path / path, Experiment())
+        with pytest.raises(ConfigError, match=r"--output .*: File name too long; give another folder"):
+            RunFolder(tmp_path / ("a" * 300), Experiment())
+
+    def test_closed_to_us(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("os.access", lambda *_: False)  # as a folder of mode 555 answers anyone but root
+        with pytest.raises(ConfigError, match=rf"--output .*: {tmp_path} cannot be written to"):
+            RunFolder(tmp_path / "new", Experiment())
+
+    def test_nothing_to_resume_yet(self, tmp_path: Path) -> None:
+        """A command that always says --resume, as restarted jobs do, begins the run where there is none."""
+        for path in (tmp_path, tmp_path / "absent"):
+            assert RunFolder(path, Experiment(), resume=True).resume_from(marker="parameters") is None
+        assert not (tmp_path / "absent").exists()
+
+    def test_tensorboard_is_closed(self, tmp_path: Path) -> None:
+        """The last events are on disk when the run ends, whoever keeps the folder."""
+        pytest.importorskip("tensorboardX")
+        wanted = experiment("--metrics.tensorboard", "true")
+        with RunFolder(tmp_path, wanted) as folder:
+            folder.create(wanted)
+            folder.log({"step": 1, "loss": 1.0})
+            events = next(tmp_path.glob("events.out.tfevents.*"))
+            before = events.stat().st_size
+        assert events.stat().st_size > before
+
+    def test_the_data_may_move_and_a_constant_rate_has_no_end(self, tmp_path: Path) -> None:
+        begun = experiment("--optimizer.decay", "constant").on_data("0" * 32)
+        RunFolder(tmp_path, begun).create(begun)
+        moved = experiment("--optimizer.decay", "constant", "--steps", "900", "--data.path", "elsewhere")
+        assert RunFolder(tmp_path, moved, resume=True).experiment.data.fingerprint == "0" * 32
+
+    def test_fields_that_say_how_data_are_read_are_known_by_the_fingerprint(self, tmp_path: Path) -> None:
+        """Also from a version that wrote data.bin_dtype = uint16 into every run, whatever its data."""
+        begun = experiment("--data.bin_dtype", "uint16").on_data("0" * 32)
+        RunFolder(tmp_path, begun).create(begun)
+        for more in ((), ("--data.split", "share"), ("--data.end_of_text", "</s>"), ("--data.bin_dtype", "int64")):
+            assert RunFolder(tmp_path, experiment(*more), resume=True).experiment.data.fingerprint == "0" * 32
+
+    def test_a_longer_run_is_told_what_keeps_its_schedule(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
+        with pytest.raises(ConfigError, match=r"train.steps is where the decay ends .* --optimizer.decay_steps 300"):
+            RunFolder(tmp_path, experiment("--steps", "900"), resume=True)
+
+    def test_damage_is_named(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        stored = (tmp_path / "config.toml").read_text()
+        for damaged in ('{"step": 1}\n{"st\n', '{"step": 1}\n{"stop": 2}\n', "1\n"):
+            (tmp_path / "metrics.jsonl").write_text(damaged)
+            with pytest.raises(ConfigError, match=r"metrics.jsonl is damaged"):
+                RunFolder(tmp_path, Experiment(), resume=True).create(experiment("--steps", "9"), from_step=1)
+        assert (tmp_path / "config.toml").read_text() == stored
+        for text, says in (("[model", "--output .*config.toml: "), ("[model]\nlayrs = 2", "config.toml: model.layrs")):
+            (tmp_path / "config.toml").write_text(text)
+            with pytest.raises(ConfigError, match=says):
+                RunFolder(tmp_path, Experiment(), resume=True)
+
+    def test_the_data_of_a_run_are_remembered(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("a" * 32))
+        again = RunFolder(tmp_path, Experiment(), resume=True)
+        assert again.experiment.data.fingerprint == "a" * 32
+        with pytest.raises(ConfigError, match=r"data.fingerprint = 'a+', not 'b+'"):
+            RunFolder(tmp_path, Experiment().on_data("b" * 32), resume=True)
+
+    def test_the_other_backends_checkpoint(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        assert RunFolder(tmp_path, Experiment(), resume=True).resume_from(marker="parameters") is None
+        (unfinished(tmp_path / "checkpoints", 3) / "parameters").mkdir(parents=True)
+        (unfinished(tmp_path / "checkpoints", 3) / "parameters" / "weights").touch()
+        publish(tmp_path / "checkpoints", 3)
+        folder = RunFolder(tmp_path, Experiment(), resume=True)
+        assert folder.resume_from(marker="parameters") == 3
+        with pytest.raises(ConfigError, match=r"checkpoints/3 is no checkpoint of this backend, it lacks .metadata"):
+            folder.resume_from(marker=".metadata")
+
+    def test_one_run_at_a_time(self, tmp_path: Path) -> None:
+        """Of two the second is refused before it writes; the first's end, however it comes, lets others in."""
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+            folder.log({"step": 1, "loss": 1.0})
+            other = RunFolder(tmp_path, Experiment(), resume=True)
+            with pytest.raises(ConfigError, match=r"is being written by another run; wait until it ends"):
+                other.create(Experiment())
+            assert len(read_metrics(tmp_path)) == 1
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["config.toml", "metrics.jsonl"]
+        (tmp_path / LOCK).touch()  # as a kill leaves it
+        with other:
+            other.create(Experiment())
+
+    def test_a_lock_alone_is_no_run(self, tmp_path: Path) -> None:
+        (tmp_path / LOCK).touch()
+        RunFolder(tmp_path, Experiment())
+
+    def test_a_file_system_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def none(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(lock.fcntl, "flock", none)
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+
+    @pytest.mark.parametrize(
+        ("logged", "fields", "refused"),
+        [(21, {}, True), (20, {}, False), (21, {"failure": "go on"}, False), (21, {"every": 0}, False)],
+    )
+    def test_a_run_without_its_checkpoints(
+        self, logged: int, fields: dict[str, Any], refused: bool, tmp_path: Path
+    ) -> None:
+        """One that was saved does not begin anew over what it logged; one killed in its first save does."""
+        begun = Experiment.parse({"checkpoint": {"every": 10} | fields}, source="test")
+        with RunFolder(tmp_path, begun) as folder:
+            folder.create(begun)
+            for step in range(1, logged + 1):
+                folder.log({"step": step, "loss": 1.0})
+        again = RunFolder(tmp_path, begun, resume=True)
+        told = pytest.raises(ConfigError, match=r"21 steps are logged, and .* holds no checkpoint")
+        with told if refused else nothing():
+            assert again.resume_from(marker="parameters") is None
+
+    def test_an_emptied_config(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment())
+        (tmp_path / "config.toml").write_text("")
+        with pytest.raises(ConfigError, match=r"config.toml is empty; put a copy of it back"):
+            RunFolder(tmp_path, Experiment(), resume=True)
+
+    def test_another_run(self, tmp_path: Path) -> None:
+        RunFolder(tmp_path, Experiment()).create(Experiment().on_data("0" * 32))
+        with pytest.raises(ConfigError, match="already holds a run"):
+            RunFolder(tmp_path, Experiment())
+        RunFolder(tmp_path, Experiment(), resume=True)
+        RunFolder(tmp_path, experiment("--mesh", "2x4"), resume=True)
+        for argv, field in ((["--seed", "1"], "train.seed"), (["--model.layers", "2"], "model.layers")):
+            with pytest.raises(ConfigError, match=field):
+                RunFolder(tmp_path, experiment(*argv), resume=True)
+
+    def test_a_longer_run_keeps_its_schedule(self, tmp_path: Path) -> None:
+        short = experiment("--steps", "10").on_data("0" * 32)
+        RunFolder(tmp_path, short).create(short)
+        with pytest.raises(ConfigError, match="decay_steps"):
+            RunFolder(tmp_path, experiment("--steps", "20"), resume=True)
+        RunFolder(tmp_path, experiment("--steps", "20", "--optimizer.decay_steps", "10"), resume=True)
+
+    def test_metrics_are_cut_at_the_checkpoint(self, tmp_path: Path) -> None:
+        with RunFolder(tmp_path, Experiment()) as folder:
+            folder.create(Experiment())
+            for step in range(1, 6):
+                folder.log({"step": step, "loss": 1.0})
+            with folder.metrics.open("a") as file:
+                file.write('{"step": 6, "lo')  # a kill
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+        RunFolder(tmp_path, Experiment(), resume=True).create(Experiment(), from_step=3)
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
