@@ -41,22 +41,23 @@ def identify(
             parameter.copy_(torch.from_numpy(weights[name].astype(np.float64)))
     near = max(near, NEAR)
 
-    def matches(batch: Batches, loss: float) -> list[bool]:
-        return [abs(made - loss) <= near * abs(loss) for made in mean_losses(model, batch, experiment)]
+    def matches(batch: Batches, loss: float) -> list[str]:
+        made = mean_losses(model, batch, experiment)
+        return [how for how, value in made.items() if abs(value - loss) <= near * abs(loss)]
 
     data = dataset_of(experiment)
     own, begin = data.batch(step, experiment.train.batch, experiment.train.seed), time.monotonic()
-    if not any(matches(own, told[0])):
+    if not matches(own, told[0]):
         return Search()
     pace = time.monotonic() - begin
-    if any(matches(own, told[1])[1:]):
-        return Search(remark="it is the loss of this batch with the balance loss of the experts added")
+    if how := "".join(matches(own, told[1])[:1]):
+        return Search(remark=f"it is the loss of this batch {how}", own=True)
     tried = candidates(experiment, data, step, own)
     if (seconds := pace * len(tried)) > LONG:
         say(f"comparing the loss of step {step} with those of {len(tried)} other batches, about {seconds:.0f} s ...")
     bar = track(tried.items(), "batches", console=console, transient=True, disable=not console.is_terminal)
     for name, read in bar:
-        if any(matches(read(), told[1])):
+        if matches(read(), told[1]):
             return Search(found=name)
     return Search(
         remark=f"it is the loss of none of {len(tried)} other batches tried: of the {NEIGHBOURS} steps before and after"
@@ -97,16 +98,22 @@ def candidates(experiment: Experiment, data: Dataset, step: int, own: Batches) -
 
 
 @torch.no_grad()
-def mean_losses(model: torch.nn.Module, batch: Batches, experiment: Experiment) -> list[float]:
-    """Mean nats per valid token or image, by microbatches as in training; and with a balance loss, if there is one.
+def mean_losses(model: torch.nn.Module, batch: Batches, experiment: Experiment) -> dict[str, float]:
+    """Losses that loops report of a batch, in nats per valid token or image, by how they are computed.
 
-    NaN for a batch without a valid token.
+    The first is the right one, by microbatches as in training. NaN for a batch without a valid token.
     """
     rows = Rows(torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).long())
     if experiment.model.takes == "tokens":
         rows = rows._replace(inputs=rows.inputs.long())
-    count, parts = (rows.targets != IGNORED).sum(), experiment.train.accumulation
-    made = [losses(model, part, 1) for part in microbatches(rows, parts)]
-    mean = sum(loss for loss, _ in made) / count
-    balance = sum(added for _, added in made) / parts
-    return [float(mean), *([float(mean + balance)] if balance else [])]
+    parts = list(microbatches(rows, experiment.train.accumulation))
+    sums, added = zip(*(losses(model, part, 1) for part in parts), strict=True)
+    counts = [(part.targets != IGNORED).sum() for part in parts]
+    mean, balance = float(sum(sums) / sum(counts)), float(sum(added) / len(parts))
+    found = {"": mean}
+    if balance:
+        found["with the balance loss of the experts added"] = mean + balance
+    if len(parts) > 1:
+        means = sum(total / count for total, count in zip(sums, counts, strict=True)) / len(parts)
+        found["as the mean of its microbatches' means, which counts tokens unequally"] = float(means)
+    return found

@@ -89,7 +89,7 @@ def test_a_loss_with_the_balance_loss_is_recognized(tmp_path: Path, model: str) 
     ours = told(experiment, data.batch(2, 8, 0))
     with_balance = told(experiment, data.batch(2, 8, 0), balance=1.0)
     found = batches.identify(experiment, start, 2, (ours, with_balance), 1e-9)
-    assert found == Search(remark="it is the loss of this batch with the balance loss of the experts added")
+    assert found == Search(remark="it is the loss of this batch with the balance loss of the experts added", own=True)
     other = told(experiment, data.batch(4, 8, 0), balance=1.0)
     assert batches.identify(experiment, start, 2, (ours, other), 1e-9) == Search(found="the batch of step 4")
 
@@ -100,7 +100,7 @@ def test_a_search_of_a_long_run_is_short_and_says_what_it_tried(
     experiment = made(tmp_path, "llama", steps=2000)
     ours = told(experiment, dataset_of(experiment).batch(1000, 8, 0))
     monkeypatch.setattr(batches, "LONG", 0.0)
-    found, remark = batches.identify(experiment, weights(experiment), 1000, (ours, ours + 0.1), 1e-9)
+    found, remark, _ = batches.identify(experiment, weights(experiment), 1000, (ours, ours + 0.1), 1e-9)
     assert not found and "none of 32 other batches tried: of the 8 steps before and after and the first" in remark
     assert "comparing the loss of step 1000 with those of 32 other batches, about" in capsys.readouterr().out
 

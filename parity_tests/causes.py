@@ -36,10 +36,14 @@ ROUNDED = 1e-5  # relative error of a sum of squares in float32, or by the 1e-6 
 
 
 class Search(NamedTuple):
-    """The batch, in words, whose loss theirs is, if one was `found`; else a `remark` on their loss, or nothing."""
+    """The batch, in words, whose loss theirs is, if one was `found`; else a `remark` on their loss, or nothing.
+
+    own: theirs is a loss of the right batch, computed otherwise.
+    """
 
     found: str = ""
     remark: str = ""
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,10 +177,10 @@ def other_batches(e: Evidence) -> Seen:
     step = int(step)
     if e.at("loss", step) < ALIKE:
         return None
-    found, remark = e.batch_search
+    found, remark, own = e.batch_search
     if found:
         return step, f"{e.theirs.side} has the loss that our weights have on {found}"
-    if far_from_the_start(e):
+    if own or far_from_the_start(e):
         return None
     ours, theirs = (curve[step - 1 :] for curve in e.curves("loss"))
     between = theirs - ours
@@ -257,7 +261,7 @@ def forward(e: Evidence) -> Seen:
     if e.first["grad_norm"] == NEVER and e.agrees_at_the_end:
         return 1, f"{how}, and what was trained agrees, so it is only logged otherwise"
     parts = e.ours.experiment.train.accumulation
-    if parts > 1:
+    if parts > 1 and not e.batch_search.own:
         how += f"; with {parts} microbatches of unequal numbers of tokens, a mean of their means is such a loss"
     return 1, joined(how, e.batch_search.remark)
 

@@ -48,7 +48,7 @@ def evidence(ours: Finished, theirs: Finished, bounds: Mapping[str, np.ndarray])
 
 
 NAMED = [
-    (loops.MeanOfMeans, "forward pass or loss", 1, "a mean of their means is such a loss"),
+    (loops.MeanOfMeans, "forward pass or loss", 1, "loss of this batch as the mean of its microbatches' means"),
     (loops.NeverClipped, "clip", 1, "as if the clip of 0.5 were not applied"),
     (loops.TwoStepsAStep, "learning rate", 1, "their schedule goes 2 steps a step"),
     (loops.StepLate, "learning rate", 1, "their schedule is 1 step late"),
