@@ -3,11 +3,13 @@
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
@@ -94,6 +96,8 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
         world_size=plan.ranks,
         device_id=torch.device("cuda", local_rank) if plan.device == "cuda" else None,
     )
+    if not store:  # else `start` watches
+        threading.Thread(target=watch, args=(ranks_of_this_host(), rank), daemon=True).start()
     try:
         yield init_device_mesh(plan.device, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
         dist.barrier()  # no rank leaves while another still needs it
@@ -136,13 +140,13 @@ class Still:
     Counted in looks, one a second, so that a stop of this process as well, as by Ctrl-Z, does not count.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.looks = [0] * ranks
+    def __init__(self) -> None:
+        self.looks: Counter[int] = Counter()
 
-    def look(self, ranks: Sequence[Any]) -> None:
-        """Raises TrainingError for a rank that has been stopped for too long."""
-        for rank, process in enumerate(ranks):
-            self.looks[rank] = self.looks[rank] + 1 if process.pid and stopped(process.pid) else 0
+    def look(self, processes: Mapping[int, int]) -> None:
+        """`processes`: rank -> process id. Raises TrainingError for a rank that has been stopped for too long."""
+        for rank, pid in processes.items():
+            self.looks[rank] = self.looks[rank] + 1 if stopped(pid) else 0
             if self.looks[rank] * SECOND > SILENT_SECONDS:
                 raise TrainingError(
                     f"rank {rank} has been stopped for {SILENT_SECONDS} s, as by SIGSTOP; the run ends, and --resume "
@@ -151,13 +155,36 @@ class Still:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a child of this process is stopped. Where the system cannot tell, as macOS, no."""
-    if not hasattr(os, "waitid"):
-        return False
+    """Whether a process is stopped. Where the system has no /proc, as macOS, no."""
     try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # it has ended, and was waited for
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):  # or it has ended
         return False
+
+
+def ranks_of_this_host() -> dict[int, int]:
+    """Rank -> process id, of those that this one sees. All ranks call it."""
+    namespace = Path("/proc/self/ns/pid")
+    here = socket.gethostname(), str(namespace.readlink()) if namespace.exists() else ""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (here, os.getpid()))
+    return {rank: pid for rank, (there, pid) in enumerate(found) if there == here}
+
+
+def watch(processes: Mapping[int, int], own: int) -> None:
+    """Ends this rank, which a launcher of others' started, where one of this host is stopped; the first that is not
+    says why."""
+    still = Still()
+    while True:
+        time.sleep(SECOND)
+        try:
+            still.look(processes)
+        except TrainingError as error:
+            if own == next(rank for rank, pid in processes.items() if not stopped(pid)):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                time.sleep(2 * SECOND)  # the launcher may end all when one ends
+            os._exit(1)
 
 
 def start(plan: Plan, function: Callable[[], None]) -> None:
@@ -190,11 +217,11 @@ def start(plan: Plan, function: Callable[[], None]) -> None:
             for process in ranks:
                 process.start()
             running = {process.sentinel: process for process in ranks}
-            still = Still(len(ranks))
+            still = Still()
             while running and not any(process.exitcode for process in ranks):
                 for sentinel in wait(list(running), SECOND):
                     running.pop(sentinel).join()  # type: ignore[arg-type]
-                still.look(ranks)
+                still.look({rank: process.pid for rank, process in enumerate(ranks) if process.pid})
             first = [process.exitcode or 0 for process in ranks]  # the others may be ended from here
             deadline = time.monotonic() + GRACE_SECONDS
             for process in running.values():

@@ -1,5 +1,8 @@
 """How ranks that do not go on end the others."""
 
+import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -35,3 +38,52 @@ def test_a_rank_that_is_stopped_ends_the_others_with_one_line() -> None:
 def test_a_rank_that_is_not_stopped_is_left_alone() -> None:
     """It sleeps for longer than one may be stopped."""
     assert run(STOPPED.replace("signal.SIGSTOP", "0").replace("120", "4")).returncode == 0
+
+
+JOINED = """
+import os, signal, time
+import torch
+from torch import distributed
+from jaxdist.config import exit_codes
+from torch_ref import launch
+
+launch.SILENT_SECONDS = 2
+
+def main():
+    with launch.process_group(launch.Plan({"fsdp": 3}, "cpu")):
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        distributed.all_reduce(torch.zeros(1))
+
+exit_codes(main)
+"""
+
+
+def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
+    """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "3"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINED], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    try:
+        told = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks[1:]]
+        assert ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.communicate()
+    assert [rank.returncode for rank in ranks[1:]] == [1, 1]
+    assert [lines[-1:] for lines in told] == [
+        [
+            "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume goes on from its newest "
+            "checkpoint"
+        ],
+        [],
+    ]
+    assert not any("Traceback" in line or "terminate" in line for lines in told for line in lines)
