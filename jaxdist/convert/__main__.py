@@ -103,8 +103,9 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     check_name(a.target, target)
     wanted = load(a.model, {}, "--model") if a.model else None
-    if a.peak and source not in (KINDS["torch"], KINDS["dcp"]):
-        raise ConfigError(f"--peak: SOURCE {a.source} is a {source.title}; it belongs to torch files; leave it out")
+    if a.peak and not source.rates:
+        having = ", ".join(name for name, kind in KINDS.items() if kind.rates)
+        raise ConfigError(f"--peak: SOURCE {a.source} is a {source.title}; it belongs to {having}; leave it out")
     decided = {"peak": a.peak} if a.peak else {}
     content = source.format.opened(a.source, wanted, training=target.state or a.ema, **decided)
     if a.adapter:
@@ -217,8 +218,8 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--peak",
         choices=("schedule", "now"),
-        help="of a torch source that has the learning rate of now alone: go on by the schedule of --model, or of its "
-        "own config, or make the rate of now its peak (default: the schedule where it has the rate of now)",
+        help="of an optimizer of torch's that has the learning rate of now alone: go on by the schedule of --model, or "
+        "of its own config, or make the rate of now its peak (default: the schedule where it has the rate of now)",
     )
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument(

@@ -36,6 +36,10 @@ class State(NamedTuple):
     shapes: Mapping[str, Shape]
 
 
+# The schedule's fields of an optimizer section, by the steps that are done and the optimizer's state.
+Schedule = Callable[[int, State], Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Weights:
     """The weights of a model, `leaves` by the names of their files. `path`: the source, as messages name it."""
@@ -104,8 +108,8 @@ class Weights:
             moments = Conversion(Content(by_rule, naming, moments), self.naming).groups
         return State(rule, moments, groups, counts, shapes)
 
-    def content(self, state: State | None, step: int | None, schedule: Mapping[str, Any], origin: Origin) -> Content:
-        """The content: with the optimizer of its `state`, which goes on by `schedule`, fields of an optimizer section.
+    def content(self, state: State | None, step: int | None, schedule: Schedule, origin: Origin) -> Content:
+        """The content: with the optimizer of its `state`, which goes on by `schedule`.
 
         `step`: steps done, None where only the optimizer's count tells. Raises ConfigError.
         """
@@ -120,8 +124,10 @@ class Weights:
                 if state.rule.counts or any(count is not None for count in state.counts):
                     updates = one_count(str(self.path), (torch_files.count_of(self.path, c) for c in state.counts))
                 settings = optimizers.settings(str(self.path), state.rule, state.groups, state.shapes)
-            experiment = torch_files.trained_by(experiment, {**settings, **schedule}, f"{self.path}: optimizer")
         steps = step if step is not None else updates or 0
+        if state:
+            settings |= schedule(steps, state)
+            experiment = torch_files.trained_by(experiment, settings, f"{self.path}: optimizer")
         updates = steps if state and updates is None else updates
         return Content(experiment, self.naming, groups, steps, updates, replace(origin, step=steps)).checked(self.path)
 

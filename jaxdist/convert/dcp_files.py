@@ -39,7 +39,7 @@ from jaxdist.convert.entries import trainable
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import PIECE
-from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, unread
+from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, part, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import folders
@@ -47,6 +47,7 @@ from jaxdist.formats.naming import carried, plain, recognized, renaming
 from jaxdist.loss_scale import LossScale, state_of
 
 APP, STATE, SCALING = "app.", "state.", "scaling."
+FIRST = ("", ".0", "_0")  # Lightning's optimizers and schedulers are the first of several
 # torchtitan has its weights below nothing, beside these parts of a run.
 TRAIN_STATE = "train_state."
 BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
@@ -70,8 +71,7 @@ class Tensors:
         outer = APP if within else ""
         places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in (*STEP, f"{TRAIN_STATE}step"))
         step = next((name for name in places if name in found and _is_one_number(found[name])), "")
-        # Lightning's are the first of several.
-        optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in ("", ".0", "_0"))
+        optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in FIRST)
         holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in found))
         optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
         beside = (*optimizers, *(f"{outer}{part}" for part in BESIDE))
@@ -283,10 +283,8 @@ def opened(
                 group["params"] = [full_name(name) for name in group["params"]]
             shapes = {name: entry.shape for name, entry in trainable(naming, experiment.model).items()}
             settings = optimizers.settings(str(path), rule, named, shapes)
-            if rates.has_schedule(wanted):
-                settings |= rates.peak_of(path, named, ("--model", experiment), step, peak)
-            else:
-                settings |= torch_files.schedule(path, {}, named, wanted=False)
+            told = rates.Told(path, named, step, scheduler_of(extras))
+            settings |= rates.going_on(told, experiment, rates.given(wanted), peak)
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
     held, ways = tensors.extras if others else dict, nesting(tensors.index.planner_data)
     origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.beside(found))
@@ -328,6 +326,13 @@ def groups_of(extras: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any
             group, _, setting = key.removeprefix(prefix).rpartition(".")
             found.setdefault(group, {"params": [group]})[setting] = value
     return found
+
+
+def scheduler_of(extras: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state of a scheduler, in one entry or in one for each of its parts; empty without one."""
+    begins = (f"{outer}{key}{first}." for outer in (APP, "") for key in SCHEDULER for first in FIRST)
+    flat = ({n.removeprefix(begin): value for n, value in extras.items() if n.startswith(begin)} for begin in begins)
+    return part(extras, SCHEDULER) or next(filter(None, flat), {})
 
 
 def _extras(content: Content, optimizer: str) -> dict[str, Any]:

@@ -8,7 +8,10 @@ vectors, without names: `param_shapes` tells names, shapes and order, as DeepSpe
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.foreign import within
-from jaxdist.convert import buffers, optimizers, torch_files, trainer_folders
+from jaxdist.convert import buffers, optimizers, rates, torch_files, trainer_folders
 from jaxdist.convert.assembled import State, Weights, leaves_of
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
@@ -50,33 +53,32 @@ def described(path: Path) -> dict[str, Leaf]:
     return torch_files.described(whole) if whole else dict(Zero(path).weights)
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a folder; its model is that of config.json in it or around it, or `wanted`.
-
-    Raises ConfigError."""
+def opened(
+    path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
+) -> Content:
+    """The content of a folder; its model is that of config.json in it or around it, or `wanted`; `peak` decides as in
+    `rates`. Raises ConfigError."""
     if whole := _without_zero(path):
-        return torch_files.opened(whole, wanted, training)
+        return torch_files.opened(whole, wanted, training, peak)
     zero = Zero(path)
     around = next((f for f in (zero.folder, zero.folder.parent) if (f / CONFIG).is_file()), zero.folder)
     trainer = trainer_folders.trainer_state(zero.folder.parent)
     found = trainer_folders.found_in(around, trainer.get("max_steps"))
     weights = Weights(path, agreed(str(path), found, wanted), zero.weights)
     state = zero.state(weights) if training else None
-    schedule = _schedule(path, zero, state, trainer, bool(wanted)) if state else {}
+    kept = zero.model.get("lr_scheduler")
+    scheduler = kept if isinstance(kept, dict) else {}
+
+    def found_schedule(state: State) -> Mapping[str, Any]:
+        return zero.schedule(scheduler, state) or trainer_folders.logged_schedule(path, state, trainer)
+
+    def schedule(done: int, state: State) -> Mapping[str, Any]:
+        told = rates.Told(path, state.groups, done, scheduler, partial(found_schedule, state))
+        return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
+
     steps = zero.model.get("global_steps")
     origin = Origin("deepspeed", files=companions(around), left=zero.left(training))
     return weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
-
-
-def _schedule(path: Path, zero: "Zero", state: State, trainer: Mapping[str, Any], wanted: bool) -> Mapping[str, Any]:
-    """The schedule's fields of an optimizer section: of DeepSpeed's own schedule, or as the Trainer's around it."""
-    kept = zero.model.get("lr_scheduler")
-    scheduler = kept if isinstance(kept, dict) else {}
-    config, done = zero.model.get("ds_config"), scheduler.get("last_batch_iteration")
-    settings = config.get("scheduler") if isinstance(config, dict) and not wanted else None
-    if isinstance(done, int) and (found := deepspeed_schedule(settings, done, float(state.groups[0]["lr"]))):
-        return found
-    return trainer_folders.schedule_of(path, state, (trainer, scheduler), wanted)
 
 
 def _without_zero(path: Path) -> Path | None:
@@ -169,6 +171,15 @@ class Zero:
         if self.stage == 3 and len(self.models) != len(self.files):
             raise self.wrong(f"{len(self.files)} ranks wrote it, and it has {len(self.models)} {DEEPSPEED_MODEL}")
 
+    def schedule(self, scheduler: Mapping[Any, Any], state: State) -> Mapping[str, Any]:
+        """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler; empty of another."""
+        config, done = self.model.get("ds_config"), scheduler.get("last_batch_iteration")
+        settings = config.get("scheduler") if isinstance(config, dict) else None
+        rate = state.groups[0].get("lr")
+        return (
+            deepspeed_schedule(settings, done, float(rate)) if isinstance(done, int) and rate is not None else None
+        ) or {}
+
     def left(self, training: bool) -> list[str]:
         """What is not read, in words."""
         bit16 = {str(t.dtype) for t in self.part(self.model_files[0], self.model, "module").values() if _is_copy(t)}
@@ -201,6 +212,20 @@ class Zero:
         """The fp32 weights: of each rank, a vector of each group, or of each sub-group. Raises ConfigError."""
         key = MASTERS[self.stage == 3]
         return [self.vectors(rank, state.get(key), key) for rank, state in enumerate(self.states)]
+
+    @property
+    def names_by_vector(self) -> list[list[str]]:
+        """The parameters whose numbers each vector of a rank holds: those of a group, and in stage 3 those of a
+        sub-group, which DeepSpeed fills with whole parameters in their order. Raises ConfigError."""
+        if self.stage != 3:
+            return [list(group) for group in self.shapes]
+        ranks = len(self.states)
+        sizes = {name: math.ceil(math.prod(s) / ranks) for group in self.shapes for name, s in group.items()}
+        ends = list(accumulate(len(vector.tensor) for vector in self.masters[0]))
+        held: list[list[str]] = [[] for _ in ends]
+        for name, end in zip(sizes, accumulate(sizes.values()), strict=True):
+            held[bisect_left(ends, end)].append(name)
+        return held
 
     def optimizer(self, rank: int) -> dict[Any, Any]:
         """The state dict of a rank's optimizer, in which a group's flat vector is one parameter. Raises ConfigError."""
@@ -321,12 +346,15 @@ class Zero:
 
         Raises ConfigError.
         """
-        groups, shapes = optimizer[GROUPS], self.shapes
-        if sorted(number for group in groups for number in group["params"]) != list(range(len(shapes))):
-            raise self.wrong(f"its optimizer has other parameters than the {len(shapes)} vectors of param_shapes")
+        groups, held = optimizer[GROUPS], self.names_by_vector
+        if sorted(number for group in groups for number in group["params"]) != list(range(len(held))):
+            raise self.wrong(
+                f"its optimizer's groups hold other than the {len(held)} vectors of its weights",
+                "take the weights alone, --to hf",
+            )
         return [
             {key: torch_files.number(self.files[0], value) for key, value in group.items()}
-            | {"params": [weights.full_name(name) for number in group["params"] for name in shapes[number]]}
+            | {"params": [weights.full_name(name) for number in group["params"] for name in held[number]]}
             for group in groups
         ]
 

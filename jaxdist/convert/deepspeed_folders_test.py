@@ -164,7 +164,7 @@ def zero_3(folder: Path, trained: Trained, ranks: int = 3, **changed: Any) -> Pa
 
     for rank in range(ranks):
         placeholders = {"module": {name: torch.empty(0, dtype=torch.bfloat16) for name in trained.tensors}}
-        engine = trained.engine(groups, ranks, **placeholders, **changed)
+        engine = trained.engine(groups, ranks, **placeholders | changed)
         save(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", engine)
         state = {
             number: {"step": STEP, **{kind: flat(t, group, rank) for kind, t in trained.moments.items()}}
@@ -204,6 +204,19 @@ def test_pieces_become_whole(layout: Any, ranks: int, tmp_path: Path) -> None:
     tag = layout(tmp_path / "run", trained, ranks)
     check(opened(tag), trained)
     check(opened(tag.parent), trained)  # by its file `latest`
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("by", ["parameter group", "all"])
+def test_sub_groups(by: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stage 3 cuts a group beyond sub_group_size into several vectors, of which param_shapes need not tell: it may have
+    one table of each group, or one of all, as older versions wrote. Each parameter has the decay of its own group."""
+    trained = Trained(tmp_path)
+    groups = trained.groups if by == "parameter group" else [[name for group in trained.groups for name in group]]
+    shapes = trained.shapes(groups)
+    tag = zero_3(tmp_path / "run", trained, ranks, param_shapes=shapes if by == "parameter group" else shapes[0])
+    check(opened(tag), trained)
+    assert "decay of" not in capsys.readouterr().out  # which is said where a vector's decays
 
 
 def test_stage_1(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ class Format(Protocol):
 class Kind(NamedTuple):
     """`naming`: what its tensors are called if they did not come from one; empty where it is read alone.
 
-    `state`: whether it holds an optimizer's state and a step.
+    `state`: whether it holds an optimizer's state and a step. `rates`: whether such an optimizer is torch's, which has
+    learning rates and no schedule; `opened` takes --peak then.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Kind(NamedTuple):
     module: str
     naming: str
     state: bool = True
+    rates: bool = False
 
     @property
     def padded(self) -> bool:
@@ -90,13 +92,13 @@ def _is_meta(path: Path) -> bool:
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KINDS = {
-    "deepspeed": Kind("checkpoint of DeepSpeed's", is_deepspeed, "deepspeed_folders", ""),
-    "trainer": Kind("folder of a Trainer or of Accelerate", is_trainer_folder, "trainer_folders", ""),
+    "deepspeed": Kind("checkpoint of DeepSpeed's", is_deepspeed, "deepspeed_folders", "", rates=True),
+    "trainer": Kind("folder of a Trainer or of Accelerate", is_trainer_folder, "trainer_folders", "", rates=True),
     "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
     "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
-    "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref"),
+    "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref", rates=True),
     "llmc": Kind("checkpoint of llm.c's", is_llmc, "llmc_files", ""),
-    "torch": Kind("torch file", _is_torch, "torch_files", "huggingface"),
+    "torch": Kind("torch file", _is_torch, "torch_files", "huggingface", rates=True),
     "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
     "bin": Kind("folder with pytorch_model.bin", is_bin_folder, "bin_files", "", state=False),
 }

@@ -157,28 +157,23 @@ def another_rate(folder: Path) -> None:
     torch.save(found, folder / "ckpt.pt")
 
 
-def test_a_rate_off_its_own_schedule_is_refused_and_a_flag_decides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["--model", "its config"])
+def test_another_rate_is_refused_and_a_flag_decides(
+    whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both ways that the message gives lead on."""
     another_rate(tmp_path)
+    model = config(tmp_path, *SCHEDULE) if whose == "--model" else []
     says = (
-        r"rate of now is 1e-05, and the schedule of its config has .* at step 9 and .* at step 10; give --peak schedule"
+        rf"rate of now is 1e-05, and the schedule of {whose} has .* at step 9 and .* at step 10; give --peak schedule"
     )
     with pytest.raises(ConfigError, match=says):
-        converted(tmp_path)
+        converted(tmp_path, *model)
     assert not (tmp_path / "run").exists()
-    assert rate_at(converted(tmp_path, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
-    assert converted(tmp_path, "--peak", "now").optimizer.learning_rate == 1e-5
-
-
-def test_a_rate_off_the_schedule_of_model_is_told_and_a_flag_decides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    another_rate(tmp_path)
-    model = config(tmp_path, *SCHEDULE)
-    assert converted(tmp_path, *model).optimizer.learning_rate == 1e-5
-    told = "its rate of now, 1e-05, becomes the peak of the schedule of --model, which has 0.000"
-    assert told in (said := capsys.readouterr().out) and "--peak schedule goes on by that" in said
     assert rate_at(converted(tmp_path, *model, "--peak", "schedule"), 10) == pytest.approx(get_lr(9))
+    assert converted(tmp_path, *model, "--peak", "now").optimizer.learning_rate == 1e-5
+    told = f"its rate of now, 1e-05, becomes the peak of the schedule of {whose}, which has 0.000"
+    assert told in capsys.readouterr().out
 
 
 def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:

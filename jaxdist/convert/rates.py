@@ -1,9 +1,10 @@
 """Which learning rate training goes on by, where an optimizer's groups tell the rate of now and not the peak."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +18,56 @@ Peak = Literal["schedule", "now"]
 PEAKS: tuple[Peak, ...] = ("schedule", "now")
 CLOSE = 1e-6  # relative
 FIELDS = {"learning_rate", "warmup", "decay", "decay_steps", "final"}  # of the schedule
-
-
 MODEL = "--model"  # whose schedule an experiment has
 
 
-def has_schedule(wanted: Experiment | None) -> bool:
-    """Whether --model says anything of a schedule."""
-    return bool(wanted and wanted.optimizer.model_fields_set & FIELDS)
+class Told(NamedTuple):
+    """What a checkpoint tells of its learning rates: its optimizer's `groups` after so many steps, and the state of its
+    scheduler, empty without one. `found`: the schedule's fields by what else lies there, as a log; empty without."""
+
+    path: Path
+    groups: Sequence[Mapping[str, Any]]
+    step: int
+    scheduler: Mapping[str, Any] = MappingProxyType({})
+    found: Callable[[], Mapping[str, Any]] = dict
+
+
+def given(wanted: Experiment | None, own: str = "") -> str:
+    """Whose schedule is given: that of --model if it says anything of one, else the source's `own`; empty for none."""
+    return MODEL if wanted and wanted.optimizer.model_fields_set & FIELDS else own
 
 
 def rate_at(experiment: Experiment, step: int) -> float:
     """The learning rate of a step, counted from 1."""
     with jax.enable_x64(True):
         return float(learning_rate(experiment.optimizer, experiment.train.steps, jnp.asarray(step)))
+
+
+def going_on(told: Told, experiment: Experiment, whose: str, peak: Peak | None) -> dict[str, Any]:
+    """The schedule's fields of an optimizer section, for every kind of checkpoint that has an optimizer of torch's.
+
+    A given schedule comes first, that of `experiment`: `whose` it is, --model's or the checkpoint's own; empty without
+    one. Then that of the scheduler or a log. Else the rate of now stays, and it is said. `peak` decides as in
+    `peak_of`. Raises ConfigError."""
+    path, now = told.path, told.groups[0].get("lr")
+    if whose:
+        found = peak_of(told, (whose, experiment), peak)
+        if told.scheduler:
+            say(f"{path}: its scheduler ends here: the schedule of {whose} goes on")
+        return found
+    if rule := told.found() or rule_of(path, told.scheduler, told.groups, told.step):
+        return {**rule, "learning_rate": float(now)} if peak == "now" and now else dict(rule)
+    if peak == "schedule":
+        raise ConfigError(
+            f"--peak schedule: {path} has no schedule that can be read; give one by --model, as [optimizer] "
+            "learning_rate, warmup and decay, or leave --peak out to go on at the rate of now"
+        )
+    reason = "the rule of its scheduler is not in it" if told.scheduler else "it has no schedule"
+    if not now:
+        say(f"{path}: {reason}, and no rate to go on at; the default schedule is taken, --model gives another")
+        return {}
+    say(f"{path}: {reason}; its rate of now, {float(now):g}, stays; --model gives a schedule")
+    return {"warmup": 0, "decay": "constant", "learning_rate": float(now)}
 
 
 def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]:
@@ -40,14 +77,14 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
 
     Its rate after k steps is that of our step k + 1."""
     now, peak = groups[0].get("lr"), groups[0].get("initial_lr")
-    if scheduler.get("last_epoch") != step or not now or not peak:
+    if scheduler.get("last_epoch") != step or now is None or not peak:
         return {}
     with reading(path, "scheduler"):
         rule = _rule(scheduler)
         if not rule:
             return {}
         going = Experiment.parse({"optimizer": {"learning_rate": float(peak), **rule}}, f"{path}: scheduler")
-    if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE):
+    if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE * float(peak)):
         return {}
     say(f"{path}: its schedule goes on: {', '.join(f'{name} = {value}' for name, value in rule.items())}")
     return rule
@@ -68,34 +105,37 @@ def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def peak_of(
-    path: Path, groups: Sequence[Mapping[str, Any]], scheduled: tuple[str, Experiment], step: int, peak: Peak | None
-) -> dict[str, Any]:
-    """The peak, a field of an optimizer section: that of the schedule where this has the rate of now after `step`
-    steps, or where `peak` says so; nothing where the groups tell their peak.
+def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) -> dict[str, Any]:
+    """The peak, a field of an optimizer section: that of the groups where they tell it; else that of the schedule where
+    this has the rate of now, or where `peak` says so; or the rate of now where `peak` says that.
 
-    `scheduled`: whose schedule, and the experiment with it. Raises ConfigError where nothing tells.
+    `scheduled`: whose schedule, and the experiment with it. Raises ConfigError, with both rates, where nothing decides.
     """
-    if peak is None and all("initial_lr" in group for group in groups):
-        return {}
+    path, step = told.path, told.step
     whose, experiment = scheduled
-    now, kept = float(groups[0]["lr"]), {"learning_rate": experiment.optimizer.learning_rate}
+    kept = {"learning_rate": experiment.optimizer.learning_rate}
+    if peak is None and all(group.get("initial_lr") is not None for group in told.groups):
+        own = float(told.groups[0]["initial_lr"])
+        if not math.isclose(own, kept["learning_rate"], rel_tol=CLOSE):
+            say(
+                f"{path}: its peak, {own:g}, goes on by the schedule of {whose}, whose own is "
+                f"{kept['learning_rate']:g}; --peak schedule takes that one"
+            )
+        return {}
+    now = float(told.groups[0]["lr"])
     # A loop sets the rate before a step, a scheduler that of the next after it.
     rates = {at: rate_at(experiment, at) for at in (step, step + 1) if at}
     if peak != "now" and any(math.isclose(now, rate, rel_tol=CLOSE) for rate in rates.values()):
         say(f"{path}: its rate of now, {now:g}, is on the schedule of {whose}, whose peak is {kept['learning_rate']:g}")
         return kept
-    told = " and ".join(f"{rate:g} at step {at}" for at, rate in rates.items())
-    if peak is None and whose != MODEL:  # a file that contradicts itself
+    there = " and ".join(f"{rate:g} at step {at}" for at, rate in rates.items())
+    if peak is None:
         raise ConfigError(
-            f"{path}: its rate of now is {now:g}, and the schedule of {whose} has {told}; give --peak schedule to go "
+            f"{path}: its rate of now is {now:g}, and the schedule of {whose} has {there}; give --peak schedule to go "
             f"on by that schedule, its peak {kept['learning_rate']:g}, or --peak now to make the rate of now the peak"
         )
     if peak == "schedule":
-        say(f"{path}: its rate of now, {now:g}, ends here: the schedule of {whose} has {told}")
+        say(f"{path}: its rate of now, {now:g}, ends here: the schedule of {whose} has {there}")
         return kept
-    say(
-        f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}, which has {told}; --peak "
-        "schedule goes on by that schedule instead"
-    )
+    say(f"{path}: its rate of now, {now:g}, becomes the peak of the schedule of {whose}, which has {there}")
     return {"learning_rate": now}

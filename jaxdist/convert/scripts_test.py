@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 from jaxdist.config import ConfigError, Precision
 from jaxdist.config.hf import experiment_for
@@ -34,7 +35,7 @@ EXPERIMENT = experiment_for(MODEL.model_dump(), "test")
 
 def config(folder: Path) -> list[str]:
     file = folder / "model.toml"
-    file.write_text(EXPERIMENT.to_toml())
+    file.write_text(tomli_w.dumps(EXPERIMENT.model_dump(exclude_unset=True)))
     return ["--model", str(file)]
 
 

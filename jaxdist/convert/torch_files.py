@@ -205,13 +205,10 @@ def opened(
     if trained:
         with reading(path, "optimizer"):
             settings = optimizers.settings(str(path), rule, trained, shapes)
-            given = rates.has_schedule(wanted)
-            whose = "--model" if given else f"its {nanogpt.LOOP}" if nanogpt.has_loop(tree) else ""
-            if not own and whose and not part(tree, SCHEDULER):
-                settings |= rates.peak_of(path, trained, (whose, found), step, peak)
-            elif not own:
-                told = {} if given else rates.rule_of(path, part(tree, SCHEDULER), trained, step)
-                settings |= told or schedule(path, tree, trained, given)
+            if not own:
+                whose = rates.given(wanted, f"its {nanogpt.LOOP}" if nanogpt.has_loop(tree) else "")
+                told = rates.Told(path, trained, step, part(tree, SCHEDULER))
+                settings |= rates.going_on(told, found, whose, peak)
         experiment = trained_by(found, settings, f"{path}: optimizer")
         with reading(path, "scaler"):
             scaler, apex = (tree_map_only(Tensor, partial(number, path), part(tree, key)) for key in (SCALER, APEX))
@@ -265,17 +262,6 @@ def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     elif beside.exists() and not wanted:
         found = experiment_for(read_model(path.parent).model_dump(), source=str(beside))
     return agreed(str(path), found, wanted)
-
-
-def schedule(path: Path, tree: Any, groups: Sequence[Mapping[str, Any]], wanted: bool) -> dict[str, Any]:
-    """The schedule's fields of an optimizer section: the rate of now, which stays, where nobody says otherwise."""
-    scheduler = part(tree, SCHEDULER)
-    if wanted and not scheduler and not all("initial_lr" in group for group in groups):
-        say(f"{path}: its rate of now, {groups[0].get('lr')}, becomes the peak of the schedule of --model")
-    if scheduler:
-        say(f"{path}: the rule of its scheduler is not in it; the config's schedule is taken, --model gives another")
-    now = {"learning_rate": float(groups[0]["lr"])} if groups[0].get("lr") else {}
-    return {} if wanted or scheduler else {"warmup": 0, "decay": "constant", **now}
 
 
 def count_of(path: Path, value: Any) -> int:

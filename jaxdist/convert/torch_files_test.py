@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tomli_w
 
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError
@@ -44,9 +45,10 @@ class TestTorchFiles:
         torch.save(tree, path)
         return tree
 
-    def config(self, folder: Path) -> str:
-        file = folder / "model.toml"
-        file.write_text(experiment_for(self.model.model_dump(), "test").to_toml())
+    def config(self, folder: Path, schedule: bool = False) -> str:
+        """A model section alone, or all sections."""
+        file, experiment = folder / "model.toml", experiment_for(self.model.model_dump(), "test")
+        file.write_text(experiment.to_toml() if schedule else tomli_w.dumps(experiment.model_dump(exclude_unset=True)))
         return str(file)
 
     @pytest.mark.parametrize("prefix", PREFIXES)
@@ -348,19 +350,25 @@ class TestTorchFiles:
         optimizer.load_state_dict(back["optimizer"])
 
     def test_the_optimizer_goes_along(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Its settings are the run's; its schedule where the file tells it, the config's where there is none."""
+        """Its settings are the run's, and its peak; the schedule is that of --model."""
 
-        def of(rule: Any) -> Any:
+        def of(rule: Any, *arguments: str) -> Any:
             self.script(tmp_path / "a.pt", rule)
-            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", "--model", self.config(tmp_path)])
+            given = ["--model", self.config(tmp_path, schedule=True), *arguments]
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *given])
             return checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
 
-        o, default = of(None), experiment_for(self.model.model_dump(), "test").optimizer
+        with pytest.raises(ConfigError, match=r"its rate of now is 0.001, and the schedule of --model has 0.00125 at"):
+            of(None)
+        o, default = of(None, "--peak", "now"), experiment_for(self.model.model_dump(), "test").optimizer
         assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
         assert (o.decay, o.warmup) == (default.decay, default.warmup)
         assert "scheduler" not in capsys.readouterr().out
         assert of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)).learning_rate == 1e-3
-        assert "the rule of its scheduler is not in it" in capsys.readouterr().out
+        told = "its peak, 0.001, goes on by the schedule of --model, whose own is 0.005; --peak schedule takes"
+        assert told in capsys.readouterr().out
+        exponential = of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "--peak", "schedule")
+        assert exponential.learning_rate == default.learning_rate
 
     def test_without_a_scheduler_the_rate_stays(self, tmp_path: Path) -> None:
         """Where no config says otherwise."""

@@ -84,7 +84,7 @@ def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) ->
         assert content.groups[group].keys() == {names(name) for name in tensors}
         for name, tensor in tensors.items():
             assert np.array_equal(content.groups[group][names(name)].read(), tensor.numpy()), (group, name)
-    assert (content.step, content.updates, content.experiment.optimizer.learning_rate) == (STEP, UPDATES, 3e-4)
+    assert (content.step, content.updates, content.experiment.optimizer.learning_rate) == (STEP, UPDATES, 1e-4)
     assert list(content.origin.buffers) == ["freqs_cis"]
     ours, expected = Conversion(content, "huggingface"), Conversion(content_of(LLAMA), "huggingface")
     for group, leaves in expected.groups.items():

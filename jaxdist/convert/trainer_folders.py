@@ -8,6 +8,7 @@ random_states_*.pkl are pickles of classes: they are named as left behind, and n
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import parse, read_bytes
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, torch_files
+from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, rates, torch_files
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
 from jaxdist.convert.safetensors_files import Tensors
@@ -45,8 +46,12 @@ def described(path: Path) -> dict[str, Leaf]:
     return dict(_weights(path)[0])
 
 
-def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
-    """The content of a folder; its model is that of config.json, or `wanted`. Raises ConfigError."""
+def opened(
+    path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
+) -> Content:
+    """The content of a folder; its model is that of config.json, or `wanted`; `peak` decides as in `rates`.
+
+    Raises ConfigError."""
     there, read = _weights(path)
     trainer = trainer_state(path)
     weights = Weights(path, agreed(str(path), found_in(path, trainer.get("max_steps")), wanted), there)
@@ -54,7 +59,11 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
     step = trainer.get("global_step", counted)
-    schedule = schedule_of(path, state, (trainer, scheduler), bool(wanted)) if state else {}
+
+    def schedule(done: int, state: State) -> Mapping[str, Any]:
+        told = rates.Told(path, state.groups, done, scheduler, partial(logged_schedule, path, state, trainer))
+        return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
+
     files, left = files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
     origin = Origin("trainer", files=files, left=left)
     content = weights.content(state, first_count(step) if step is not None else None, schedule, origin)
@@ -106,7 +115,11 @@ def _distributed(folder: Path, weights: Weights) -> State:
         kind: {weights.full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
         for kind in rule.kinds(groups)
     }
-    named = [{**group, "params": [weights.full_name(name) for name in group["params"]]} for group in groups]
+    named = [
+        {key: torch_files.number(folder, value) for key, value in group.items()}
+        | {"params": [weights.full_name(name) for name in group["params"]]}
+        for group in groups
+    ]
     counts = dcp_files.counts_of(str(folder), states, needed=rule.counts)
     return State(rule, moments, named, counts, weights.shapes)
 
@@ -142,21 +155,19 @@ def trainer_state(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def schedule_of(
-    path: Path, state: State, beside: tuple[Mapping[str, Any], Mapping[Any, Any]], wanted: bool
-) -> dict[str, Any]:
-    """The schedule's fields of an optimizer section. `beside`: trainer_state.json and the scheduler's state."""
-    trainer, scheduler = beside
-    group = state.groups[0]
-    peak, rate = (torch_files.number(path, group.get(key)) for key in ("initial_lr", "lr"))
+def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schedule's fields of an optimizer section, by the rates that trainer_state.json logs; empty where they tell
+    none."""
+    peak, rate = (state.groups[0].get(key) for key in ("initial_lr", "lr"))
     steps, done, logged = (trainer.get(key) for key in ("max_steps", "global_step", "log_history"))
-    if not wanted and peak and rate is not None and type(steps) is int and type(done) is int and steps > 0:
-        log = logged if isinstance(logged, list) else []
-        if found := found_schedule(float(peak), steps, (done, float(rate)), log):
-            warmup = found["warmup"] - 1
-            say(f"{path}: its rates are those of decay = {found['decay']} over {steps} steps, {warmup} of them warm-up")
-            return found
-    return torch_files.schedule(path, {"scheduler": dict(scheduler)}, state.groups, wanted)
+    if not peak or rate is None or type(steps) is not int or type(done) is not int or steps < 1:
+        return {}
+    log = logged if isinstance(logged, list) else []
+    if not (found := found_schedule(float(peak), steps, (done, float(rate)), log)):
+        return {}
+    warmup = found["warmup"] - 1
+    say(f"{path}: its rates are those of decay = {found['decay']} over {steps} steps, {warmup} of them warm-up")
+    return found
 
 
 def _scaled(path: Path, content: Content, wanted: bool) -> Content:
