@@ -31,6 +31,10 @@ def located(path: Path, verify: Verify = "checksums") -> Path:
 def source_experiment(path: Path) -> Experiment:
     """The experiment of a checkpoint; where it has none, the defaults around its model. Raises ConfigError."""
     kind = kind_of(path)
+    if kind == "torch":
+        from jaxdist.convert.torch_files import experiment_in  # torch, where there is one
+
+        return experiment_in(path)
     if kind == "orbax":
         return checkpoint.read_experiment(path)
     return KINDS[kind].format.opened(path, training=False).experiment

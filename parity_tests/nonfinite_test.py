@@ -4,6 +4,8 @@ convert, and what each message advises gets further."""
 import os
 import re
 import shlex
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,20 @@ def test_what_is_found_on_several_ranks_is_told_of_whole_tensors(bad: Path, trai
     refused = train("torch_ref", "--mesh=data=2,fsdp=2", "--steps=1", "--init", tmp_path / "kept")
     what = r"tensor embed\.weight has 1 of 4,800 .* nan at \[290, 3\]; so have layers\.1\.mlp\.up_proj\.weight\."
     assert refused.returncode == 2 and re.search(what, refused.stderr), refused.stderr
+
+
+def test_what_one_stage_reads_is_told_by_all_ranks(bad: Path, train: Train, tmp_path: Path) -> None:
+    """Of a pipeline, of which the last stage alone reads a bad weight: no rank waits for the others."""
+    tensors = load_file(bad / SINGLE)
+    tensors["model.embed_tokens.weight"][290, 3] = 0
+    folder = tmp_path / "last"
+    shutil.copytree(bad, folder)
+    save_file(tensors, folder / SINGLE)
+    started = time.monotonic()
+    refused = train("torch_ref", "--mesh=pipeline=2", "--train.accumulation=2", "--steps=1", "--init", folder)
+    what = r"tensor model\.layers\.1\.mlp\.up_proj\.weight has 3 of 384 values that are NaN or infinite"
+    assert refused.returncode == 2 and len(re.findall(what, refused.stderr)) == 1, refused.stderr
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(("side", "kind", "name"), [("jaxdist", "orbax", "embedding"), ("torch_ref", "dcp", "weight")])

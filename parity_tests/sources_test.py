@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, ResNet
+from jaxdist.config import GPT2, ConfigError, Experiment, Family, Llama, Mixture, ResNet, parse
 from jaxdist.config.finite import of_start
 from jaxdist.config.finite import refused as refused_weights
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for
+from jaxdist.config.sources import Source
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
@@ -25,9 +26,11 @@ from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.tables import OWN
+from jaxdist.train import described as jax_described
 from parity_tests.names import as_torch
 from torch_ref.checkpoint import check_kind
 from torch_ref.hf import Weights
+from torch_ref.hf import describe as ref_described
 
 Tensors = dict[str, Tensor]
 SIZES: dict[str, Any] = {"layers": 2, "dim": 8, "heads": 2, "hidden": 12, "vocab": 16, "positions": 8}
@@ -224,6 +227,152 @@ def test_both_place_the_same_of_a_file_of_jaxdist(tmp_path: Path) -> None:
     other = Llama(**ROTARY, tied=True, qkv_bias=True, norm_eps=1e-3)
     message = refused(read_by_jaxdist, tmp_path / "file.pt", other)
     assert "norm_eps" in message and refused(read_by_torch_ref, tmp_path / "file.pt", other) == message
+
+
+def nanogpt(bias: bool) -> Callable[[Path], Path]:
+    """ckpt.pt of nanoGPT's."""
+
+    def write(folder: Path) -> Path:
+        model = GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact", bias=bias)
+        folder_of(folder / "hf", model)
+        tensors = {n: t for n, t in load_file(folder / "hf" / SINGLE).items() if bias or not n.endswith(".bias")}
+        turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        tensors = {n: t.t().contiguous() if n.endswith(turned) else t for n, t in tensors.items()}
+        arguments = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": bias, "vocab_size": 16}
+        torch.save({"model": wrapped("_orig_mod.")(tensors), "model_args": arguments}, folder / "ckpt.pt")
+        return folder / "ckpt.pt"
+
+    return write
+
+
+def folder(name: str) -> Callable[[Path], Path]:
+    return lambda path: path / "hf" if folder_of(path / "hf", MODELS[name]) else path
+
+
+def own_file(name: str) -> Callable[[Path], Path]:
+    """A torch file that jaxdist wrote."""
+
+    def write(path: Path) -> Path:
+        convert([str(folder(name)(path)), str(path / "file.pt")])
+        return path / "file.pt"
+
+    return write
+
+
+def beside_config(name: str) -> Callable[[Path], Path]:
+    """A state dict beside the config.json of its model."""
+
+    def write(path: Path) -> Path:
+        torch.save({"model": folder_of(path, MODELS[name])}, path / "weights.pt")
+        (path / SINGLE).unlink()
+        return path / "weights.pt"
+
+    return write
+
+
+def binaries(path: Path) -> Path:
+    torch.save(folder_of(path, MODELS["qwen2"]), path / "pytorch_model.bin")
+    (path / SINGLE).unlink()
+    return path
+
+
+def alone(path: Path) -> Path:
+    """A state dict that does not say what model it is."""
+    torch.save(folder_of(path / "hf", MODELS["llama"]), path / "weights.pt")
+    return path / "weights.pt"
+
+
+STARTS: dict[str, tuple[Callable[[Path], Path], Family | None]] = {
+    "nanoGPT": (nanogpt(True), GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact")),
+    "nanoGPT without biases": (nanogpt(False), GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact", bias=False)),
+    "a folder": (folder("qwen2"), MODELS["qwen2"]),
+    "pytorch_model.bin": (binaries, MODELS["qwen2"]),
+    "jaxdist's own": (own_file("qwen2"), MODELS["qwen2"]),
+    "jaxdist's own, of images": (own_file("resnet"), MODELS["resnet"]),
+    "beside config.json": (beside_config("mixtral"), MODELS["mixtral"]),
+    "a state dict alone": (alone, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_both_take_the_model_of_the_same_source(name: str, tmp_path: Path) -> None:
+    """`--init` alone: the same model and data, of which all weights are placed alike."""
+    write, right = STARTS[name]
+    path = write(tmp_path)
+    models = [parsed(side, path).model for side in SIDES]
+    if right is None:
+        assert models == [Experiment().model] * 2
+        return
+    assert models == [right] * 2
+    jax, ref = (read(path, right) for read in (read_by_jaxdist, read_by_torch_ref))
+    assert {*jax} == {*ref} and all(bits(jax[n]) == ref[n].tobytes() for n in jax)
+
+
+SIDES: dict[str, Callable[[Path], Source | None]] = {"jaxdist": jax_described, "torch_ref": ref_described}
+
+
+def parsed(side: str, path: Path, *flags: str) -> Experiment:
+    return parse(["--init", str(path), *flags], f"{side}.train", "", describe=SIDES[side]).experiment
+
+
+NANOGPT_FLAGS = (
+    "--model.family=gpt2", "--model.layers=2", "--model.dim=8", "--model.heads=2", "--model.hidden=32",
+    "--model.vocab=16", "--model.positions=8", "--model.tied=true", "--data.sequence=8",
+)  # fmt: skip
+
+
+def test_gelu_is_nanogpts_on_both_sides(tmp_path: Path) -> None:
+    """With all flags of the model but that one too; another is refused in the same words."""
+    path = nanogpt(True)(tmp_path)
+    models: list[Any] = [parsed(side, path, *NANOGPT_FLAGS).model for side in SIDES]
+    assert models[0] == models[1] and models[0].gelu == "exact"
+    messages = list[str]()
+    for side in SIDES:
+        with pytest.raises(ConfigError) as error:
+            parsed(side, path, "--model.gelu=tanh")
+        messages.append(str(error.value))
+    assert messages[0] == messages[1] and "leave out --model.gelu" in messages[0]
+    plain = GPT2(**SIZES | {"hidden": 32}, family="gpt2")  # as without the file's own word
+    assert "model.gelu = 'tanh'" in refused(read_by_torch_ref, path, plain)
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda tree: tree["model_args"].pop(key)
+
+
+def no_norm(tree: dict[str, Any]) -> None:
+    del tree["model"]["_orig_mod.transformer.ln_f.weight"]
+
+
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no width": (without("n_embd"), "is absent there"),
+    "no length": (without("block_size"), "its model_args have no block_size; give what nanoGPT saved"),
+    "heads": (lambda tree: tree["model_args"].update(n_head=3), "model.heads = 3 does not divide model.dim = 8"),
+    "a tensor": (no_norm, r"transformer\.ln_f\.weight is absent there"),
+    "fewer rows": (lambda tree: tree["model_args"].update(vocab_size=20), r"\(16, 8\) there, and \(20, 8\)"),
+    "layers": (lambda tree: tree["model_args"].update(n_layer=3), "is absent there"),
+    "a rate": (
+        lambda tree: tree.update(
+            config={"learning_rate": -1.0, "max_iters": 5, "batch_size": 2, "gradient_accumulation_steps": 1,
+                    "grad_clip": 1.0, "decay_lr": False}
+        ),
+        "learning_rate = -1.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_both_refuse_a_nanogpt_file_in_the_same_words(name: str, tmp_path: Path) -> None:
+    path = nanogpt(True)(tmp_path)
+    damage, words = DAMAGES[name]
+    tree = torch.load(path)
+    damage(tree)
+    torch.save(tree, path)
+    models = [parsed(side, path).model for side in SIDES]
+    assert models[0] == models[1]
+    message = refused(read_by_jaxdist, path, models[0])
+    assert re.search(words, message), message
+    assert refused(read_by_torch_ref, path, models[0]) == message
 
 
 def refused(read: Callable[[Path, Family], Any], path: Path, model: Family) -> str:

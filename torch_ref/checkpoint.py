@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from jaxdist.config import ConfigError, Decoder, Experiment, Model, checkpoint_in, same_model, whole
 from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
 from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
-from jaxdist.config.finite import of_start, refused
 from jaxdist.config.foreign import read_json
 from jaxdist.formats.refusals import converted, is_read, refusal, several
 from torch_ref import hf
-from torch_ref.finite import check_resumed, check_start
+from torch_ref.finite import check_read, check_resumed, check_start
 from torch_ref.launch import from_first
 from torch_ref.optim import Optimizer
 from torch_ref.weights import VOCABULARY, extended, fill, held, local, place
@@ -99,8 +98,7 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         weights = hf.Weights(path, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
-        if weights.not_finite:
-            raise refused(path, weights.not_finite, of_start(path))
+        check_read(path, weights.not_finite)
         check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
 
 

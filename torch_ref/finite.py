@@ -20,6 +20,15 @@ def check_start(path: Path, weights: Mapping[str, Tensor]) -> None:
         raise refused(path, found, of_start(path))
 
 
+def check_read(path: Path, own: Mapping[str, NotFinite]) -> None:
+    """Raises ConfigError, the same on all ranks, where whole tensors that any of them read from `path` are not finite:
+    the stages of a pipeline read different ones. Called by all ranks."""
+    every: list[dict[str, NotFinite]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, dict(own))
+    if found := {name: bad for of_rank in every for name, bad in of_rank.items()}:
+        raise refused(path, found, of_start(path))
+
+
 def check_resumed(path: Path, weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
     """Raises ConfigError where weights of the checkpoint `path`, or what its optimizer keeps, are not finite, also
     under train.nonfinite = skip, as that passes over steps alone. Called by all ranks."""

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder for all families: the neutral plan followed with torch's tensors."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
@@ -14,18 +14,18 @@ from jaxdist.config import ConfigError, Decoder, Experiment, Family, same_model
 from jaxdist.config.finite import NotFinite
 from jaxdist.config.foreign import check_index
 from jaxdist.config.hf import read_model
+from jaxdist.config.sources import Source, of_experiment, source_of
+from jaxdist.formats import models
 from jaxdist.formats.folders import BIN_INDEX, bin_files, is_bin_folder
 from jaxdist.formats.headers import Header, Headers
-from jaxdist.formats.naming import CURRENT, MODEL, recognized
-from jaxdist.formats.plan import embedding, plan_of, stacked, untied
+from jaxdist.formats.naming import CURRENT, MODEL
+from jaxdist.formats.plan import plan_of, stacked, untied
 from jaxdist.formats.refusals import check_torch, no_model
 from jaxdist.formats.tables import EXPERTS, Stored, stored
+from jaxdist.formats.torch_files import SUFFIXES
 from torch_ref.finite import not_finite
 from torch_ref.models import build
 from torch_ref.weights import held
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-EXPERIMENT, SECTIONS = "experiment", {"model", "optimizer", "train", "parallel", "precision"}  # in files of jaxdist's
 
 
 class Weights:
@@ -105,7 +105,17 @@ def has_binaries(path: Path) -> bool:
 
 def is_torch_file(path: Path) -> bool:
     """Whether `path` is a file of torch.save's, by its content or its name."""
-    return path.is_file() and (path.suffix in TORCH_SUFFIXES or is_zipfile(path))
+    return path.is_file() and (path.suffix in SUFFIXES or is_zipfile(path))
+
+
+def describe(path: Path) -> Source | None:
+    """The model of weights of any kind that torch_ref reads; None where they do not say. Raises ConfigError as
+    `source_of`."""
+    if (found := source_of(path)) or not is_torch_file(path):
+        return found
+    with suppress(ConfigError):  # whoever reads the weights says what is wrong
+        return Binaries(path).source()
+    return None
 
 
 class Safetensors(Headers):
@@ -126,7 +136,8 @@ class Binaries:
         self.path = path
         files, index = ([path], None) if path.is_file() else bin_files(path)
         self.tensors: dict[str, Tensor] = {}
-        self.experiment: Experiment | None = None
+        self.told: Experiment | None = None  # what a file that stands alone tells of its model
+        self.notes: list[str] = []
         places: dict[str, Path] = {}
         for file in files:
             for name, tensor in self._loaded(file).items():
@@ -141,16 +152,21 @@ class Binaries:
         return self.tensors[name]
 
     def model(self, wanted: Family) -> Family:
-        """What model they are of: that of the experiment in the file, else the one that is wanted, without padding, and
-        with as many tokens as the embedding has rows where it has fewer."""
-        if self.experiment:
-            return self.experiment.model
-        if not isinstance(wanted, Decoder):
-            return wanted
-        naming, names = recognized(str(self.path), self.headers, wanted)
-        first = names.get(embedding(naming, wanted), "")
-        rows = self.headers[first].shape[0] if first and self.headers[first].shape else wanted.vocab
-        return wanted.model_copy(update={"vocab": min(rows, wanted.vocab) or wanted.vocab, "vocab_multiple": 1})
+        """What model they are of: that which the file tells, else the one that is wanted, without padding, and with as
+        many tokens as the embedding has rows where it has fewer. Raises ConfigError."""
+        if self.told:
+            return self.told.model
+        plain = wanted.model_copy(update={"vocab_multiple": 1}) if isinstance(wanted, Decoder) else wanted
+        return models.fitted(str(self.path), plain, self.headers)
+
+    def source(self) -> Source | None:
+        """What the file or the config.json beside it tells of its model; None where they tell nothing. Raises
+        ConfigError."""
+        if self.told:
+            return of_experiment(self.path, self.told)._replace(notes=self.notes)
+        if not (found := models.told_beside(self.path)):
+            return None
+        return of_experiment(self.path, found)._replace(model=models.fitted(str(self.path), found.model, self.headers))
 
     def _loaded(self, file: Path) -> dict[str, Tensor]:
         try:
@@ -159,8 +175,8 @@ class Binaries:
             tree = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
             if not isinstance(tree, dict):
                 raise no_model(file)
-            if {*(own := tree.get(EXPERIMENT) or {})} >= SECTIONS:
-                self.experiment = Experiment.parse(own, str(file))
+            if file == self.path:
+                self.told, self.notes = models.told(file, tree), models.notes(file, tree)
             states = [tree[key] for key in (CURRENT, *MODEL) if isinstance(tree.get(key), dict)]
             state = next((s for s in states if any(isinstance(tensor, Tensor) for tensor in s.values())), tree)
             found = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}

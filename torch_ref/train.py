@@ -24,6 +24,7 @@ from jaxdist.formats.origin import begin, beside
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.context import context
+from torch_ref.hf import describe
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
@@ -38,7 +39,9 @@ Report = Callable[[dict[str, Any]], None]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
-    arguments = parse(sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.")
+    arguments = parse(
+        sys.argv[1:] if argv is None else argv, "torch_ref.train", "Train an experiment in PyTorch.", describe=describe
+    )
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment

@@ -17,10 +17,11 @@ from jaxdist.convert.entries import kept as kept_by
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import leaf
-from jaxdist.convert.torch_parts import GROUPS, reading
+from jaxdist.convert.torch_parts import GROUPS
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import IN_MEMORY, NAMINGS
+from jaxdist.formats.torch_files import reading
 
 
 class State(NamedTuple):

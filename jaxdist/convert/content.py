@@ -223,14 +223,6 @@ def with_vocabulary(experiment: Experiment, vocab: int, multiple: int = 1) -> Ex
     return experiment.model_copy(update={"model": model})
 
 
-def with_tokens(experiment: Experiment, embedding: Leaf | None) -> Experiment:
-    """The experiment with as many tokens as the embedding of a source has rows, where that has fewer."""
-    if not isinstance(experiment.model, Decoder) or not embedding or not embedding.shape:
-        return experiment
-    rows = embedding.shape[0]
-    return with_vocabulary(experiment, rows) if 0 < rows < experiment.model.vocab else experiment
-
-
 def agreed(source: str, found: Experiment | None, wanted: Experiment | None) -> Experiment:
     """The experiment to go by: `wanted`, which must have the model of the one `found`, or that. Its vocabulary is that
     of the source, which `vocabulary.resized` makes the wanted one. Raises ConfigError."""

@@ -25,10 +25,11 @@ from jaxdist.convert.assembled import State, Weights, leaves_of
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
 from jaxdist.convert.torch_leaves import leaf
-from jaxdist.convert.torch_parts import GROUPS, first_count, is_count, reading
+from jaxdist.convert.torch_parts import GROUPS, first_count, is_count
 from jaxdist.convert.trainer_schedule import deepspeed_schedule
 from jaxdist.formats.companions import companions
 from jaxdist.formats.folders import CONFIG, DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, deepspeed_tag
+from jaxdist.formats.torch_files import reading
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 from jaxdist import checkpoint
-from jaxdist.config import ConfigError, Experiment, checkpoint_in
+from jaxdist.config import ConfigError, Experiment, checkpoint_in, llmc
 from jaxdist.config.dcp import INDEX
 from jaxdist.convert import peft
 from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.peft import is_adapter
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.target import beside
-from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_hf, is_llmc, is_trainer_folder
+from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
 from jaxdist.formats.refusals import is_torch_zip, refusal, several
 from jaxdist.formats.tables import LAYERS
+from jaxdist.formats.torch_files import SUFFIXES
 
 
 class Format(Protocol):
@@ -79,7 +80,7 @@ def _is_torch(path: Path) -> bool:
     try:
         return is_torch_zip(path)
     except Exception:  # of a damaged directory, many kinds
-        return path.suffix in TORCH_SUFFIXES
+        return path.suffix in SUFFIXES
 
 
 def _is_dcp(path: Path) -> bool:
@@ -90,14 +91,13 @@ def _is_meta(path: Path) -> bool:
     return (path / "params.json").is_file() and any(path.glob("consolidated.*.pth"))
 
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 KINDS = {
     "deepspeed": Kind("checkpoint of DeepSpeed's", is_deepspeed, "deepspeed_folders", "", rates=True),
     "trainer": Kind("folder of a Trainer or of Accelerate", is_trainer_folder, "trainer_folders", "", rates=True),
     "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
     "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
     "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref", rates=True),
-    "llmc": Kind("checkpoint of llm.c's", is_llmc, "llmc_files", ""),
+    "llmc": Kind("checkpoint of llm.c's", llmc.is_model, "llmc_files", ""),
     "torch": Kind("torch file", _is_torch, "torch_files", "huggingface", rates=True),
     "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
     "bin": Kind("folder with pytorch_model.bin", is_bin_folder, "bin_files", "", state=False),
@@ -137,7 +137,7 @@ def kind_of(path: Path) -> str:
 
 def check_name(target: Path, kind: Kind) -> None:
     """Raises ConfigError where a folder would get the name of a file."""
-    if kind is not KINDS["torch"] and target.suffix in (".safetensors", *TORCH_SUFFIXES):
+    if kind is not KINDS["torch"] and target.suffix in (".safetensors", *SUFFIXES):
         other = "" if target.suffix == ".safetensors" else ", or --to torch"
         raise ConfigError(
             f"TARGET {target}: {target.suffix} ends the name of a file, and what is to be written is a folder, a "
@@ -147,6 +147,6 @@ def check_name(target: Path, kind: Kind) -> None:
 
 def target_kind(source: str, target: Path) -> str:
     """What is written where `--to` does not say: a torch file if the name is one's, else Orbax, or from it hf."""
-    if target.suffix in TORCH_SUFFIXES:
+    if target.suffix in SUFFIXES:
         return "torch"
     return "hf" if source == "orbax" else "orbax"

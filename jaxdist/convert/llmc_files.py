@@ -1,5 +1,6 @@
 """llm.c's checkpoints: model_*.bin, and beside it the optimizer's state. Tensors have no names there, but one order."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -8,17 +9,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment
+from jaxdist.config import ConfigError, Experiment, llmc
 from jaxdist.config.display import say
 from jaxdist.convert import buffers
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed
 from jaxdist.convert.entries import entries
 from jaxdist.convert.nanogpt import filled
-from jaxdist.formats.folders import LLMC_STATE
 
-NUMBERS = 256  # of a header, int32
 VERSIONS: Mapping[int, Any] = {3: np.float32, 5: ml_dtypes.bfloat16}
-FIELDS = {"positions": 2, "layers": 4, "heads": 5, "dim": 6, "vocab": 7}  # field -> its place in the header
+FIELDS = {"positions": 2, "vocab": 3, "layers": 4, "heads": 5, "dim": 6}  # field -> its place in the header
+ROWS, MULTIPLE = 7, 128  # the place of the vocabulary's padded size, and of what its exporter makes it a multiple
 PROCESSES, MASTERS, STEP = 2, 4, 10  # places in the header of a state
 NAMING = "nanogpt"  # has the same tensors: products lie as torch's Linear
 PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
@@ -48,7 +48,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     if training and state.is_file() and state != path:
         header = _header(state)
         step, processes = int(header[STEP]), int(header[PROCESSES])
-        if header[0] != LLMC_STATE:
+        if header[0] != llmc.STATE:
             raise ConfigError(f"{state} is no state of llm.c's; use a whole copy, or leave it out")
         if processes != 1:
             left.append(f"the moments of {state.name}, which {processes} processes shared")
@@ -70,6 +70,7 @@ def _opened(path: Path, wanted: Experiment | None) -> tuple[Experiment, Leaves]:
         )
     model: dict[str, Any] = {field: int(header[place]) for field, place in FIELDS.items()}
     model |= {
+        "vocab_multiple": _multiple(path, model["vocab"], int(header[ROWS])),
         "family": "gpt2",
         "hidden": 4 * model["dim"],
         "tied": True,
@@ -83,9 +84,16 @@ def _opened(path: Path, wanted: Experiment | None) -> tuple[Experiment, Leaves]:
     return experiment, _laid_out(path, experiment, np.dtype(VERSIONS[version]), 1)[0]
 
 
+def _multiple(path: Path, vocab: int, rows: int) -> int:
+    """The `vocab_multiple` with which so many tokens have so many rows. Raises ConfigError where they have more."""
+    if not 0 < vocab <= rows:
+        raise ConfigError(f"{path}: its header has {vocab} tokens in {rows} rows, padding among them; use a whole copy")
+    return next(multiple for multiple in (1, MULTIPLE, rows) if math.ceil(vocab / multiple) * multiple == rows)
+
+
 def _header(path: Path) -> np.ndarray:
     try:
-        return buffers.read(path, 0, (NUMBERS,), np.dtype("<i4"))
+        return buffers.read(path, 0, (llmc.HEADER,), np.dtype("<i4"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; use a whole copy") from None
 
@@ -95,7 +103,7 @@ def _laid_out(path: Path, experiment: Experiment, dtype: np.dtype, times: int, e
     shapes = {name: entry.shape for name, entry in entries(NAMING, experiment.model).items()}
     layers = range(experiment.model.layers)
     names = [template.format(layer=i) for template in ORDER for i in (layers if "{layer}" in template else range(1))]
-    start, found = NUMBERS * 4, list[Leaves]()
+    start, found = 4 * llmc.HEADER, list[Leaves]()
     for _ in range(times):
         leaves: dict[str, Leaf] = {}
         for name in names:

@@ -1,20 +1,26 @@
 """llm.c's model files and states: each tensor from its place, masters in place of bfloat16, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
+from jaxdist.config.foreign import SINGLE
+from jaxdist.convert import llmc_files
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.formats_test import tensors
+from jaxdist.weights import source_experiment
 
-L, H, D, V, T = 3, 2, 8, 20, 6
+L, H, D, V, T = 3, 2, 8, 17, 6
+ROWS = 20  # of which the last 3 are padding
 SHAPES: dict[str, tuple[int, ...]] = {
-    "wte": (V, D), "wpe": (T, D), "ln1w": (L, D), "ln1b": (L, D), "qkvw": (L, 3 * D, D), "qkvb": (L, 3 * D),
+    "wte": (ROWS, D), "wpe": (T, D), "ln1w": (L, D), "ln1b": (L, D), "qkvw": (L, 3 * D, D), "qkvb": (L, 3 * D),
     "attprojw": (L, D, D), "attprojb": (L, D), "ln2w": (L, D), "ln2b": (L, D), "fcw": (L, 4 * D, D),
     "fcb": (L, 4 * D), "fcprojw": (L, D, 4 * D), "fcprojb": (L, D), "lnfw": (D,), "lnfb": (D,),
 }  # fmt: skip
@@ -34,7 +40,7 @@ def write(path: Path, header: dict[int, int], *groups: dict[str, np.ndarray]) ->
 
 def model(path: Path, version: int = 3, **more: Any) -> dict[str, np.ndarray]:
     weights = drawn(0, {3: np.float32, 5: ml_dtypes.bfloat16}.get(version, np.float32))
-    write(path, {0: 20240326, 1: version, 2: T, 3: V - 3, 4: L, 5: H, 6: D, 7: V}, weights)
+    write(path, {0: 20240326, 1: version, 2: T, 3: V, 4: L, 5: H, 6: D, 7: ROWS}, weights)
     return weights
 
 
@@ -62,6 +68,28 @@ def test_a_model(version: int, tmp_path: Path) -> None:
     same(tensors(tmp_path / "run"), "parameters", right)
     m: Any = load(tmp_path / "run" / "config.toml", {}).model
     assert (m.gelu, m.bias, m.vocab, m.layers, m.heads, m.hidden, m.tied) == ("tanh", True, V, L, H, 4 * D, True)
+    assert m.vocab_rows == ROWS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "multiple"), [(17, 20, 20), (17, 17, 1), (17, 128, 128), (130, 256, 128), (256, 256, 1)]
+)
+def test_padding_is_no_token(tokens: int, rows: int, multiple: int, tmp_path: Path) -> None:
+    """It has no place in the model's distribution, nor in what is exported, where the tokens are as they were."""
+    file, random = tmp_path / "gpt2.bin", np.random.default_rng(0)
+    shapes = SHAPES | {"wte": (rows, D)}
+    right = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    write(file, {0: 20240326, 1: 3, 2: T, 3: tokens, 4: L, 5: H, 6: D, 7: rows}, right)
+    main([str(file), str(tmp_path / "hf"), "--to", "hf"])
+    table = load_file(tmp_path / "hf" / SINGLE)["transformer.wte.weight"]
+    assert np.array_equal(table, right["wte"][:tokens])
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == tokens
+    model: Any = source_experiment(file).model
+    assert (model.vocab, model.vocab_rows, model.vocab_multiple) == (tokens, rows, multiple)
+
+
+def test_the_vocabulary_of_gpt2(tmp_path: Path) -> None:
+    assert llmc_files._multiple(tmp_path, 50257, 50304) == 128
 
 
 def test_moments_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +123,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (whole + b"1234", r"has [\d,]+ bytes, where its header says"),
         (whole[:4] + (7).to_bytes(4, "little") + whole[8:], "version 7 of llm.c's model files; give one of 3, 5"),
         (whole[:20] + (3).to_bytes(4, "little") + whole[24:], "model.heads = 3 does not divide model.dim = 8"),
+        (whole[:12] + (21).to_bytes(4, "little") + whole[16:], "header has 21 tokens in 20 rows, padding among them"),
+        (whole[:12] + bytes(4) + whole[16:], "header has 0 tokens in 20 rows"),
         (whole[:100], "bytes early; use a whole copy"),
     ):
         file.write_bytes(change)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.convert.torch_parts import reading
+from jaxdist.formats.torch_files import reading
 from jaxdist.optim import learning_rate
 
 Peak = Literal["schedule", "now"]

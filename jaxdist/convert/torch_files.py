@@ -23,21 +23,18 @@ from torch.utils._pytree import tree_map_only
 from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.display import say
 from jaxdist.config.foreign import LFS, check_fetched, size_of
-from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, entries, nanogpt, optimizers, rates, torch_numpy
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count, with_tokens
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.hf import neighbours
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import empty, leaf
 from jaxdist.convert.torch_own import (
     BUFFERS,
-    EXPERIMENT,
     FILES,
     METRICS,
     ORIGIN,
     files_of,
-    is_own,
     log_of,
     origin_of,
     put_own,
@@ -65,19 +62,19 @@ from jaxdist.convert.torch_parts import (
     like,
     part,
     put,
-    reading,
     tensors_of,
     unread,
 )
 from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
-from jaxdist.formats.companions import CONFIG
+from jaxdist.formats import models
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
-from jaxdist.formats.plan import embedding
+from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
 from jaxdist.formats.refusals import check_torch, no_model
 from jaxdist.formats.tables import NAMINGS
+from jaxdist.formats.torch_files import EXPERIMENT, is_own, reading
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
@@ -156,6 +153,17 @@ def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
     return tensors
 
 
+def experiment_in(path: Path) -> Experiment:
+    """The experiment that a file or the config.json beside it tells, whether or not its tensors are those of the model.
+
+    Raises ConfigError, also where there is none."""
+    tree = load(path)
+    if found := models.told(path, tree):
+        return found
+    found = agreed(str(path), models.told_beside(path), None)
+    return found.model_copy(update={"model": models.fitted(str(path), found.model, _parameters(path, tree))})
+
+
 def opened(
     path: Path, wanted: Experiment | None = None, training: bool = True, peak: rates.Peak | None = None
 ) -> Content:
@@ -168,8 +176,8 @@ def opened(
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
-    found = with_tokens(found, tensors.get(names.get(embedding(naming, found.model), "")))
-    model = found.model
+    model = found.model if models.tells(tree) else models.with_tokens(found.model, naming, names, tensors)
+    found = found.model_copy(update={"model": model})
     rename = renaming(names, naming, model)
     carries = carried(names, naming, model)
     groups: dict[str, Leaves] = {PARAMETERS: {full: tensors[name] for full, name in names.items()}}
@@ -206,7 +214,7 @@ def opened(
         with reading(path, "optimizer"):
             settings = optimizers.settings(str(path), rule, trained, shapes)
             if not own:
-                whose = rates.given(wanted, f"its {nanogpt.LOOP}" if nanogpt.has_loop(tree) else "")
+                whose = rates.given(wanted, f"its {LOOP}" if has_loop(tree) else "")
                 told = rates.Told(path, trained, step, part(tree, SCHEDULER))
                 settings |= rates.going_on(told, found, whose, peak)
         experiment = trained_by(found, settings, f"{path}: optimizer")
@@ -254,14 +262,9 @@ def rate_of(content: Content) -> float:
 
 def _found(path: Path, tree: Any, wanted: Experiment | None) -> Experiment:
     """That of `--model`, of the file, or of the config.json beside it. Raises ConfigError where there is none."""
-    beside, found = path.parent / CONFIG, None
-    if is_own(tree):
-        found = Experiment.parse(tree[EXPERIMENT], source=str(path))
-    elif nanogpt.is_nanogpt(tree):
+    if is_nanogpt(tree) and not is_own(tree):
         return nanogpt.experiment_of(path, tree, wanted)
-    elif beside.exists() and not wanted:
-        found = experiment_for(read_model(path.parent).model_dump(), source=str(beside))
-    return agreed(str(path), found, wanted)
+    return agreed(str(path), models.told(path, tree) or (None if wanted else models.told_beside(path)), wanted)
 
 
 def count_of(path: Path, value: Any) -> int:

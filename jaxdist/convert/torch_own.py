@@ -15,17 +15,11 @@ from jaxdist.config.folder import MOST_BYTES as MOST_LOGGED
 from jaxdist.config.folder import parse_metrics
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, Said
 from jaxdist.convert.torch_leaves import leaf
-from jaxdist.convert.torch_parts import part, reading
+from jaxdist.convert.torch_parts import part
 from jaxdist.formats.companions import MOST_BYTES, is_companion
+from jaxdist.formats.torch_files import EXPERIMENT, is_own, reading
 
-EXPERIMENT, METRICS, FILES, ORIGIN, BUFFERS = "experiment", "metrics.jsonl", "files", "origin", "buffers"
-SECTIONS = {"model", "optimizer", "train", "parallel", "precision"}  # of ours; a script's own experiment has other ones
-
-
-def is_own(tree: Any) -> bool:
-    """Whether we wrote it: it has an experiment of ours."""
-    experiment = tree.get(EXPERIMENT) if isinstance(tree, dict) else None
-    return isinstance(experiment, dict) and experiment.keys() >= SECTIONS
+METRICS, FILES, ORIGIN, BUFFERS = "metrics.jsonl", "files", "origin", "buffers"
 
 
 def put_own(content: Content, room: Callable[[Leaves], Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -4,9 +4,7 @@ What is put back is as it was but for the numbers: in a list, in the order of th
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -54,15 +52,6 @@ def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, 
     """What puts it in place of that dict: in a list where that was in one."""
     key = key_of(tree, keys)
     return {key: [part] if isinstance(tree.get(key), list) else part}
-
-
-@contextmanager
-def reading(path: Path, part: str) -> Iterator[None]:
-    """What a part of another form than torch's makes Python raise becomes a ConfigError."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
 
 
 def inside(node: Any) -> Collection[Any]:

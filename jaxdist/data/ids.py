@@ -12,20 +12,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, llmc
 from jaxdist.data.blocks import read_blocks
 from jaxdist.data.files import cure, signature
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
 LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
 TELLING = 32  # ids that tell their width
-LLM_C_HEADER = 1024  # bytes: 256 of int32, which are magic, version, count and zeros
-# karpathy/llm.c, dev/data/data_common.py: magic -> version, type of the ids.
-LLM_C = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-LLM_C_OTHERS = {
-    20240522: "evaluation set", 20240326: "checkpoint", 20240327: "debugging state", 20240328: "tokenizer",
-    20240527: "optimizer state",
-}  # fmt: skip
+LLM_C_HEADER = 4 * llmc.HEADER  # bytes
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
@@ -206,11 +200,11 @@ def _llm_c(file: Path) -> Located | None:
     if len(head) < 12:
         return None
     magic, version, count = struct.unpack_from("<3i", head)
-    if what := LLM_C_OTHERS.get(magic):
+    if what := llmc.OTHERS.get(magic):
         raise ConfigError(f"data.path = {str(file)!r}: llm.c's {what} ({magic}), not its token ids; give those")
-    if magic not in LLM_C:
+    if magic not in llmc.TOKENS:
         return None
-    known, name = LLM_C[magic]
+    known, name = llmc.TOKENS[magic]
     dtype, size = np.dtype(name).newbyteorder("<"), file.stat().st_size
     if version != known or LLM_C_HEADER + count * dtype.itemsize != size:
         raise ConfigError(

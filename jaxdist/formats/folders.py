@@ -32,22 +32,6 @@ def bin_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
         raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
 
 
-LLMC_MODEL, LLMC_STATE = 20240326, 20240527
-
-
-def llmc_magic(path: Path) -> int:
-    """The number that begins a file, by which llm.c's are known; 0 of what is no file."""
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(4), "little")
-
-
-def is_llmc(path: Path) -> bool:
-    """Whether `path` is a model file of llm.c's."""
-    return llmc_magic(path) == LLMC_MODEL
-
-
 TRAINER_STATE = "trainer_state.json"
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 FSDP_WEIGHTS, FSDP_FILE, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0"

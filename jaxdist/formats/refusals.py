@@ -6,17 +6,15 @@ from contextlib import suppress
 from pathlib import Path
 from zipfile import ZipFile, is_zipfile
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, llmc
 from jaxdist.config.foreign import SINGLE, Foreign, foreign_content
 from jaxdist.formats.folders import (
     FSDP_FILE,
     FSDP_WEIGHTS,
-    LLMC_STATE,
     is_bin_folder,
     is_deepspeed,
     is_hf,
     is_trainer_folder,
-    llmc_magic,
     part_of,
     unreadable,
 )
@@ -31,7 +29,7 @@ def is_read(folder: Path) -> bool:
 def refusal(path: Path) -> ConfigError | None:
     """The error of a file that is a part of a checkpoint, or of a format that is not read; None of all else."""
     folder = path.parent
-    if llmc_magic(path) == LLMC_STATE:
+    if llmc.magic_of(path) == llmc.STATE:
         return ConfigError(f"{path} is an optimizer's state of llm.c's; give the model_*.bin of its step beside it")
     if part := part_of(path):
         whole = f"its folder {folder}" if is_read(folder) else f"a folder with {part.needs}"

@@ -1,0 +1,54 @@
+"""What model a torch file holds, as the file itself or the config.json beside it tells."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import Decoder, Experiment, Family
+from jaxdist.config.hf import experiment_for, read_model
+from jaxdist.formats import nanogpt
+from jaxdist.formats.folders import CONFIG
+from jaxdist.formats.naming import Shaped, recognized
+from jaxdist.formats.plan import embedding
+from jaxdist.formats.torch_files import EXPERIMENT, is_own
+
+
+def tells(tree: Any) -> bool:
+    """Whether the content of a torch file says what model it is."""
+    return is_own(tree) or nanogpt.is_nanogpt(tree)
+
+
+def told(path: Path, tree: Any) -> Experiment | None:
+    """The experiment that the content of a torch file tells: jaxdist's own, or nanoGPT's; None where it tells none.
+
+    Raises ConfigError."""
+    if is_own(tree):
+        return Experiment.parse(tree[EXPERIMENT], source=str(path))
+    if nanogpt.is_nanogpt(tree):
+        return Experiment.parse(nanogpt.sections(path, tree), source=f"{path}: {nanogpt.SOURCE}")
+    return None
+
+
+def notes(path: Path, tree: Any) -> list[str]:
+    """What is to be said of a file of which `told` tells the experiment."""
+    return nanogpt.notes(path, tree) if nanogpt.is_nanogpt(tree) and not is_own(tree) else []
+
+
+def told_beside(path: Path) -> Experiment | None:
+    """The experiment of the config.json beside a torch file; None where there is none. Raises ConfigError."""
+    beside = path.parent / CONFIG
+    return experiment_for(read_model(path.parent).model_dump(), source=str(beside)) if beside.exists() else None
+
+
+def fitted(source: str, model: Family, tensors: Mapping[str, Shaped]) -> Family:
+    """The model `with_tokens` of these tensors of a source. Raises ConfigError where two are one parameter."""
+    return with_tokens(model, *recognized(source, tensors, model), tensors)
+
+
+def with_tokens(model: Family, naming: str, names: Mapping[str, str], tensors: Mapping[str, Shaped]) -> Family:
+    """The model with as many tokens as its embedding has rows, where that has fewer. `naming` and `names` as
+    `recognized` has them."""
+    first = tensors.get(names.get(embedding(naming, model), ""))
+    rows = first.shape[0] if first and first.shape else 0
+    fewer = isinstance(model, Decoder) and 0 < rows < model.vocab
+    return model.model_copy(update={"vocab": rows, "vocab_multiple": 1}) if fewer else model
