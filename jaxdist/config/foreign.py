@@ -17,12 +17,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_BYTES = 32_000_000
 
 LFS = b"version https://git-lfs"  # how the pointer to a file begins that a clone without Git LFS has in its place
+POINTER, FETCH = "a pointer of Git LFS to a file that was not fetched", "fetch it by git lfs pull"
 
 
 def check_fetched(start: bytes) -> None:
     """Raises ValueError for a file that starts as a pointer of Git LFS."""
     if start.startswith(LFS):
-        raise ValueError("it is a pointer of Git LFS to a file that was not fetched; fetch it by git lfs pull")
+        raise ValueError(f"it is {POINTER}; {FETCH}")
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -77,7 +78,7 @@ class Foreign(NamedTuple):
 
 AGAIN, SAFELY = "download it again", "give the weights as safetensors, in a Hugging Face folder"
 BEGINNINGS = {  # of files that lie, under the names of others, where weights are looked for
-    b"version https://git-lfs": Foreign("a pointer of Git LFS, whose weights are not here", "run `git lfs pull` there"),
+    LFS: Foreign(POINTER, FETCH),
     b"<!DOCTYPE": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
     b"<html": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
     b"GGUF": Foreign("GGUF of llama.cpp, whose weights are mostly quantized", SAFELY),

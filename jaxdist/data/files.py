@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import LFS
+from jaxdist.config.foreign import FETCH, LFS, POINTER
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -37,7 +37,7 @@ SIGNATURES = {
     b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
     b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"%PDF-": "a PDF", b"\x89HDF": "an HDF5 file",
     b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"SQLite format": "a database", b"GGUF": "a GGUF model",
-    LFS: "a pointer of Git LFS to a file that was not fetched",
+    LFS: POINTER,
 }  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def signature(head: bytes) -> str | None:
 
 def cure(head: bytes) -> str:
     """What to do about a file that is no data, and begins so."""
-    return "fetch it by git lfs pull" if head.startswith(LFS) else "give it the name of what it is"
+    return FETCH if head.startswith(LFS) else "give it the name of what it is"
 
 
 def names(files: Iterable[Path], most: int = 3) -> str:
