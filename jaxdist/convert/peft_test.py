@@ -1,4 +1,4 @@
-"""LoRA adapters are merged into their base as PEFT computes them, or told what they are; unread formats are named."""
+"""LoRA adapters are merged into their base as PEFT computes them, or told what they are."""
 
 import json
 from pathlib import Path
@@ -149,22 +149,3 @@ def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
     main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
     with pytest.raises(ConfigError, match=r"--adapter .* has other names than transformers; give a Hugging"):
         main([str(tmp_path / "out"), str(tmp_path / "again"), "--adapter", str(folder)])
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("model.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
-        ("renamed.bin", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
-        ("folder/q4.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
-        ("folder/flax_model.msgpack", b"\x81", "a msgpack file of flax"),
-        ("tf_model.h5", b"\x89HDF", "a model of TensorFlow or Keras"),
-        ("model.onnx", b"\x08", "a graph of ONNX"),
-    ],
-)
-def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_path: Path) -> None:
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_bytes(content)
-    source = tmp_path / name.partition("/")[0]
-    with pytest.raises(ConfigError, match=f"{source.name} is {says}.*; give the weights as safetensors"):
-        main([str(source), str(tmp_path / "out")])

@@ -15,8 +15,7 @@ import tomli_w
 
 from jaxdist import checkpoint
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import check_header
-from jaxdist.config.hf import experiment_for, read_model, to_settings
+from jaxdist.config.hf import experiment_for, to_settings
 from jaxdist.config.optimizer import STATES
 from jaxdist.convert import orbax_files
 from jaxdist.convert.__main__ import main
@@ -25,7 +24,6 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
 from jaxdist.convert.formats_test import content_of, tensors, written
 from jaxdist.convert.stream import Conversion
-from jaxdist.data.encoding import make_encoder
 from jaxdist.optim import learning_rate
 
 torch = pytest.importorskip("torch")
@@ -483,21 +481,3 @@ def same(a: Any, b: Any) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
     else:
         assert a == b
-
-
-def test_what_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
-    """A clone of a repository without Git LFS has a pointer in the place of each large file."""
-    pointer, told = (
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
-        "by git lfs pull",
-    )
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt"):
-        (tmp_path / name).write_text(pointer)
-    with pytest.raises(ConfigError, match=told):
-        check_header(tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=told):
-        read_model(tmp_path)
-    with pytest.raises(ConfigError, match=told):
-        make_encoder(str(tmp_path), "auto")
-    with pytest.raises(ConfigError, match=told):
-        torch_files.load(tmp_path / "optimizer.pt")

@@ -1,0 +1,52 @@
+"""Files that are not read are named by their content, whatever they are called, with a fix."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import check_header
+from jaxdist.config.hf import read_model
+from jaxdist.convert.__main__ import main
+from jaxdist.data.encoding import make_encoder
+
+pytest.importorskip("torch")
+
+from jaxdist.convert import torch_files
+
+
+def test_what_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:
+    """A clone of a repository without Git LFS has a pointer in the place of each large file."""
+    pointer, told = (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d7a2146' * 8}\nsize 9\n",
+        "by git lfs pull",
+    )
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt"):
+        (tmp_path / name).write_text(pointer)
+    with pytest.raises(ConfigError, match=told):
+        check_header(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=told):
+        read_model(tmp_path)
+    with pytest.raises(ConfigError, match=told):
+        make_encoder(str(tmp_path), "auto")
+    with pytest.raises(ConfigError, match=told):
+        torch_files.load(tmp_path / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("model.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("renamed.bin", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("folder/q4.gguf", b"GGUF\x03\0\0\0", "GGUF of llama.cpp"),
+        ("folder/flax_model.msgpack", b"\x81", "a msgpack file of flax"),
+        ("tf_model.h5", b"\x89HDF", "a model of TensorFlow or Keras"),
+        ("model.onnx", b"\x08", "a graph of ONNX"),
+    ],
+)
+def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    source = tmp_path / name.partition("/")[0]
+    with pytest.raises(ConfigError, match=f"{source.name} is {says}.*; give the weights as safetensors"):
+        main([str(source), str(tmp_path / "out")])
