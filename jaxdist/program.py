@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compiler, loss_scale, models, optim, sharding
 from jaxdist.collectives import Context, Parallel, Stages, vary_like
 from jaxdist.config import Experiment, ResNet
+from jaxdist.config.model import Decoder
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.memory import Rematerialize, offloaded, on_device
 from jaxdist.mesh import axes_of
@@ -109,17 +110,21 @@ class Program:
 
     def initial(self) -> TrainState:
         """The starting state, from the seed and the parameters' names alone: the same bits on any mesh."""
-        key = jax.random.key(self.experiment.train.seed)
+        key, model = jax.random.key(self.experiment.train.seed), self.experiment.model
+
+        def tokens(axis: str, size: int) -> int:
+            """The size of an axis without padding of the vocabulary."""
+            padded = axis == "vocab" and isinstance(model, Decoder) and size == model.vocab_rows
+            return model.vocab if padded else size
 
         def draw(layout: sharding.Layout) -> jax.Array:
             if not layout.std:
                 return jnp.full(layout.shape, layout.mean, self.dtype_of(layout))
             named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
-            padded = layout.axes.index("vocab") if "vocab" in layout.axes else None
-            shape = [self.experiment.model.vocab if axis == padded else n for axis, n in enumerate(layout.shape)]
+            shape = [tokens(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True)]
             values = layout.mean + layout.std * jax.random.normal(named, shape, jnp.float32)
-            if padded is not None:  # the tokens' own rows are the same with any padding, which is their mean
-                rows = [(0, n - size) for n, size in zip(layout.shape, shape, strict=True)]
+            if shape != [*layout.shape]:  # the tokens' own rows are the same with any padding, which is their mean
+                rows = [(0, size - drawn) for size, drawn in zip(layout.shape, shape, strict=True)]
                 values = jnp.pad(values, rows, mode="mean")
             return values.astype(self.experiment.precision.parameters)
 
