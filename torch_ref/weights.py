@@ -39,10 +39,10 @@ def draw(model: Family, seed: int, name: str, shape: torch.Size) -> Tensor:
 
 def extended(tensor: Tensor, shape: torch.Size) -> Tensor:
     """A tensor of the vocabulary with as many rows as `shape`: new ones are the mean of its own."""
-    if (new := shape[0] - len(tensor)) <= 0:
+    if tensor.shape[:1] == shape[:1]:  # counts, which have no rows, among them
         return tensor
     mean = tensor.mean(0, dtype=torch.float64).to(tensor.dtype)
-    return torch.cat([tensor, mean.expand(new, -1)])
+    return torch.cat([tensor, mean.expand(shape[0] - len(tensor), -1)])
 
 
 @torch.no_grad()

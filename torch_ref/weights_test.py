@@ -4,7 +4,7 @@ import torch
 
 from jaxdist.config import Llama
 from torch_ref.models import build
-from torch_ref.weights import draw, fill, named
+from torch_ref.weights import draw, extended, fill, named
 
 MODEL = Llama(dim=256, hidden=512, init_std=0.02, layers=8)
 
@@ -29,3 +29,10 @@ def test_residual_projections_are_narrower_norms_one_biases_zero() -> None:
     assert math.isclose(values["layers.3.attention.o_proj.weight"].std().item(), 0.02 / 4, rel_tol=0.02)
     assert torch.equal(values["norm.weight"], torch.ones(256))
     assert not values["layers.0.attention.q_proj.bias"].any()
+
+
+def test_new_rows_are_the_mean_and_counts_have_none() -> None:
+    table = torch.arange(6.0).reshape(3, 2)
+    assert torch.equal(extended(table, torch.Size((5, 2))), torch.cat([table, table.mean(0).expand(2, -1)]))
+    for whole in table, torch.tensor(7):  # a count of batches has no rows
+        assert extended(whole, whole.shape) is whole
