@@ -185,8 +185,8 @@ class KeyMapping:
         different numbers of them: then some are stacked along another axis than the row says."""
         alike: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # layers -> count -> rows
         for number, row in enumerate(self.rows, 1):
-            if LAYER in row.theirs and _numbered(row.ours, ours):
-                count = ours[row.ours][row.axis] if row.stacked else len(_numbered(row.ours, ours))
+            if LAYER in row.theirs and (found := _numbered(row.ours, ours)):
+                count = ours[row.ours][row.axis] if row.stacked else len(found)
                 alike[row.theirs.partition(LAYER)[0]][count].append(number)
         for layers, counts in alike.items():
             if len(counts) > 1:
@@ -389,7 +389,8 @@ def _numbered(template: str, names: Collection[str]) -> dict[int, str]:
     """The names that a template stands for, by number; without `{layer}` it stands for itself."""
     if LAYER not in template:
         return {0: template} if template in names else {}
-    matches = ((_pattern(template).fullmatch(name), name) for name in names)
+    pattern = _pattern(template)
+    matches = ((pattern.fullmatch(name), name) for name in names)
     return dict(sorted((int(match[1]), name) for match, name in matches if match))
 
 
