@@ -26,6 +26,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
+from jaxdist.convert.rates import Peak
 from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
@@ -217,7 +218,7 @@ def arguments(argv: Sequence[str]) -> Any:
     )
     parser.add_argument(
         "--peak",
-        choices=("schedule", "now"),
+        choices=get_args(Peak),
         help="of an optimizer of torch's that has the learning rate of now alone: go on by the schedule of --model, or "
         "of its own config, or make the rate of now its peak (default: the schedule where it has the rate of now)",
     )

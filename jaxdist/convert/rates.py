@@ -15,7 +15,6 @@ from jaxdist.formats.torch_files import reading
 from jaxdist.optim import learning_rate
 
 Peak = Literal["schedule", "now"]
-PEAKS: tuple[Peak, ...] = ("schedule", "now")
 CLOSE = 1e-6  # relative
 FIELDS = {"learning_rate", "warmup", "decay", "decay_steps", "final"}  # of the schedule
 MODEL = "--model"  # whose schedule an experiment has
