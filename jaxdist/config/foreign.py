@@ -76,12 +76,13 @@ class Foreign(NamedTuple):
     fix: str
 
 
+GGUF = "GGUF of llama.cpp, whose weights are mostly quantized"
 AGAIN, SAFELY = "download it again", "give the weights as safetensors, in a Hugging Face folder"
 BEGINNINGS = {  # of files that lie, under the names of others, where weights are looked for
     LFS: Foreign(POINTER, FETCH),
     b"<!DOCTYPE": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
     b"<html": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
-    b"GGUF": Foreign("GGUF of llama.cpp, whose weights are mostly quantized", SAFELY),
+    b"GGUF": Foreign(GGUF, SAFELY),
     b"\x89HDF": Foreign("a file of HDF5, as Keras writes it", SAFELY),
 }
 

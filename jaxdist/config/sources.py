@@ -12,12 +12,12 @@ from jaxdist.config.checkpoints import checkpoint_in
 from jaxdist.config.dcp import EXPERIMENT
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Data, Experiment, read_toml
-from jaxdist.config.foreign import read_json
+from jaxdist.config.foreign import INDEX, SINGLE, read_json
 from jaxdist.config.model import Family
 
 HF_CONFIG, RUN_CONFIG, TOKENIZER = "config.json", "config.toml", "tokenizer.json"
 # Files that stand for their Hugging Face folder, as transformers writes it.
-SAFETENSORS, PICKLED = ("model.safetensors", "model.safetensors.index.json"), ("pytorch_model.bin",)
+SAFETENSORS, PICKLED = (SINGLE, INDEX), ("pytorch_model.bin",)
 # Tokenizers in other formats: SentencePiece, byte-level BPE. Of these transformers makes a tokenizer.json.
 OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "merges.txt")
 ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.config.foreign import parse, read_bytes
+from jaxdist.config.foreign import INDEX, SINGLE, parse, read_bytes
 from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, rates, torch_files
 from jaxdist.convert.assembled import State, Weights
@@ -31,8 +31,6 @@ from jaxdist.formats.folders import (
     FSDP_OPTIMIZER,
     FSDP_WEIGHTS,
     OPTIMIZERS,
-    SAFETENSORS,
-    SAFETENSORS_INDEX,
     SCALER,
     SCHEDULERS,
     TRAINER_STATE,
@@ -87,7 +85,7 @@ def _weights(path: Path) -> tuple[Mapping[str, Leaf], set[str]]:
     """The tensors of the model, and the names of what holds them. Raises ConfigError."""
     if (path / FSDP_WEIGHTS).is_dir():
         return dcp_files.Tensors(path / FSDP_WEIGHTS).parameters, {FSDP_WEIGHTS}
-    if any((path / name).exists() for name in (SAFETENSORS, SAFETENSORS_INDEX)):
+    if any((path / name).exists() for name in (SINGLE, INDEX)):
         tensors = Tensors(path)
         return hf.leaves(tensors), tensors.files
     if any((path / name).exists() for name in (BIN, BIN_INDEX)):

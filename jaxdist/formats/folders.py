@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import indexed, read_bytes, within
+from jaxdist.config.foreign import GGUF, INDEX, SINGLE, indexed, read_bytes, within
 
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 
@@ -33,10 +33,9 @@ def bin_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 TRAINER_STATE = "trainer_state.json"
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 FSDP_WEIGHTS, FSDP_FILE, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer_0"
 OPTIMIZERS, SCHEDULERS, SCALER = ("optimizer.pt", "optimizer.bin"), ("scheduler.pt", "scheduler.bin"), "scaler.pt"
-WEIGHTS = (FSDP_WEIGHTS, SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX, FSDP_FILE)
+WEIGHTS = (FSDP_WEIGHTS, SINGLE, INDEX, BIN, BIN_INDEX, FSDP_FILE)
 
 
 def is_trainer_folder(path: Path) -> bool:
@@ -138,7 +137,7 @@ def part_of(path: Path) -> PartFile | None:
 
 # Formats of weights that are not read: the pattern of a file's name, and what it is.
 UNREADABLE = (
-    (re.compile(r".*\.(gguf|ggml)", re.I), "GGUF of llama.cpp, whose weights are mostly quantized"),
+    (re.compile(r".*\.(gguf|ggml)", re.I), GGUF),
     (re.compile(r".*\.msgpack", re.I), "a msgpack file of flax"),
     (re.compile(r".*\.(h5|keras|tflite)", re.I), "a model of TensorFlow or Keras"),
     (re.compile(r".*\.onnx(_data)?", re.I), "a graph of ONNX"),
