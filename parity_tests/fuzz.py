@@ -44,9 +44,9 @@ from jaxdist.config.hf import experiment_for, read_model, to_settings
 from jaxdist.convert import dcp_files, hf, torch_files, torch_leaves, torch_numpy
 from jaxdist.convert.content import Content
 from jaxdist.convert.entries import entries
-from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.torch_parts import MODEL as PARTS
-from jaxdist.convert.torch_parts import part
+from jaxdist.formats.safetensors_files import Tensors
+from jaxdist.formats.torch_files import part
 from torch_ref.hf import Weights
 
 screen = Console(highlight=False)  # of the fuzzer alone: readers have notes of their own

@@ -28,12 +28,12 @@ from rich.table import Table
 from jaxdist.config import Llama, check_new
 from jaxdist.config.errors import exit_codes
 from jaxdist.config.hf import to_settings
-from jaxdist.convert import buffers
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import KINDS, kind_of
-from jaxdist.convert.safetensors_files import Tensor
 from jaxdist.convert.safetensors_writer import lay_out
 from jaxdist.convert.target import remove
+from jaxdist.formats import buffers
+from jaxdist.formats.safetensors_files import Tensor
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 BLOCK = 10_000_000  # numbers that are drawn at a time

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxdist.config import Experiment, Precision
 from jaxdist.config.display import say
-from jaxdist.convert.torch_parts import APEX, SCALER, part, put
+from jaxdist.convert.torch_parts import APEX, SCALER, put
+from jaxdist.formats.torch_files import part
 from jaxdist.loss_scale import LossScale, state_of
 
 RULE = ("growth_factor", "backoff_factor", "growth_interval")

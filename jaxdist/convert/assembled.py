@@ -12,16 +12,15 @@ from torch.utils._pytree import tree_map_only
 from jaxdist.config import Experiment
 from jaxdist.convert import optimizers, torch_files
 from jaxdist.convert.atoms import Shape
-from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, one_count
+from jaxdist.convert.content import PARAMETERS, Content, Leaves, Origin, one_count
 from jaxdist.convert.entries import kept as kept_by
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import leaf
-from jaxdist.convert.torch_parts import GROUPS
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.tables import IN_MEMORY, NAMINGS
-from jaxdist.formats.torch_files import reading
+from jaxdist.formats.torch_files import GROUPS, reading
 
 
 class State(NamedTuple):
@@ -131,8 +130,3 @@ class Weights:
             experiment = torch_files.trained_by(experiment, settings, f"{self.path}: optimizer")
         updates = steps if state and updates is None else updates
         return Content(experiment, self.naming, groups, steps, updates, replace(origin, step=steps)).checked(self.path)
-
-
-def leaves_of(file: Path, tensors: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The tensors of a state dict that lies in `file`. Raises ConfigError."""
-    return {n: leaf(file, n, tensor) for n, tensor in tensors.items() if isinstance(tensor, Tensor)}

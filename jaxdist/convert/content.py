@@ -1,6 +1,5 @@
 """What a checkpoint holds, whatever wrote it: tensors that are read when asked for, and all that goes beside them."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,48 +11,15 @@ from pydantic import BaseModel
 
 from jaxdist.config import EMA, ConfigError, Decoder, Experiment, same_model
 from jaxdist.config.display import say
-from jaxdist.convert.atoms import Entry, Shape
+from jaxdist.convert.atoms import Entry
 from jaxdist.convert.entries import entries, kept
 from jaxdist.formats.headers import Header
+from jaxdist.formats.leaves import Leaf, Leaves
 from jaxdist.formats.plan import Parts, check_tensors, embedding, parted, untied
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
-BLOCK = 1 << 20  # bytes that are compared at a time
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor that is read when it is asked for."""
-
-    shape: Shape
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
-    place: Any = None  # where it lies, if that is known
-    besides: int = 0  # bytes that are in memory beside it while it is read
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def contiguous(self) -> np.ndarray:
-        """What is read, its numbers one after the other in memory."""
-        return np.asarray(self.read(), order="C")
-
-    def equals(self, other: "Leaf") -> bool:
-        """Whether both are the same to the bit. They are not read where they lie in one place, and not copied whole."""
-        if (self.shape, self.dtype) != (other.shape, other.dtype):
-            return False
-        if self is other or (self.place is not None and self.place == other.place):
-            return True
-        a, b = (np.atleast_1d(leaf.read()) for leaf in (self, other))
-        rows = max(1, BLOCK * len(a) // max(1, self.bytes))
-        blocks = (slice(start, start + rows) for start in range(0, len(a), rows))
-        return all(a[block].tobytes() == b[block].tobytes() for block in blocks)
-
-
-Leaves = Mapping[str, Leaf]
 
 
 class Said(BaseModel, strict=True, extra="forbid"):

@@ -20,11 +20,12 @@ from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
 from jaxdist.config.hf import from_settings, to_settings
 from jaxdist.config.hf_keys import ARCHITECTURES
-from jaxdist.convert import buffers, experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
+from jaxdist.convert import experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.stream import Conversion
+from jaxdist.formats import buffers
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS
 
 SMALL: dict[str, Any] = {

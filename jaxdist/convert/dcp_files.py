@@ -32,27 +32,23 @@ from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, nesting, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import buffers, optimizers, rates, torch_files, torch_leaves
+from jaxdist.convert import optimizers, rates, torch_files, torch_leaves
 from jaxdist.convert.boxes import blocks, tiled
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import PIECE
-from jaxdist.convert.torch_parts import GROUPS, MODEL, OPTIMIZER, SCHEDULER, STEP, like, part, unread
+from jaxdist.convert.torch_parts import like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
-from jaxdist.formats import folders
-from jaxdist.formats.naming import carried, plain, recognized, renaming
+from jaxdist.formats import buffers, folders
+from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, placed
+from jaxdist.formats.naming import carried, recognized, renaming
+from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
 from jaxdist.loss_scale import LossScale, state_of
 
-APP, STATE, SCALING = "app.", "state.", "scaling."
-FIRST = ("", ".0", "_0")  # Lightning's optimizers and schedulers are the first of several
-# torchtitan has its weights below nothing, beside these parts of a run.
-TRAIN_STATE = "train_state."
-BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
-# What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
-PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
+SCALING = "scaling."
 
 
 class Tensors:
@@ -65,19 +61,8 @@ class Tensors:
         found = self.index.state_dict_metadata
         entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         self.leaves = {name: self._leaf(name, entry) for name, entry in entries.items()}
-        # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
-        below = tuple(f"{APP}{key}." for key in MODEL)
-        within = any(name.startswith(below) for name in entries) or all(name.startswith(APP) for name in entries)
-        outer = APP if within else ""
-        places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in (*STEP, f"{TRAIN_STATE}step"))
-        step = next((name for name in places if name in found and _is_one_number(found[name])), "")
-        optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in FIRST)
-        holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in found))
-        optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
-        beside = (*optimizers, *(f"{outer}{part}" for part in BESIDE))
-        given = [name for name in entries if name != step and not name.startswith(beside)]
-        self.prefixes = {"model": _before(given, outer), "optimizer": optimizer, "step": step}
-        self.weights = [name for name in given if name.startswith(self.prefixes["model"])]
+        shapes = {name: tuple(entries[name].size) if name in entries else None for name in found}
+        self.prefixes, self.weights = placed(shapes)
 
     @property
     def parameters(self) -> dict[str, Leaf]:
@@ -200,22 +185,6 @@ def _opened(path: Path, place: Place) -> Iterator[BufferedReader]:
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names that the model gave them."""
     return Tensors(whole(path, "small")).parameters
-
-
-def _is_one_number(entry: Any) -> bool:
-    """Whether an entry may be a count: a plain value, or a tensor of one number."""
-    return not isinstance(entry, TensorStorageMetadata) or math.prod(entry.size) == 1
-
-
-def _before(given: Sequence[str], outer: str) -> str:
-    """What stands before the parameters, as `model.`; nothing where that is the model's own, or a wrapper's: others lie
-    beside it then, which are no averages of those within."""
-    for begun in (f"{outer}{key}." for key in MODEL):
-        inside = {plain(name.removeprefix(begun)) for name in given if name.startswith(begun)}
-        beside = [n.removeprefix(outer) for n in given if not n.startswith(begun) and n.endswith((".weight", ".bias"))]
-        if inside and all(plain(name).partition(".")[2] in inside for name in beside):
-            return begun
-    return outer
 
 
 def _check_alone(path: Path, tensors: Tensors, known: Callable[[str], bool]) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoints
 from jaxdist.config.hf import experiment_for
-from jaxdist.convert import buffers, stream, verify
+from jaxdist.convert import stream, verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, entries_of
@@ -28,6 +28,7 @@ from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.kinds import KINDS, kind_of
 from jaxdist.convert.stream import Conversion, units
 from jaxdist.convert.target import beside
+from jaxdist.formats import buffers
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 torch = pytest.importorskip("torch")
@@ -393,7 +394,7 @@ def test_memory_is_bounded_by_the_largest_tensor(kind: str, tmp_path: Path, monk
     assert peak("unbounded") > bound
 
 
-@pytest.mark.parametrize("full", ["torch.save", "jaxdist.convert.buffers.write"])
+@pytest.mark.parametrize("full", ["torch.save", "jaxdist.formats.buffers.write"])
 def test_a_full_disk_is_told(full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When files are laid out, within `torch.distributed.checkpoint`, and when they are filled; nothing is left."""
     source = written(tmp_path / "run", "orbax", content_of(Llama(**SMALL)))

@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,21 @@ from jaxdist.config import ConfigError, Experiment, Family
 from jaxdist.config.display import say
 from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
-from jaxdist.convert import buffers, safetensors_writer
+from jaxdist.convert import safetensors_writer
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
-from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import exported
+from jaxdist.formats import buffers
 from jaxdist.formats.companions import CONFIG, companions, files_of
 from jaxdist.formats.naming import carried, recognized
 from jaxdist.formats.plan import embedding
+from jaxdist.formats.safetensors_files import Tensors, leaves
 from jaxdist.formats.tables import OWN
 
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor, under the files' names. Raises ConfigError."""
     return leaves(Tensors(path))
-
-
-def leaves(tensors: Tensors) -> dict[str, Leaf]:
-    """All of them, to be read."""
-    return {name: Leaf(t.shape, t.dtype, partial(tensors.read, name)) for name, t in tensors.described.items()}
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:

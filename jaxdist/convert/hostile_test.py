@@ -16,7 +16,7 @@ from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import read_model, to_settings
 from jaxdist.config.model import MOST_EXPERTS, MOST_LAYERS
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.formats.safetensors_files import Tensors
 
 Header = dict[str, Any] | str
 

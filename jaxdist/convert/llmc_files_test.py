@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
 from jaxdist.config.foreign import SINGLE
-from jaxdist.convert import llmc_files
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.formats_test import tensors
+from jaxdist.formats import llmc_files
 from jaxdist.weights import source_experiment
 
 L, H, D, V, T = 3, 2, 8, 17, 6

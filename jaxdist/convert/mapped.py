@@ -11,14 +11,15 @@ import orbax.checkpoint as ocp
 from jaxdist.config import ConfigError
 from jaxdist.config.checkpoints import sealed
 from jaxdist.config.foreign import INDEX, SINGLE
-from jaxdist.convert import buffers, hf, orbax_files, safetensors_writer, tensorstore_files
+from jaxdist.convert import orbax_files, safetensors_writer, tensorstore_files
 from jaxdist.convert.atoms import Entry, whole
 from jaxdist.convert.content import PARAMETERS, Leaf, Leaves
 from jaxdist.convert.mapping import KeyMapping
 from jaxdist.convert.orbax_files import Coming, Streaming
-from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import Recut
 from jaxdist.convert.trees import flatten, unflatten
+from jaxdist.formats import buffers
+from jaxdist.formats.safetensors_files import Tensors, leaves
 
 METADATA = "_METADATA"
 
@@ -164,4 +165,4 @@ def write_ours(path: Path, conversion: Remapping, tree: Any) -> None:
 
 def read_theirs(path: Path) -> dict[str, Leaf]:
     """Safetensors, in a file or a folder. Raises ConfigError."""
-    return hf.leaves(Tensors(path))
+    return leaves(Tensors(path))

@@ -15,11 +15,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.checkpoints import seal
-from jaxdist.convert import buffers, mapped, stream
+from jaxdist.convert import mapped, stream
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.mapped import Pytree, Remapping
 from jaxdist.convert.mapping import KeyMapping, Row
 from jaxdist.convert.trees import flatten, unflatten
+from jaxdist.formats import buffers
 
 MAPPING = KeyMapping(
     (
@@ -286,7 +287,7 @@ def test_nothing_half_written(
         raise OSError("No space left on device")
 
     before = sorted(tmp_path.rglob("*"))
-    monkeypatch.setattr("jaxdist.convert.buffers.write", full)
+    monkeypatch.setattr("jaxdist.formats.buffers.write", full)
     with pytest.raises(TrainingError, match="could not be written: No space"):
         main([str(files[0]), str(tmp_path / target), "--mapping", str(files[2])])
     assert sorted(tmp_path.rglob("*")) == before

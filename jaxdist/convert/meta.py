@@ -1,108 +1,21 @@
-"""Folders as Meta published Llama 1 to 3: params.json, and a consolidated.*.pth of each model-parallel rank."""
+"""Folders of Meta's as contents: weights alone."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json, within
-from jaxdist.config.hf import experiment_for
-from jaxdist.config.model import MOST_LAYERS
-from jaxdist.convert import buffers, torch_files
-from jaxdist.convert.atoms import Shape
+from jaxdist.config import Experiment
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
-from jaxdist.convert.entries import entries
+from jaxdist.convert.reader import READER
+from jaxdist.formats import meta
 from jaxdist.formats.companions import companions
-from jaxdist.formats.naming import recognized
-
-PARAMS, FILES = "params.json", "consolidated.*.pth"
-LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults
-# By how much it stretches, where params.json does not say: Llama 3.2 of these widths by 32, Llama 3.1 and 3.3 by 8.
-STRETCHED = {2048: 32.0, 3072: 32.0}
 
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor, of all ranks together. Raises ConfigError."""
-    return _described(path)[1]
+    return meta.read(path, READER)[1]
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
     """The content of a folder. Raises ConfigError."""
-    found, leaves = _described(path)
+    found, leaves = meta.read(path, READER)
     origin = Origin("meta", "meta", files=companions(path))
     return Content(agreed(str(path), found, wanted), "meta", {PARAMETERS: leaves}, origin=origin).checked(path)
-
-
-def _described(path: Path) -> tuple[Experiment, dict[str, Leaf]]:
-    """What model it is, and its tensors."""
-    try:
-        files = [within(path, file.name) for file in sorted(path.glob(FILES))]
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; give a folder with its files in it") from None
-    ranks = [torch_files.described(file) for file in files]
-    experiment = experiment_for(_model(path, ranks), source=str(path / PARAMS))
-    shapes = {name: entry.shape for name, entry in entries("meta", experiment.model).items()}
-    _, names = recognized(str(path), ranks[0], experiment.model)
-    return experiment, {
-        full: _whole(path, name, ranks, shapes[full]) if full in shapes else ranks[0][name]
-        for full, name in names.items()
-    }
-
-
-def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
-    """The model section, from params.json and what only the tensors' shapes tell. Raises ConfigError."""
-    try:
-        params = read_json(path / PARAMS)
-        dim, heads, layers = (int(params[key]) for key in ("dim", "n_heads", "n_layers"))
-        if layers > MOST_LAYERS:
-            raise ValueError(f"n_layers = {layers}, more than {MOST_LAYERS:,}")
-        hidden = sum(rank["layers.0.feed_forward.w1.weight"].shape[0] for rank in ranks)
-        embeddings = [rank["tok_embeddings.weight"].shape for rank in ranks]
-        values = {
-            "dim": dim, "heads": heads, "layers": layers, "hidden": hidden, "head_dim": dim // heads,
-            "kv_heads": int(params.get("n_kv_heads") or heads), "norm_eps": params["norm_eps"],
-            "rope_theta": params.get("rope_theta", 10000.0), "positions": 8192 if "rope_theta" in params else 4096,
-            "vocab": embeddings[0][0] * (len(ranks) if embeddings[0][1] == dim else 1),
-            "tied": "output.weight" not in ranks[0],
-        }  # fmt: skip
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path / PARAMS}: {error!r}; give the folder that Meta published") from None
-    if not params.get("use_scaled_rope"):
-        return values
-    if not (factor := params.get("rope_scaling_factor")):
-        factor = STRETCHED.get(dim, 8.0)
-        say(
-            f"{path}: its rotation is taken to be stretched by {factor:g}; rope_scaling_factor in {PARAMS} says another"
-        )
-    return values | LLAMA31 | {"rope_factor": factor}
-
-
-def _whole(path: Path, name: str, ranks: Sequence[Mapping[str, Leaf]], shape: Shape) -> Leaf:
-    """The tensor whose pieces the ranks hold, along the one axis in which they are smaller; all alike are copies.
-
-    Raises ConfigError where they are no such pieces."""
-    pieces = [rank[name] for rank in ranks if name in rank]
-    first = pieces[0]
-    axis = next((i for i, (a, b) in enumerate(zip(first.shape, shape, strict=False)) if a != b), len(first.shape))
-
-    def beside(piece: Leaf) -> tuple[Any, ...]:
-        return len(piece.shape), piece.shape[:axis], piece.shape[axis + 1 :], piece.dtype
-
-    if len(pieces) < len(ranks) or len({*map(beside, pieces)}) > 1:
-        there = ", ".join(f"{piece.dtype}{list(piece.shape)}" for piece in pieces)
-        raise ConfigError(f"{path}: of {name} its {len(ranks)} {FILES} have {there}; give the whole folder")
-    if axis == len(first.shape):
-        return first
-    sizes = [piece.shape[axis] for piece in pieces]
-
-    def read() -> np.ndarray:
-        whole = buffers.empty(found, first.dtype)
-        for piece, part in zip(pieces, np.split(whole, np.cumsum(sizes)[:-1], axis), strict=True):
-            part[...] = piece.read()
-        return whole
-
-    found = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
-    return Leaf(found, first.dtype, read, besides=max(piece.bytes + piece.besides for piece in pieces))

@@ -17,6 +17,7 @@ from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.verify import logits
+from jaxdist.formats import meta as formats_meta
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +50,9 @@ def test_how_far_the_rotation_is_stretched(dim: int, more: dict[str, Any], facto
     """Llama 3.2 says no more than Llama 3.1, and means another."""
     (tmp_path / "params.json").write_text(json.dumps(PARAMS | {"dim": dim, "use_scaled_rope": True} | more))
     shapes = {"layers.0.feed_forward.w1.weight": (24, dim), "tok_embeddings.weight": (128, dim)}
-    values = meta._model(tmp_path, [{n: Leaf(s, np.dtype("float32"), lambda: np.empty(0)) for n, s in shapes.items()}])
+    values = formats_meta._model(
+        tmp_path, [{n: Leaf(s, np.dtype("float32"), lambda: np.empty(0)) for n, s in shapes.items()}]
+    )
     assert (values["rope_scaling"], values["rope_factor"]) == ("llama3", factor)
 
 

@@ -27,13 +27,13 @@ from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.foreign import check_files, read_json, within
-from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
 from jaxdist.convert.entries import cut, parts, shapes_of
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.zarr_files import ZarrFiles
+from jaxdist.formats import buffers
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.items import items
 from jaxdist.loss_scale import state_of

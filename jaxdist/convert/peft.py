@@ -15,9 +15,8 @@ from jaxdist.config.foreign import read_json
 from jaxdist.config.hf import SHOWN
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
-from jaxdist.convert.hf import leaves
-from jaxdist.convert.safetensors_files import Tensors
 from jaxdist.convert.stream import cast
+from jaxdist.formats.safetensors_files import Tensors, leaves
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

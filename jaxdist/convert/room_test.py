@@ -16,11 +16,12 @@ from jaxdist import optim
 from jaxdist.checkpoint import CHUNK, Checkpoints
 from jaxdist.config import GPT2, Checkpoint, ConfigError, Family, Llama
 from jaxdist.config.hf import experiment_for
-from jaxdist.convert import meta, orbax_files, stream
+from jaxdist.convert import orbax_files, stream
 from jaxdist.convert.content import PARAMETERS, Leaf
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.stream import Conversion
+from jaxdist.formats import meta
 from jaxdist.formats.tables import LAYERS
 from jaxdist.step import TrainState
 

@@ -12,11 +12,12 @@ from jaxdist.config.dcp import MOST_BYTES
 from jaxdist.config.display import say
 from jaxdist.config.folder import each_metrics
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import buffers, hf, safetensors_writer
+from jaxdist.convert import safetensors_writer
 from jaxdist.convert.content import Content, Origin, Said
-from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.formats import buffers
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.origin import FILES, ORIGIN, SAID
+from jaxdist.formats.safetensors_files import Tensors, leaves
 
 EXTRAS, BUFFERS = "extras.pt", "buffers.safetensors"
 
@@ -61,7 +62,7 @@ def origin_of(checkpoint: Path) -> Origin:
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / SAID} is damaged: {reason}; remove {beside}, or use a copy") from None
-    kept = hf.leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
+    kept = leaves(Tensors(beside / BUFFERS)) if (beside / BUFFERS).exists() else {}
     files = files_of(beside / FILES)[0] if (beside / FILES).is_dir() else {}  # git keeps no empty folder
     return Origin(**dict(said), files=files, buffers=kept, held=partial(_extras, beside))
 

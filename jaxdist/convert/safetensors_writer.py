@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.convert.content import Leaf
-from jaxdist.convert.safetensors_files import DTYPES, Tensor
+from jaxdist.formats.safetensors_files import DTYPES, Tensor
 
 FRAMEWORK = {"format": "pt"}  # transformers refuses files whose metadata does not name one
 EMPTY: Mapping[str, Any] = MappingProxyType({})

@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.config.finite import NotFinite, refused
-from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
 from jaxdist.convert.finite import not_finite
+from jaxdist.formats import buffers
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 T = TypeVar("T")

@@ -43,12 +43,8 @@ from jaxdist.convert.torch_parts import (
     APEX,
     CURRENT,
     ENTRIES,
-    GROUPS,
     MODEL,
-    OPTIMIZER,
     SCALER,
-    SCHEDULER,
-    STEP,
     changed,
     copies,
     filled,
@@ -58,14 +54,11 @@ from jaxdist.convert.torch_parts import (
     inside,
     is_count,
     is_flat,
-    key_of,
     like,
-    part,
     put,
     tensors_of,
     unread,
 )
-from jaxdist.convert.torch_pickles import rehearse
 from jaxdist.convert.torch_records import Place, Records, is_zip
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import models
@@ -73,8 +66,21 @@ from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
 from jaxdist.formats.refusals import check_torch, no_model
+from jaxdist.formats.stand_ins import restored
 from jaxdist.formats.tables import NAMINGS
-from jaxdist.formats.torch_files import EXPERIMENT, is_own, reading
+from jaxdist.formats.torch_files import (
+    EXPERIMENT,
+    GROUPS,
+    OPTIMIZER,
+    SCHEDULER,
+    STEP,
+    is_own,
+    key_of,
+    part,
+    reading,
+    state_dict,
+)
+from jaxdist.formats.torch_pickles import rehearse
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 MOST = 10_000_000  # values in a file
@@ -88,14 +94,14 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
         if not (size := size_of(path)):
             raise ValueError("it is empty")
         if part or is_zip(path):
-            return torch_numpy.restored(walked(Records(path, part).tree(mapped)))
+            return restored(walked(Records(path, part).tree(mapped)))
         check_torch(path)
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
             check_fetched(content[: len(LFS)])
             rehearse(content, size, PICKLES)
         with torch_numpy.allowed():
             tree = torch.load(path, map_location="cpu", weights_only=True)
-        return torch_numpy.restored(walked(tree))
+        return restored(walked(tree))
     except UnpicklingError as error:
         reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
         raise ConfigError(
@@ -135,19 +141,13 @@ def walked(tree: Any) -> Any:
     return tree
 
 
-def _model(tree: Any) -> Mapping[str, Tensor]:
-    """The state dict of the model: the tree itself, or its part of that name."""
-    model = part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
-    return {name: tensor for name, tensor in model.items() if isinstance(name, str) and isinstance(tensor, Tensor)}
-
-
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the file's names. Raises ConfigError."""
     return _parameters(path, load(path))
 
 
 def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
-    tensors = {name: leaf(path, name, tensor) for name, tensor in _model(tree).items()}
+    tensors = {name: leaf(path, name, tensor) for name, tensor in state_dict(tree).items()}
     if not tensors:
         raise no_model(path)
     return tensors

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from jaxdist.config import ConfigError
-from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape, copy
 from jaxdist.convert.content import Leaf
 from jaxdist.convert.torch_records import place
+from jaxdist.formats import buffers
 
 PIECE = 16_000_000  # bytes that are read at a time of a tensor between whose numbers others lie
 

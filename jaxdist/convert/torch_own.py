@@ -15,9 +15,8 @@ from jaxdist.config.folder import MOST_BYTES as MOST_LOGGED
 from jaxdist.config.folder import parse_metrics
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, Said
 from jaxdist.convert.torch_leaves import leaf
-from jaxdist.convert.torch_parts import part
 from jaxdist.formats.companions import MOST_BYTES, is_companion
-from jaxdist.formats.torch_files import EXPERIMENT, is_own, reading
+from jaxdist.formats.torch_files import EXPERIMENT, is_own, part, reading
 
 METRICS, FILES, ORIGIN, BUFFERS = "metrics.jsonl", "files", "origin", "buffers"
 

@@ -13,39 +13,12 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError
 from jaxdist.formats import naming
+from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, key_of, only
 
-# Under which keys training scripts keep what; the first of each is written. Lightning's are lists.
 MODEL, CURRENT = naming.MODEL, naming.CURRENT
-OPTIMIZER = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
-SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers")
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
 APEX = ("amp",)  # of apex.amp: a loss scaler for each loss
-STEP = ("step", "global_step", "global_steps", "iteration", "iter", "iter_num")
-GROUPS, ENTRIES = "param_groups", "entries"  # of an optimizer: torch's, and of each parameter's what is no moment
-MARKS = {GROUPS, "last_epoch", "growth_factor"}  # what an optimizer's state has, a scheduler's, a scaler's; no settings
-
-
-def key_of(tree: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Under which of the keys the tree has a state, a dict or a list of one; or any dict, as of settings; or would."""
-    if keys == MODEL and isinstance(tree.get(CURRENT), dict):
-        return CURRENT
-    dicts = [key for key in keys if isinstance(_only(tree.get(key)), dict)]
-    return next((key for key in dicts if _is_state(_only(tree[key]))), next(iter(dicts), keys[0]))
-
-
-def _is_state(value: Mapping[str, Any]) -> bool:
-    return bool(MARKS & value.keys()) or any(isinstance(tensor, Tensor) for tensor in value.values())
-
-
-def _only(value: Any) -> Any:
-    """What a list of one holds; all else as it is."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def part(tree: Any, keys: tuple[str, ...]) -> dict[Any, Any]:
-    """That dict; empty where there is none."""
-    found = _only(tree.get(key_of(tree, keys))) if isinstance(tree, dict) else None
-    return found if isinstance(found, dict) else {}
+ENTRIES = "entries"  # of an optimizer: of each parameter's what is no moment
 
 
 def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
@@ -101,7 +74,7 @@ def copies(tree: Mapping[Any, Any], model: Mapping[str, Any]) -> list[str]:
 
 def is_flat(tree: Mapping[str, Any]) -> bool:
     """Whether it is a state dict itself, and has none as its part."""
-    return not isinstance(_only(tree.get(key_of(tree, MODEL))), dict)
+    return not isinstance(only(tree.get(key_of(tree, MODEL))), dict)
 
 
 def hollow(model: Mapping[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from jaxdist.config import ConfigError
 from jaxdist.convert import torch_numpy
-from jaxdist.convert.torch_pickles import rehearse
+from jaxdist.formats.torch_pickles import rehearse
 
 BEGIN, HEADER = b"PK\x03\x04", "<4s22x2H"  # of a record: lengths of its name, and of what else precedes its bytes
 PICKLE, ORDER, STORAGES, ENCRYPTED = "data.pkl", "byteorder", "data/", 1

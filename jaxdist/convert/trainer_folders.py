@@ -14,22 +14,19 @@ from typing import Any
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
-from jaxdist.config.foreign import INDEX, SINGLE, parse, read_bytes
+from jaxdist.config.foreign import parse, read_bytes
 from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert import amp, bin_files, dcp_files, hf, optimizers, rates, torch_files
+from jaxdist.convert import amp, dcp_files, optimizers, rates, torch_files
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
-from jaxdist.convert.safetensors_files import Tensors
+from jaxdist.convert.reader import READER
 from jaxdist.convert.torch_parts import first_count, is_count
 from jaxdist.convert.trainer_schedule import found_schedule
+from jaxdist.formats import trainer
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.folders import (
-    BIN,
-    BIN_INDEX,
     CONFIG,
-    FSDP_FILE,
     FSDP_OPTIMIZER,
-    FSDP_WEIGHTS,
     OPTIMIZERS,
     SCALER,
     SCHEDULERS,
@@ -41,7 +38,7 @@ MOST_BYTES = 200_000_000  # of trainer_state.json, which logs every few steps
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the names of its files. Raises ConfigError."""
-    return dict(_weights(path)[0])
+    return dict(trainer.read(path, READER)[0])
 
 
 def opened(
@@ -50,16 +47,16 @@ def opened(
     """The content of a folder; its model is that of config.json, or `wanted`; `peak` decides as in `rates`.
 
     Raises ConfigError."""
-    there, read = _weights(path)
-    trainer = trainer_state(path)
-    weights = Weights(path, agreed(str(path), found_in(path, trainer.get("max_steps")), wanted), there)
+    there, read = trainer.read(path, READER)
+    logged = trainer_state(path)
+    weights = Weights(path, agreed(str(path), found_in(path, logged.get("max_steps")), wanted), there)
     state, by = _state(path, weights) if training else (None, "")
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
-    step = trainer.get("global_step", counted)
+    step = logged.get("global_step", counted)
 
     def schedule(done: int, state: State) -> Mapping[str, Any]:
-        told = rates.Told(path, state.groups, done, scheduler, partial(logged_schedule, path, state, trainer))
+        told = rates.Told(path, state.groups, done, scheduler, partial(logged_schedule, path, state, logged))
         return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
 
     files, left = files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
@@ -79,18 +76,6 @@ def found_in(path: Path, steps: Any) -> Experiment | None:
     return Experiment.parse(
         values | {"train": values["train"] | {"steps": steps}}, f"{path / TRAINER_STATE}: max_steps"
     )
-
-
-def _weights(path: Path) -> tuple[Mapping[str, Leaf], set[str]]:
-    """The tensors of the model, and the names of what holds them. Raises ConfigError."""
-    if (path / FSDP_WEIGHTS).is_dir():
-        return dcp_files.Tensors(path / FSDP_WEIGHTS).parameters, {FSDP_WEIGHTS}
-    if any((path / name).exists() for name in (SINGLE, INDEX)):
-        tensors = Tensors(path)
-        return hf.leaves(tensors), tensors.files
-    if any((path / name).exists() for name in (BIN, BIN_INDEX)):
-        return bin_files.read(path)
-    return torch_files.described(path / FSDP_FILE), {FSDP_FILE}
 
 
 def _state(path: Path, weights: Weights) -> tuple[State | None, str]:

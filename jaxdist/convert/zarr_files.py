@@ -13,8 +13,8 @@ import tensorstore as ts
 import xxhash
 
 from jaxdist.checkpoint import CHUNK
-from jaxdist.convert import buffers
 from jaxdist.convert.atoms import Shape
+from jaxdist.formats import buffers
 
 
 def rows_of(shape: Shape, dtype: np.dtype) -> Shape:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.convert import buffers
+from jaxdist.formats import buffers
 
 F32 = np.dtype(np.float32)
 

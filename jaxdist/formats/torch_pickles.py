@@ -8,7 +8,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 from jaxdist.config.pickles import Careful
-from jaxdist.convert.torch_numpy import STAND_INS
+from jaxdist.formats.stand_ins import STAND_INS
 
 PROTOCOL = 3  # the newest whose operations torch's own reader knows
 BYTES, BYTEARRAY = "_codecs.encode", "builtins.bytearray"  # as Python's second protocol of pickles writes them

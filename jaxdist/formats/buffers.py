@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.convert.atoms import Shape
+from jaxdist.formats.tables import Shape
 
 ENOUGH = 400_000_000  # bytes: beyond them and the largest tensor, what is free goes to the system
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none

@@ -1,6 +1,7 @@
 """The tensors of a Hugging Face folder: model.safetensors, or shards and their index; as numpy arrays."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +9,10 @@ import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.convert import buffers
+from jaxdist.formats import buffers
 from jaxdist.formats.headers import DTYPES as NAMES
 from jaxdist.formats.headers import Headers
+from jaxdist.formats.leaves import Leaf
 
 DTYPES = {theirs: np.dtype(name) for theirs, name in NAMES.items()}
 
@@ -47,3 +49,14 @@ class Tensors(Headers):
                 f"{self.folder}: tensor {name}, {tensor.dtype}{list(tensor.shape)}: {error}; "
                 "give a tensor that fits into memory, in a whole file"
             ) from None
+
+
+def read(path: Path) -> tuple[dict[str, Leaf], set[str]]:
+    """The tensors of a folder and the names of the files that hold them. Raises ConfigError."""
+    tensors = Tensors(path)
+    return leaves(tensors), tensors.files
+
+
+def leaves(tensors: Tensors) -> dict[str, Leaf]:
+    """All of them, to be read."""
+    return {name: Leaf(t.shape, t.dtype, partial(tensors.read, name)) for name, t in tensors.described.items()}

@@ -1,0 +1,53 @@
+"""What the entries of a checkpoint of torch.distributed.checkpoint are, by their names."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from jaxdist.formats.naming import MODEL, plain
+from jaxdist.formats.tables import Shape
+from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, SCHEDULER, STEP
+
+APP, STATE = "app.", "state."
+FIRST = ("", ".0", "_0")  # Lightning's optimizers and schedulers are the first of several
+# torchtitan has its weights below nothing, beside these parts of a run.
+TRAIN_STATE = "train_state."
+BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
+# What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
+PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
+
+
+def placed(entries: Mapping[str, Shape | None]) -> tuple[dict[str, str], list[str]]:
+    """What stands before the names of each part, as in PREFIXES, and the names of the weights.
+
+    `entries`: the shape of each that is a tensor, None of another.
+    """
+    tensors = [name for name, shape in entries.items() if shape is not None]
+    # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.
+    below = tuple(f"{APP}{key}." for key in MODEL)
+    within = any(name.startswith(below) for name in tensors) or all(name.startswith(APP) for name in tensors)
+    outer = APP if within else ""
+    places = (f"{place}{key}" for place in dict.fromkeys((outer, "")) for key in (*STEP, f"{TRAIN_STATE}step"))
+    step = next((name for name in places if name in entries and _is_one_number(entries[name])), "")
+    optimizers = tuple(f"{outer}{key}{first}." for key in OPTIMIZER for first in FIRST)
+    holds = (o for o in optimizers if any(name.startswith((f"{o}{STATE}", f"{o}{GROUPS}")) for name in entries))
+    optimizer = next(holds, f"{outer}{PREFIXES['optimizer']}")
+    beside = (*optimizers, *(f"{outer}{part}" for part in BESIDE))
+    given = [name for name in tensors if name != step and not name.startswith(beside)]
+    prefixes = {"model": _before(given, outer), "optimizer": optimizer, "step": step}
+    return prefixes, [name for name in given if name.startswith(prefixes["model"])]
+
+
+def _is_one_number(shape: Shape | None) -> bool:
+    """Whether an entry may be a count: a plain value, or a tensor of one number."""
+    return shape is None or math.prod(shape) == 1
+
+
+def _before(given: Sequence[str], outer: str) -> str:
+    """What stands before the parameters, as `model.`; nothing where that is the model's own, or a wrapper's: others lie
+    beside it then, which are no averages of those within."""
+    for begun in (f"{outer}{key}." for key in MODEL):
+        inside = {plain(name.removeprefix(begun)) for name in given if name.startswith(begun)}
+        beside = [n.removeprefix(outer) for n in given if not n.startswith(begun) and n.endswith((".weight", ".bias"))]
+        if inside and all(plain(name).partition(".")[2] in inside for name in beside):
+            return begun
+    return outer

@@ -1,0 +1,267 @@
+"""DeepSpeed's ZeRO checkpoints, stages 1, 2 and 3: fp32 master weights and moments put together from each rank's piece.
+
+A folder `global_stepN`, which `latest` names in the folder around it, has `mp_rank_00_model_states.pt` (stage 3: one of
+each rank, with placeholders for weights) and `*_optim_states.pt` of each rank. The pieces lie in their files as flat
+vectors, without names: `param_shapes` tells names, shapes and order, as DeepSpeed's own zero_to_fp32.py reads them
+(https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py). No pickle is executed.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.config.foreign import within
+from jaxdist.formats import buffers
+from jaxdist.formats.folders import (
+    CONFIG,
+    DEEPSPEED_MODEL,
+    DEEPSPEED_OPTIMIZER,
+    DEEPSPEED_WHOLE,
+    deepspeed_tag,
+)
+from jaxdist.formats.leaves import Leaf, Leaves, Reader
+from jaxdist.formats.tables import Shape
+from jaxdist.formats.torch_files import is_tensor
+from jaxdist.formats.torch_weights import weights_in
+
+MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
+
+
+class Vector(NamedTuple):
+    """Numbers of one axis that lie in a file."""
+
+    file: Path
+    tensor: Any
+    reader: Reader
+
+    def part(self, start: int, size: int) -> Leaf:
+        """Some of its numbers, still to be read. Raises ConfigError."""
+        return self.reader.leaf(self.file, "a rank's vector", self.tensor[start : start + size])
+
+
+Flat = Sequence[Vector]  # which follow each other
+
+
+def read(path: Path, reader: Reader) -> Leaves:
+    """Every tensor of the model, from the fp32 masters. Raises ConfigError."""
+    whole = without_zero(path, reader)
+    return weights_in(whole, reader) if whole else Zero(path, reader).weights
+
+
+def config_around(path: Path) -> Path:
+    """The folder with config.json: that of the checkpoint or the one around it; the first where neither has one."""
+    folder = deepspeed_tag(path) or path
+    return next((f for f in (folder, folder.parent) if (f / CONFIG).is_file()), folder)
+
+
+def without_zero(path: Path, reader: Reader) -> Path | None:
+    """The one file of a checkpoint that was saved without ZeRO, whose optimizer lies in it too. Raises ConfigError."""
+    folder = deepspeed_tag(path) or path
+    file = folder / DEEPSPEED_WHOLE
+    if not file.is_file() or any(folder.glob(DEEPSPEED_OPTIMIZER)):
+        return None
+    tree = reader.load(file)
+    if isinstance(tree, dict) and tree.get("param_shapes"):
+        raise ConfigError(
+            f"{path}: its fp32 weights and moments are missing, which lie in {DEEPSPEED_OPTIMIZER}; give the whole "
+            f"folder, or {file} for the copy of fewer bits"
+        )
+    return file
+
+
+class Zero:
+    """The files of one checkpoint, and the weights in them."""
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        """Raises ConfigError where a rank's file is missing, or of a layout that is not read."""
+        self.path, self.folder, self.reader = path, deepspeed_tag(path) or path, reader
+        self.refuse_others()
+        models, pieces = (self.ranked(pattern) for pattern in (DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER))
+        if not models or not pieces:
+            raise self.wrong(f"it has no {DEEPSPEED_OPTIMIZER if models else DEEPSPEED_MODEL}")
+        self.models = [self.loaded(file) for file in models]
+        self.model_files, self.files = models, pieces
+        self.states = [self.part(file, self.loaded(file), "optimizer_state_dict") for file in pieces]
+        self.stage = self.states[0].get("zero_stage")
+        self.stage = (3 if MASTERS[1] in self.states[0] else 2) if self.stage is None else self.stage
+        self.count_ranks()
+
+    @property
+    def model(self) -> dict[Any, Any]:
+        """What the first rank kept of the model."""
+        return self.models[0]
+
+    def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:
+        return ConfigError(f"{self.path}: {reason}; {fix}")
+
+    def refuse_others(self) -> None:
+        """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
+        there = {
+            "layer_*-model_states.pt": "layers of DeepSpeed's pipeline",
+            "layer_*_expert_*_model_states.pt": "experts of DeepSpeed's mixtures",
+            "expp_rank_*_optim_states.pt": "experts of DeepSpeed's mixtures",
+            "*mp_rank_01_model_states.pt": "tensors cut by model parallelism",
+            "zero": "DeepSpeed's universal checkpoint",
+        }
+        for pattern, what in there.items():
+            if any(self.folder.glob(pattern)):
+                raise self.wrong(
+                    f"{pattern} are {what}, which are not read",
+                    "gather the weights by DeepSpeed (zero_to_fp32.py, or save_16bit_model) and give their folder",
+                )
+
+    def ranked(self, pattern: str) -> list[Path]:
+        """Files in the order of their ranks. Raises ConfigError for links that lead outside."""
+
+        def rank(file: Path) -> list[int]:
+            return [int(number) for number in re.findall(r"\d+", file.name.partition("rank")[2])]
+
+        try:
+            return sorted((within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
+
+    def loaded(self, file: Path) -> dict[Any, Any]:
+        """The dict that a file holds. Raises ConfigError."""
+        tree = self.reader.load(file)
+        if not isinstance(tree, dict):
+            raise self.wrong(f"{file.name} holds no dict")
+        return tree
+
+    def part(self, file: Path, tree: Mapping[Any, Any], key: str) -> dict[Any, Any]:
+        """That dict of a file's. Raises ConfigError."""
+        found = tree.get(key)
+        if not isinstance(found, dict):
+            raise self.wrong(f"{file.name} has no {key}", "give what DeepSpeed's save_checkpoint wrote")
+        return found
+
+    def count_ranks(self) -> None:
+        """Raises ConfigError where there are more or fewer files than ranks wrote some."""
+        count = self.states[0].get("partition_count")
+        ranks = max(count) if isinstance(count, list | tuple) and count else count
+        if ranks is not None and ranks != len(self.files):
+            raise self.wrong(f"{ranks} ranks wrote it, and it has {len(self.files)} {DEEPSPEED_OPTIMIZER}")
+        if self.stage == 3 and len(self.models) != len(self.files):
+            raise self.wrong(f"{len(self.files)} ranks wrote it, and it has {len(self.models)} {DEEPSPEED_MODEL}")
+
+    @property
+    def shapes(self) -> list[dict[str, Shape]]:
+        """Name -> shape of each group's parameters, in the order of their numbers. Raises ConfigError."""
+        groups = self.model.get("param_shapes")
+        groups = [groups] if isinstance(groups, dict) else groups
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise self.wrong("it has no param_shapes, which tell the names", "save it by DeepSpeed 0.4 or newer")
+        found = [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+        for name, shape in ((name, shape) for group in found for name, shape in group.items()):
+            if not isinstance(name, str) or not all(type(size) is int and size >= 0 for size in shape):
+                raise self.wrong(f"its param_shapes have {name!r:.50}: {shape!r:.50}")
+        return found
+
+    def vectors(self, rank: int, value: Any, what: str) -> list[Vector]:
+        """The flat vectors that a rank holds. Raises ConfigError."""
+        held = value if isinstance(value, list | tuple) else [value]
+        if not all(is_tensor(vector) and len(vector.shape) == 1 for vector in held):
+            raise self.wrong(f"{self.files[rank].name}: its {what} are no flat vectors")
+        return [Vector(self.files[rank], vector, self.reader) for vector in held]
+
+    @property
+    def masters(self) -> list[list[Vector]]:
+        """The fp32 weights: of each rank, a vector of each group, or of each sub-group. Raises ConfigError."""
+        key = MASTERS[self.stage == 3]
+        return [self.vectors(rank, state.get(key), key) for rank, state in enumerate(self.states)]
+
+    @property
+    def weights(self) -> Leaves:
+        """Name -> weights: the masters, what was not trained, buffers, other names of the same. Raises ConfigError."""
+        found = self.buffers() | self.frozen() | self.gathered(self.masters)
+        shared = self.model.get("shared_params")
+        for name, of in shared.items() if isinstance(shared, dict) else ():
+            if of in found:
+                found[name] = found[of]
+        return found
+
+    def buffers(self) -> dict[str, Leaf]:
+        """Those of the model. Raises ConfigError."""
+        names, module = self.model.get("buffer_names") or (), self.part(self.model_files[0], self.model, "module")
+        there = {name: module[name] for name in names if is_tensor(module.get(name))}
+        return {name: self.reader.leaf(self.model_files[0], name, tensor) for name, tensor in there.items()}
+
+    def frozen(self) -> dict[str, Leaf]:
+        """What was not trained. Raises ConfigError."""
+        shapes = self.model.get("frozen_param_shapes") or {}
+        pieces = [model.get("frozen_param_fragments") or {} for model in self.models]
+        found: dict[str, Leaf] = {}
+        for name, shape in shapes.items():
+            there = [
+                self.reader.leaf(file, name, piece[name].flatten())
+                for file, piece in zip(self.model_files, pieces, strict=True)
+                if is_tensor(piece.get(name))
+            ]
+            found[name] = self.joined(name, tuple(shape), there)
+        return found
+
+    def gathered(self, vectors: Sequence[Flat]) -> dict[str, Leaf]:
+        """Name -> tensor, from the vectors of each rank. Raises ConfigError where they do not add up."""
+        gather = self.gathered_by_parameter if self.stage == 3 else self.gathered_by_group
+        return dict(gather(vectors))
+
+    def gathered_by_group(self, vectors: Sequence[Flat]) -> Iterator[tuple[str, Leaf]]:
+        """Stages 1 and 2: the ranks' vectors of a group follow each other, and parameters lie within the whole, also
+        across two ranks; at its end there may be padding to a multiple of twice the number of ranks."""
+        groups, unit = self.shapes, 2 * len(vectors)
+        if any(len(held) != len(groups) for held in vectors):
+            raise self.wrong(f"its ranks hold other than {len(groups)} groups of parameters")
+        for number, shapes in enumerate(groups):
+            whole, start = [held[number] for held in vectors], 0
+            for name, shape in shapes.items():
+                yield name, self.joined(name, shape, list(cut(whole, start, math.prod(shape))))
+                start += math.prod(shape)
+            there = sum(len(vector.tensor) for vector in whole)
+            if math.ceil(start / unit) != math.ceil(there / unit):
+                raise self.wrong(f"its ranks hold {there:,} numbers of a group whose parameters have {start:,}")
+
+    def gathered_by_parameter(self, vectors: Sequence[Flat]) -> Iterator[tuple[str, Leaf]]:
+        """Stage 3: each rank holds the like part of every parameter, padded to the same length, one after the other."""
+        start = 0
+        for name, shape in ((name, shape) for group in self.shapes for name, shape in group.items()):
+            size = math.ceil(math.prod(shape) / len(vectors))
+            yield name, self.joined(name, shape, [piece for held in vectors for piece in cut(held, start, size)])
+            start += size
+        there = {sum(len(vector.tensor) for vector in held) for held in vectors}
+        if there != {start}:
+            raise self.wrong(f"its ranks hold {sorted(there)} numbers each of parameters that have {start:,} in each")
+
+    def joined(self, name: str, shape: Shape, pieces: Sequence[Leaf]) -> Leaf:
+        """A tensor whose numbers are those of `pieces`, one after the other, without padding at their end."""
+        size = math.prod(shape)
+        if sum(math.prod(piece.shape) for piece in pieces) < size or not pieces:
+            raise self.wrong(f"its ranks hold less of {name} than its {list(shape)}")
+        dtype = pieces[0].dtype
+        if any(piece.dtype != dtype for piece in pieces):
+            raise self.wrong(f"its ranks hold {name} in several dtypes")
+
+        def read() -> np.ndarray:
+            flat, start = buffers.empty((size,), dtype), 0
+            for piece in pieces:
+                numbers = piece.read()[: size - start]
+                flat[start : start + len(numbers)] = numbers
+                start += len(numbers)
+            return flat.reshape(shape)
+
+        return Leaf(shape, dtype, read, besides=max(piece.bytes for piece in pieces))
+
+
+def cut(vectors: Flat, start: int, size: int) -> Iterator[Leaf]:
+    """The `size` numbers from `start` on of vectors that follow each other; fewer where they end before."""
+    for vector in vectors:
+        length = len(vector.tensor)
+        if start < length and size > 0:
+            taken = min(size, length - start)
+            yield vector.part(start, taken)
+            size -= taken
+        start = max(0, start - length)

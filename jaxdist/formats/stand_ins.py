@@ -1,0 +1,115 @@
+"""What is neither tensor nor plain value in files of `torch.save`, as trainers keep it: numpy's arrays and numbers, and
+DeepSpeed's small objects.
+
+They are pickled by names of numpy's that torch's `weights_only` refuses: in a hostile file these could ask for any
+memory, or give numpy's C code what it never wrote. Here small classes stand for them, which take plain numbers alone
+(https://numpy.org/doc/stable/reference/arrays.dtypes.html, `numpy.ndarray.__reduce__`).
+"""
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+PLAIN = re.compile(r"[biuf][1248]|c8|c16")
+
+
+class Dtype:
+    """numpy.dtype, of plain numbers."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        if not PLAIN.fullmatch(name):
+            raise ValueError(f"its numpy arrays are {name!r}; give plain numbers")
+        self.plain = np.dtype(name)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.plain = self.plain.newbyteorder(state[1])
+
+
+class Array:
+    """numpy.ndarray, which gets its numbers after it is made."""
+
+    def __init__(self, *_: Any) -> None:
+        self.numbers = np.empty(0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, raw = state
+        sizes = type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
+        if not sizes or type(raw) is not bytes:
+            raise ValueError("it has a numpy array that is none")
+        if len(raw) != math.prod(shape) * dtype.plain.itemsize:
+            raise ValueError(f"its numpy array {shape} has {len(raw):,} bytes")
+        self.numbers = np.frombuffer(raw, dtype.plain).reshape(shape, order="F" if fortran else "C").copy(order="A")
+
+
+def scalar(dtype: Dtype, raw: bytes) -> Any:
+    """numpy's `multiarray.scalar`."""
+    (number,) = np.frombuffer(raw, dtype.plain)
+    return number
+
+
+def no_bytes() -> bytes:
+    """Those of an empty array, which Python's second protocol of pickles writes as `bytes()`."""
+    return b""
+
+
+class Attributes:
+    """An object of DeepSpeed's, of which its attributes are kept."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:
+            raise ValueError("it has an object without attributes")
+        self.attributes = state
+
+
+def member(value: int) -> int:
+    """A member of an enumeration of numbers."""
+    if type(value) is not int:
+        raise ValueError("it has a member of an enumeration that is no number")
+    return value
+
+
+DEEPSPEED: dict[str, Any] = {
+    **{f"deepspeed.runtime.fp16.loss_scaler.{name}": Attributes for name in ("LossScaler", "DynamicLossScaler")},
+    "deepspeed.utils.tensor_fragment.fragment_address": Attributes,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": member,
+}
+STAND_INS: dict[str, Any] = (
+    {"numpy.ndarray": Array, "numpy.dtype": Dtype, "builtins.bytes": no_bytes}
+    | DEEPSPEED
+    | {
+        f"numpy.{core}.multiarray.{name}": stand_in  # numpy 1, numpy 2
+        for core in ("core", "_core")
+        for name, stand_in in (("_reconstruct", Array), ("scalar", scalar))
+    }
+)
+
+
+def restored(tree: Any) -> Any:
+    """A tree that was read, with arrays, and dicts of attributes, in place of what stands for them. Raises ValueError
+    where what stands for a type is a value itself. What is shared is gone through once: written out it may be huge."""
+    made: dict[int, tuple[Any, Any]] = {}  # with the node, so that no other gets its id
+
+    def restore(node: Any) -> Any:
+        if isinstance(node, Array):
+            return node.numbers
+        if isinstance(node, Attributes):
+            node = vars(node).get("attributes", {})
+        if isinstance(node, Dtype) or any(node is stand_in for stand_in in STAND_INS.values()):
+            raise ValueError("it holds a type")
+        if not isinstance(node, dict | list | tuple):
+            return node
+        if id(node) not in made:
+            made[id(node)] = node, within(node)
+        return made[id(node)][1]
+
+    def within(node: Any) -> Any:
+        if isinstance(node, tuple):
+            parts = [restore(part) for part in node]
+            return node if all(a is b for a, b in zip(parts, node, strict=True)) else tuple(parts)
+        for key, part in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            node[restore(key)] = restore(part)
+        return node
+
+    return restore(tree)
