@@ -6,26 +6,23 @@ are asynchronous: the step goes on when the arrays are copied, and a thread writ
 (`jaxdist/config/checkpoints.py`).
 """
 
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.config import Checkpoint, ConfigError, Experiment, checkpoint_in, whole
+from jaxdist.config import Checkpoint, ConfigError, Experiment, whole
 from jaxdist.config.checkpoints import Looked, Saves, placed, publish, sweep, thin, unfinished
-from jaxdist.config.foreign import read_json
+from jaxdist.formats.orbax import is_checkpoint, read_experiment
 from jaxdist.processes import agreement, first, from_first, together
 from jaxdist.step import TrainState
 
 if TYPE_CHECKING:  # else imported at the first save
     import orbax.checkpoint as ocp
-
-CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
 
 
 class Saved(NamedTuple):
@@ -129,25 +126,10 @@ def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
     return ((item, tree) for item, tree in state._asdict().items() if tree is not None)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = textwrap.shorten(str(error), 200)
-        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
-
-
 def kept_in(optimizer: Any) -> dict[str, dict[str, Any]]:
     """What the item `optimizer` of a checkpoint keeps of the parameters, by kind and name."""
     parts = [part["kept"] for part in optimizer if isinstance(part, dict) and part.get("kept")]
     return {kind: arrays for kept in parts for kind, arrays in kept.items()}
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a run folder with a checkpoint, or a checkpoint, of jaxdist."""
-    return (checkpoint_in(path) / "parameters" / "_METADATA").exists()
 
 
 def locate(path: Path, verify: Looked = "checksums") -> Path:
@@ -158,13 +140,6 @@ def locate(path: Path, verify: Looked = "checksums") -> Path:
     if not is_checkpoint(path):
         raise ConfigError(f"{path} is no jaxdist checkpoint; give a run folder or its checkpoints/<step>")
     return placed(whole(path, verify))
-
-
-def read_experiment(path: Path) -> Experiment:
-    """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
-    with reading(path):
-        values = read_json(path / "experiment" / "metadata")
-    return Experiment.parse(values, source=str(path))
 
 
 def read(path: Path) -> Saved:

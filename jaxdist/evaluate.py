@@ -16,6 +16,7 @@ from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.config.arguments import Parser, count, user_path
 from jaxdist.config.display import aside, console, perplexity, say
 from jaxdist.data import Split, dataset_of
+from jaxdist.formats.sources import located
 from jaxdist.malloc import keep_freed
 from jaxdist.memory import ALL_OF_IT, in_memory
 from jaxdist.mesh import axes_of, make_mesh
@@ -23,7 +24,7 @@ from jaxdist.processes import check_same, from_first, run
 from jaxdist.program import Program
 from jaxdist.sharding import BATCH
 from jaxdist.validation import pass_over
-from jaxdist.weights import load_weights, located, source_experiment
+from jaxdist.weights import load_weights, source_experiment
 
 
 @in_memory(f"a smaller --batch, or {ALL_OF_IT}")

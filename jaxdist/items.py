@@ -13,8 +13,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxdist.checkpoint import CHUNK, arrays, reading
+from jaxdist.checkpoint import arrays
 from jaxdist.config import Experiment, check_shapes
+from jaxdist.formats.orbax import CHUNK, reading
 from jaxdist.step import TrainState
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours

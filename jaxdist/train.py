@@ -142,7 +142,8 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
-    from jaxdist.weights import load_weights, located  # with all that converts: few runs need it
+    from jaxdist.formats.sources import located
+    from jaxdist.weights import load_weights  # with all that converts: few runs need it
 
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
     make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)

@@ -7,25 +7,19 @@ from typing import Any
 import jax
 
 from jaxdist import checkpoint, items
-from jaxdist.config import ConfigError, Experiment, same_model, whole
-from jaxdist.config.checkpoints import placed
-from jaxdist.config.experiment import Verify
+from jaxdist.config import ConfigError, Experiment, same_model
 from jaxdist.config.finite import of_start
 from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.convert.content import PARAMETERS
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized, vocabulary_of
 from jaxdist.finite import check_start
 from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.origin import Beside, beside
+from jaxdist.formats.sources import kind_of
 from jaxdist.formats.tables import OWN
 from jaxdist.program import Program
-
-
-def located(path: Path, verify: Verify = "checksums") -> Path:
-    """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
-    return placed(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
 
 
 def source_experiment(path: Path) -> Experiment:

@@ -184,7 +184,7 @@ def read_by_jaxdist(folder: Path) -> None:
 
 def read_by_torch(folder: Path) -> None:
     weights = Weights(folder, read_model(folder))
-    found = {name: header.shape for name, header in weights.files.headers.items()}
+    found = {name: header.shape for name, header in weights.headers.items()}
     check_shapes("torch_ref", found, {name: shape for name, (_, shape) in NAMES.items()})
     for name, _ in NAMES.values():
         assert not (weights.read(name) == SECRET).any(), "read from outside of the folder"

@@ -132,7 +132,7 @@ def test_models_speak_to_the_mesh_by_verbs_alone(tmp_path: Path) -> None:
      ("jaxdist.formats.plan", JAX | {"torch"}),
      ("jaxdist.train", {"torch", "orbax", "jaxdist.convert"}),
      ("jaxdist.convert.__main__", {"torch"}), ("jaxdist.bench.__main__", JAX | {"torch"}),
-     ("torch_ref.train", JAX),
+     ("torch_ref.train", JAX), ("torch_ref.reader, tensorstore, jaxdist.formats.sources", JAX),
      ("parity_tests.transformers_train", JAX)],
 )  # fmt: skip
 def test_at_run_time(module: str, forbidden: set[str]) -> None:

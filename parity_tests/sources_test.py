@@ -21,16 +21,18 @@ from jaxdist.config.sources import Source
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
-from jaxdist.convert.deepspeed_folders_test import LLAMA, Trained, zero_2
 from jaxdist.convert.entries import shapes_of
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
-from jaxdist.formats.tables import OWN
+from jaxdist.convert.vocabulary import resized
+from jaxdist.formats.sources import kind_of
+from jaxdist.formats.tables import OWN, stored
 from jaxdist.train import described as jax_described
 from parity_tests.names import as_torch
-from torch_ref.checkpoint import check_kind
 from torch_ref.hf import Weights
 from torch_ref.hf import describe as ref_described
+from torch_ref.reader import READER
+from torch_ref.weights import extended
 
 Tensors = dict[str, Tensor]
 SIZES: dict[str, Any] = {"layers": 2, "dim": 8, "heads": 2, "hidden": 12, "vocab": 16, "positions": 8}
@@ -62,7 +64,7 @@ def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
     """What jaxdist places, under torch_ref's names and in its layout."""
     wanted = experiment_for(model.model_dump(), "test")
     content = KINDS[kind_of(path)].format.opened(path, wanted, training=False)
-    conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
+    conversion = Conversion(resized(content, model), OWN, widen=True, nonfinite="refuse")
     found = as_torch({name: array for _, name, array in conversion.stream(PARAMETERS)})
     conversion.refuse(path, of_start(path))
     return found
@@ -70,10 +72,12 @@ def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
 
 def read_by_torch_ref(path: Path, model: Family) -> dict[str, np.ndarray]:
     """What torch_ref places."""
-    check_kind(path)
     weights = Weights(path, model)
     weights.check()
-    found = {name: weights.read(name).flatten().view(torch.uint8).numpy() for name in weights.targets}
+    shapes = {name: tensor.shape for name, tensor in stored("torch_ref", model, READER.shapes(model)).items()}
+    tensors = {name: extended(weights.read(name), torch.Size(shape)) for name, shape in shapes.items()}
+    counts = {name: tensor.long() for name, tensor in tensors.items() if name.endswith("num_batches_tracked")}
+    found = {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in (tensors | counts).items()}
     if weights.not_finite:
         raise refused_weights(path, weights.not_finite, of_start(path))
     return found
@@ -382,22 +386,6 @@ def refused(read: Callable[[Path, Family], Any], path: Path, model: Family) -> s
 
 
 NORM, Q = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
-
-
-def test_weights_of_a_trainer_are_not_taken_from_their_narrow_copy(tmp_path: Path) -> None:
-    """A Trainer with DeepSpeed leaves bfloat16 beside the fp32 masters: torch_ref, which does not read these, says how
-    to get them, and has what jaxdist has then."""
-    trained = Trained(tmp_path / "trained")
-    folder = zero_2(tmp_path / "checkpoint-120", trained).parent
-    (folder / "config.json").write_bytes(trained.config)
-    save_file(narrow(trained.tensors), folder / SINGLE)
-    right = read_by_jaxdist(folder, LLAMA)
-    message = refused(read_by_torch_ref, folder, LLAMA)
-    command = re.search(r"`python -m jaxdist.convert (.*)`", message)
-    assert command is not None and "does not read a checkpoint of DeepSpeed's" in message
-    convert(command[1].replace("FOLDER", str(tmp_path / "hf")).split())
-    found = read_by_torch_ref(tmp_path / "hf", LLAMA)
-    assert all(bits(right[name]) == found[name].tobytes() for name in right)
 
 
 def test_layers_of_several_dtypes_are_widened(tmp_path: Path) -> None:

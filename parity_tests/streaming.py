@@ -29,11 +29,12 @@ from jaxdist.config import Llama, check_new
 from jaxdist.config.errors import exit_codes
 from jaxdist.config.hf import to_settings
 from jaxdist.convert.entries import entries
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.safetensors_writer import lay_out
 from jaxdist.convert.target import remove
 from jaxdist.formats import buffers
 from jaxdist.formats.safetensors_files import Tensor
+from jaxdist.formats.sources import kind_of
 
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 BLOCK = 10_000_000  # numbers that are drawn at a time

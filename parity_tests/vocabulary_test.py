@@ -20,7 +20,8 @@ from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.entries import shapes_of
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
+from jaxdist.formats.sources import kind_of
 from jaxdist.train import main as train
 from parity_tests.conftest import run
 from parity_tests.run import Run

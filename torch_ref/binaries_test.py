@@ -14,8 +14,7 @@ from jaxdist.config.hf import experiment_for, to_settings
 from jaxdist.formats.folders import BIN, BIN_INDEX
 from jaxdist.formats.tables import stored
 from torch_ref import hf
-from torch_ref.models import build
-from torch_ref.weights import held
+from torch_ref.reader import READER
 
 LLAMA: dict[str, Any] = {
     "family": "llama", "layers": 2, "dim": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "hidden": 10, "vocab": 7,
@@ -34,15 +33,10 @@ def folders(folder: Path, values: dict[str, Any]) -> tuple[Family, Path, Path]:
     for path in (first, second):
         path.mkdir()
         (path / "config.json").write_text(json.dumps(to_settings(model, "float32")))
-    shapes = {name: tensor.shape for name, tensor in stored("huggingface", model, shapes_of(model)).items()}
+    shapes = {name: tensor.shape for name, tensor in stored("huggingface", model, READER.shapes(model)).items()}
     torch.manual_seed(0)
     save_file({name: torch.randn(shape) for name, shape in shapes.items()}, first / "model.safetensors")
     return model, first, second
-
-
-def shapes_of(model: Family) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        return hf.stacked(model, {name: tuple(tensor.shape) for name, tensor in held(build(model))})
 
 
 def same(model: Family, first: Path, second: Path) -> None:
@@ -89,7 +83,7 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     model, _, second = folders(tmp_path, LLAMA)
     torch.save({"a": Payload()}, second / BIN)
-    with pytest.raises(ConfigError, match=r"pytorch_model.bin: .*; give a whole file that holds a state dict alone"):
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin is refused: .*; save state dicts alone"):
         hf.Weights(second, model)
     assert not Path("should-not-exist").exists()
 

@@ -9,35 +9,27 @@ mesh and strategy may differ.
 import errno
 import os
 import shutil
-import textwrap
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Model, checkpoint_in, same_model, whole
+from jaxdist.config import Decoder, Experiment, Model, same_model, whole
 from jaxdist.config.checkpoints import Saves, publish, thin, unfinished
-from jaxdist.config.dcp import EXPERIMENT, INDEX, read_index
+from jaxdist.config.dcp import EXPERIMENT, read_index
 from jaxdist.config.foreign import read_json
-from jaxdist.formats.refusals import converted, is_read, refusal, several
+from jaxdist.formats.sources import located
 from torch_ref import hf
+from torch_ref.distributed import Reader, load, read_whole, reading
 from torch_ref.finite import check_read, check_resumed, check_start
 from torch_ref.launch import from_first
+from torch_ref.models import build
 from torch_ref.optim import Optimizer
 from torch_ref.weights import VOCABULARY, extended, fill, held, local, place
-
-DAMAGE = (
-    OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
-    CheckpointException,
-)  # fmt: skip
 
 SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took fewer bytes than it was given
 
@@ -84,41 +76,31 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
-    """Starting weights from a run or checkpoint of torch_ref, a Hugging Face folder or a torch file. Raises
-    ConfigError."""
+    """Starting weights from a source of any kind. Raises ConfigError."""
     config = experiment.model
-    check_kind(path)
-    if (checkpoint_in(path) / INDEX).exists():
-        found = from_first(lambda: whole(path, experiment.checkpoint.verify))
+    found = from_first(lambda: located(path, experiment.checkpoint.verify))
+    if is_own(found):
         theirs = read_experiment(found).model
         same_model(config, theirs, str(found))
         load_weights(found, model, config, theirs)
         check_start(found, dict(held(model)))
     else:
-        weights = hf.Weights(path, config)
+        weights = hf.Weights(found, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
-        check_read(path, weights.not_finite)
-        check_start(path, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
+        check_read(found, weights.not_finite)
+        check_start(found, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
 
 
-def check_kind(path: Path) -> None:
-    """Raises ConfigError for starting weights that are not read here, or by no program of the project."""
-    checkpoint = checkpoint_in(path)
-    foreign = (checkpoint / INDEX).exists() and not (checkpoint / EXPERIMENT).exists()
-    if title := "a checkpoint of torch.distributed.checkpoint by another program" if foreign else converted(path):
-        model = "" if (path / "config.json").exists() else " --model CONFIG"
-        raise ConfigError(
-            f"--init {path}: torch_ref does not read {title}; `python -m jaxdist.convert {path} FOLDER --to hf{model}` "
-            "writes a folder of its weights, for --init"
-        )
-    if error := refusal(path):
-        raise error
-    if not ((checkpoint / INDEX).exists() or (path / "config.json").exists() or hf.is_torch_file(path)):
-        raise several(path, is_read) or ConfigError(
-            f"--init {path}: neither a run folder or checkpoint of torch_ref nor a Hugging Face folder or torch file; "
-            "`python -m jaxdist.convert` writes Hugging Face folders"
-        )
+def is_own(path: Path) -> bool:
+    """Whether the checkpoint `path` has torch_ref's names of tensors: one that `jaxdist.convert` wrote again has those
+    of the program that it came from. Raises ConfigError."""
+    if not (path / EXPERIMENT).exists():
+        return False
+    names = read_index(path).state_dict_metadata
+    with torch.device("meta"):
+        model = build(read_experiment(path).model)
+    return all(f"model.{name}" in names for name, _ in held(model))
 
 
 def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> None:
@@ -144,32 +126,6 @@ def read_experiment(path: Path) -> Experiment:
     return Experiment.parse(values, source=str(path / EXPERIMENT))
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
-    try:
-        yield
-    except DAMAGE as error:
-        reason = textwrap.shorten(repr(error), 200)
-        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
-
-
-class Reader(dcp.FileSystemReader):
-    """Reads tensors alone: neither the index nor an entry is unpickled freely."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        index: Metadata = read_index(Path(self.path))
-        entries = index.state_dict_metadata.items()
-        index.state_dict_metadata = {key: e for key, e in entries if isinstance(e, TensorStorageMetadata)}
-        return index
-
-
-def load(path: Path, state: dict[str, Any], **options: Any) -> None:
-    """Fill `state` from the checkpoint at `path`. Raises ConfigError."""
-    with reading(path):
-        dcp.load(state, storage_reader=Reader(path), **options)
-
-
 def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
     """A whole checkpoint on one process, without a process group; a run folder stands for its newest one.
 
@@ -181,9 +137,7 @@ def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
         for key, entry in Reader(path).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)  # all are
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
-        load(path, flat, no_dist=True)
+    read_whole(path, flat)
 
     def named_so(prefix: str, suffix: str = "") -> dict[str, Tensor]:
         inner = {

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist.config import Arguments, Experiment, RunFolder, check_validation, diverged, exit_codes, overflown, parse
 from jaxdist.config.checkpoints import Saves
+from jaxdist.config.dcp import INDEX
 from jaxdist.config.display import megabytes, progress, say, show_end, show_start
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
@@ -117,7 +118,7 @@ def starting_state(
     model: nn.Module, optimizer: Optimizer, experiment: Experiment, init: Path | None, folder: RunFolder | None
 ) -> int:
     """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
-    step = launch.from_first(lambda: folder.resume_from(checkpoint.INDEX)) if folder else None
+    step = launch.from_first(lambda: folder.resume_from(INDEX)) if folder else None
     if step is not None and folder:
         checkpoint.restore(folder.checkpoints / str(step), model, optimizer, experiment.model)
         return step

@@ -23,7 +23,7 @@ from jaxdist.config.hf import read_folder
 from jaxdist.config.hf_decisions import notes_on
 from jaxdist.convert import hf, mapped, peft
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.kinds import KINDS, TARGETS, check_name, kind_at, kind_of, target_kind
+from jaxdist.convert.kinds import KINDS, TARGETS, check_name, target_kind
 from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
 from jaxdist.convert.rates import Peak
@@ -34,6 +34,7 @@ from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, 
 from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.naming import family_of
+from jaxdist.formats.sources import kind_at, kind_of
 
 NAMED = 8  # of what stays behind
 KEEP_OR_ZERO = "Give a source without them; or --nonfinite zero, which writes 0 in their place, or --nonfinite keep"

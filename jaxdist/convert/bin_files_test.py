@@ -12,9 +12,9 @@ from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, draw
 from jaxdist.convert.hf import write_hf
-from jaxdist.convert.kinds import kind_of
 from jaxdist.formats.folders import BIN, BIN_INDEX
-from jaxdist.weights import located, source_experiment
+from jaxdist.formats.sources import kind_of, located
+from jaxdist.weights import source_experiment
 
 torch = pytest.importorskip("torch")
 load_torch = importlib.import_module("safetensors.torch").load_file

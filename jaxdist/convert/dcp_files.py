@@ -43,7 +43,7 @@ from jaxdist.convert.torch_parts import like, unread
 from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import buffers, folders
-from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, placed
+from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, placed
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
 from jaxdist.loss_scale import LossScale, state_of
@@ -206,10 +206,7 @@ def opened(
     tensors = Tensors(found)
     leaves, model = tensors.leaves, tensors.parameters
     if not model:
-        folder = (
-            f"give its folder {found.parent}" if folders.is_trainer_folder(found.parent) else "give one with weights"
-        )
-        raise ConfigError(f"{path} has no weights, as the checkpoint of an optimizer alone; {folder}")
+        raise no_weights(path, found)
     said = _experiment(found)
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
@@ -393,7 +390,7 @@ def write(path: Path, conversion: Conversion) -> None:
     prefixes = {**PREFIXES, **(content.origin.metadata if of_dcp else {})}
     own = conversion.naming == "torch_ref" and prefixes["model"] == PREFIXES["model"]
     if not own:
-        say("its tensors are called as in the program that they came from, which torch_ref does not read")
+        say("its tensors are called as in the program that they came from: torch_ref takes it by --init alone")
 
     twins = conversion.twins("dcp")
 

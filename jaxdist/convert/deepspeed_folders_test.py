@@ -21,7 +21,8 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.convert_test import MODELS, draw
 from jaxdist.convert.hf import write_hf
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
+from jaxdist.formats.sources import kind_of
 from jaxdist.optim import learning_rate
 from jaxdist.weights import source_experiment
 

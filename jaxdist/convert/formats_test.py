@@ -25,10 +25,10 @@ from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, entries_of
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.entries import entries, shapes_of
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion, units
-from jaxdist.convert.target import beside
 from jaxdist.formats import buffers
+from jaxdist.formats.sources import beside, kind_of
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 torch = pytest.importorskip("torch")

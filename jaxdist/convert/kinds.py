@@ -1,20 +1,12 @@
-"""The kinds of checkpoint that can be read, written and listed: one row each."""
+"""The kinds of checkpoint that can be read, written and listed: one row each. `formats/sources.py` recognizes them."""
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
-from jaxdist import checkpoint
-from jaxdist.config import ConfigError, Experiment, checkpoint_in, llmc
-from jaxdist.config.dcp import INDEX
-from jaxdist.convert import peft
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.convert.content import Content, Leaf
-from jaxdist.convert.peft import is_adapter
 from jaxdist.convert.stream import Conversion
-from jaxdist.convert.target import beside
-from jaxdist.formats.folders import is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
-from jaxdist.formats.refusals import is_torch_zip, refusal, several
 from jaxdist.formats.tables import LAYERS
 from jaxdist.formats.torch_files import SUFFIXES
 
@@ -46,7 +38,6 @@ class Kind(NamedTuple):
     """
 
     title: str
-    holds: Callable[[Path], bool]
     module: str
     naming: str
     state: bool = True
@@ -73,66 +64,18 @@ class Kind(NamedTuple):
         return origin.naming if KINDS.get(origin.kind) == self and origin.naming else self.naming
 
 
-def _is_torch(path: Path) -> bool:
-    """A file of torch.save's: a zip with the pickle, or by its name one of before torch 1.6."""
-    if not path.is_file():
-        return False
-    try:
-        return is_torch_zip(path)
-    except Exception:  # of a damaged directory, many kinds
-        return path.suffix in SUFFIXES
-
-
-def _is_dcp(path: Path) -> bool:
-    return (checkpoint_in(path) / INDEX).is_file()
-
-
-def _is_meta(path: Path) -> bool:
-    return (path / "params.json").is_file() and any(path.glob("consolidated.*.pth"))
-
-
 KINDS = {
-    "deepspeed": Kind("checkpoint of DeepSpeed's", is_deepspeed, "deepspeed_folders", "", rates=True),
-    "trainer": Kind("folder of a Trainer or of Accelerate", is_trainer_folder, "trainer_folders", "", rates=True),
-    "hf": Kind("Hugging Face folder", is_hf, "hf", "huggingface", state=False),
-    "orbax": Kind("Orbax checkpoint", checkpoint.is_checkpoint, "orbax_files", LAYERS),
-    "dcp": Kind("torch distributed checkpoint", _is_dcp, "dcp_files", "torch_ref", rates=True),
-    "llmc": Kind("checkpoint of llm.c's", llmc.is_model, "llmc_files", ""),
-    "torch": Kind("torch file", _is_torch, "torch_files", "huggingface", rates=True),
-    "meta": Kind("folder of Meta's", _is_meta, "meta", "", state=False),
-    "bin": Kind("folder with pytorch_model.bin", is_bin_folder, "bin_files", "", state=False),
+    "deepspeed": Kind("checkpoint of DeepSpeed's", "deepspeed_folders", "", rates=True),
+    "trainer": Kind("folder of a Trainer or of Accelerate", "trainer_folders", "", rates=True),
+    "hf": Kind("Hugging Face folder", "hf", "huggingface", state=False),
+    "orbax": Kind("Orbax checkpoint", "orbax_files", LAYERS),
+    "dcp": Kind("torch distributed checkpoint", "dcp_files", "torch_ref", rates=True),
+    "llmc": Kind("checkpoint of llm.c's", "llmc_files", ""),
+    "torch": Kind("torch file", "torch_files", "huggingface", rates=True),
+    "meta": Kind("folder of Meta's", "meta", "", state=False),
+    "bin": Kind("folder with pytorch_model.bin", "bin_files", "", state=False),
 }
 TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
-
-
-def kind_at(path: Path) -> str | None:
-    """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind. Raises ConfigError where
-    they cannot be looked at."""
-    try:
-        return next((name for name, kind in KINDS.items() if kind.holds(path)), None)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
-
-
-def kind_of(path: Path) -> str:
-    """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
-    found = kind_at(path)
-    if found in (None, "torch") and (error := refusal(path)):
-        raise error
-    if found is None and is_adapter(path):
-        raise peft.refusal(path)
-    if found is None:
-        if error := several(path, kind_at):
-            raise error
-        missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
-        if (old := beside(path.resolve(), "old")).exists() and not path.exists():
-            missing += f", it was being replaced when a conversion was killed, and lies in {old}"
-        raise ConfigError(
-            f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
-            "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "
-            "torch.distributed.checkpoint"
-        )
-    return found
 
 
 def check_name(target: Path, kind: Kind) -> None:

@@ -12,9 +12,10 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.scripts_test import same
 from jaxdist.evaluate import main as evaluate
+from jaxdist.formats.sources import kind_of
 
 torch = pytest.importorskip("torch", reason="torch files need torch: pip install 'jaxdist[torch]'")
 

@@ -5,7 +5,6 @@ itself: those of a run and those written here lie in chunks of one layer.
 """
 
 import asyncio
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ import tensorstore as ts
 from orbax.checkpoint.type_handlers import get_json_tspec_read
 
 from jaxdist import checkpoint, models
-from jaxdist.checkpoint import CHUNK
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.foreign import check_files, read_json, within
@@ -33,7 +31,7 @@ from jaxdist.convert.entries import cut, parts, shapes_of
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Recut, one_dtype
 from jaxdist.convert.zarr_files import ZarrFiles
-from jaxdist.formats import buffers
+from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, reading
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.items import items
 from jaxdist.loss_scale import state_of
@@ -46,7 +44,7 @@ READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
 def described(path: Path) -> dict[str, Leaf]:
     """Every parameter."""
     found = checkpoint.locate(path, "small")
-    return {name: leaf(found, store) for name, store in named(found, "parameters", stores(found, "parameters")).items()}
+    return {name: leaf(found, store) for name, store in arrays(found).items()}
 
 
 def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
@@ -55,19 +53,19 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     found = checkpoint.locate(path, "small")
     experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
 
-    def layers(what: str, group: str, arrays: Mapping[str, ts.TensorStore]) -> Leaves:
+    def layers(what: str, group: str, there: Mapping[str, ts.TensorStore]) -> Leaves:
         wanted = {name: entry.shape for name, entry in entries_of(OWN, experiment, group).items()}
-        check_shapes(what, {name: tuple(store.shape) for name, store in arrays.items()}, wanted)
-        return {part: leaf for name, store in arrays.items() for part, leaf in _layers(found, name, store).items()}
+        check_shapes(what, {name: tuple(store.shape) for name, store in there.items()}, wanted)
+        return {part: leaf for name, store in there.items() for part, leaf in _layers(found, name, store).items()}
 
-    groups = {PARAMETERS: layers(str(path), PARAMETERS, named(found, "parameters", stores(found, "parameters")))}
+    groups = {PARAMETERS: layers(str(path), PARAMETERS, arrays(found))}
     updates = scaling = None
     if training and (found / "optimizer").is_dir():
         optimizer_item = stores(found, "optimizer")
-        with checkpoint.reading(found):
+        with reading(found):
             kept = checkpoint.kept_in(optimizer_item)
             counts = [part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part]
-            updates = int(_read(found, named(found, "updates", dict(enumerate(counts)))[0]))
+            updates = int(numbers_of(found, named(found, "updates", dict(enumerate(counts)))[0]))
         asked = experiment.optimizer.kept
         groups |= {
             kind: layers(f"{path}, {kind}", kind, named(found, kind, arrays)) if kind in asked else {}
@@ -75,8 +73,8 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
         }
         if (found / "scaling").is_dir():
             scales = named(found, "scaling", stores(found, "scaling"))
-            with checkpoint.reading(found):
-                scaling = state_of(**{name: _read(found, store) for name, store in scales.items()})
+            with reading(found):
+                scaling = state_of(**{name: numbers_of(found, store) for name, store in scales.items()})
     if not found.name.isdecimal():
         raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
     step = int(found.name)
@@ -106,10 +104,7 @@ class Opening(ocp.type_handlers.NumpyHandler):
             for info in infos
         ]
         for info, store in zip(infos, opened, strict=True):
-            numbers = math.prod(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
-            chunk, size = (count * store.dtype.numpy_dtype.itemsize for count in (numbers, math.prod(store.shape)))
-            if chunk > size + CHUNK:  # all of it is in memory while a part is read, and a few bytes may stand for it
-                raise ValueError(f"{info.name} has chunks of {chunk:,} bytes, and {size:,} itself")
+            check_chunks(info.name, store)
         return opened
 
 
@@ -127,7 +122,7 @@ def stores(root: Path, item: str = ".") -> Any:
         (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray")), (float, Opening("scalar"))
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as reader, checkpoint.reading(path):
+    with ocp.Checkpointer(handler) as reader, reading(path):
         within(root, item)
         check_files(path)
         read_json(path / "_METADATA")  # Orbax would take any size
@@ -138,17 +133,9 @@ def stores(root: Path, item: str = ".") -> Any:
         return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
 
 
-def _read(path: Path, store: ts.TensorStore) -> np.ndarray:
-    """What is stored. Raises ConfigError."""
-    array = buffers.empty(tuple(store.shape), np.dtype(store.dtype.numpy_dtype))
-    with checkpoint.reading(path):
-        ts.array(array, copy=False, write=True).write(store).result()
-    return array
-
-
 def leaf(path: Path, store: ts.TensorStore) -> Leaf:
     """An array of the checkpoint `path`."""
-    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(_read, path, store))
+    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(numbers_of, path, store))
 
 
 def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:

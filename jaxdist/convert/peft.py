@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import read_json
 from jaxdist.config.hf import SHOWN
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.stream import cast
+from jaxdist.formats.adapters import CONFIG, settings_of
 from jaxdist.formats.safetensors_files import Tensors, leaves
 
-CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 # Settings that are honoured, and those that say how an adapter was trained and not how it is added. All others that are
@@ -69,20 +68,6 @@ class Saved(NamedTuple):
         return self.leaf.read()
 
 
-def is_adapter(path: Path) -> bool:
-    return (path / CONFIG).is_file()
-
-
-def refusal(path: Path) -> ConfigError:
-    """The error for an adapter that is given as a model."""
-    settings = _settings(path)
-    base = settings.get("base_model_name_or_path") or "a base model that it does not name"
-    return ConfigError(
-        f"{path} is a PEFT adapter ({settings.get('peft_type')}, r = {settings.get('r')}) of {base}, and no model; "
-        f"give the Hugging Face folder of that model as SOURCE, and --adapter {path} to merge it"
-    )
-
-
 def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Path], Leaves]) -> Content:
     """The base model with an adapter merged into its weights. Raises ConfigError, also where a tensor of the adapter
     belongs to no tensor of the base. `read_torch` reads a file of torch.save's."""
@@ -90,7 +75,7 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
         raise ConfigError(
             f"--adapter {adapter}: SOURCE {source} has other names than transformers; give a Hugging Face folder"
         )
-    settings, tensors = _settings(adapter), _tensors(adapter, read_torch)
+    settings, tensors = settings_of(adapter), _tensors(adapter, read_torch)
     _check(adapter, settings)
     weights = dict(base.groups[PARAMETERS])
     inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
@@ -152,18 +137,6 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
     bare, patterns = module.removeprefix(PREFIX), settings.get("alpha_pattern") or {}
     own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", bare))
     return float(next(own, settings["lora_alpha"])) / (rank**0.5 if settings.get("use_rslora") else rank)
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path / CONFIG)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path / CONFIG}: {error}; give a folder that PEFT's save_pretrained wrote") from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f"{path / CONFIG}: no settings of an adapter; give a folder that PEFT's save_pretrained wrote"
-        )
-    return found
 
 
 def _tensors(path: Path, read_torch: Callable[[Path], Leaves]) -> Leaves:

@@ -18,8 +18,9 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.rates import rate_at
+from jaxdist.formats.sources import kind_of
 
 torch = pytest.importorskip("torch")
 dcp = importlib.import_module("torch.distributed.checkpoint")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError
 from jaxdist.config.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
-from jaxdist.convert.kinds import kind_at
 from jaxdist.convert.mapped import holds_tensors, is_tree
-from jaxdist.convert.target import beside, no_run_in, refusing
+from jaxdist.convert.target import no_run_in, refusing
 from jaxdist.formats.companions import is_listed
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.origin import ORIGIN
+from jaxdist.formats.sources import beside, kind_at
 from jaxdist.step import TrainState
 
 # Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.

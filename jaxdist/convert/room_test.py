@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxdist import optim
-from jaxdist.checkpoint import CHUNK, Checkpoints
+from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import GPT2, Checkpoint, ConfigError, Family, Llama
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import orbax_files, stream
@@ -22,6 +22,7 @@ from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats import meta
+from jaxdist.formats.orbax import CHUNK
 from jaxdist.formats.tables import LAYERS
 from jaxdist.step import TrainState
 

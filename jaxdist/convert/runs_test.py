@@ -19,7 +19,8 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Origin
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, tensors, written
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
+from jaxdist.formats.sources import kind_of
 
 GPT2 = MODELS["GPT2LMHeadModel"]
 MASKS: dict[str, np.ndarray] = {

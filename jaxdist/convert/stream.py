@@ -141,8 +141,12 @@ class Recut(ABC):
         found = None if self.nonfinite == "keep" else not_finite(array)
         if found is None:
             return array
-        self.found[name if group == PARAMETERS else f"{name} ({group})"] = found
+        self.found[self.called(name) if group == PARAMETERS else f"{name} ({group})"] = found
         return np.where(np.isfinite(array), array, array.dtype.type(0))
+
+    def called(self, name: str) -> str:
+        """What the source itself calls a parameter."""
+        return name
 
     def refuse(self, source: object, fix: str) -> None:
         """Raises ConfigError naming the tensors that were read and have values that are to be refused."""
@@ -212,6 +216,9 @@ class Conversion(Recut):
 
     def targets(self, group: str) -> dict[str, Entry]:
         return entries_of(self.naming, self.content.experiment, group)
+
+    def called(self, name: str) -> str:
+        return self.content.origin.names.get(name, name)
 
     def _dtype(self, group: str, unit: Unit) -> np.dtype:
         """Counts of batches are of 64 bits in torch, of 32 in JAX."""

@@ -14,6 +14,7 @@ from jaxdist.config.checkpoints import run_of, synchronize
 from jaxdist.config.display import megabytes, say
 from jaxdist.config.folder import LOCK
 from jaxdist.config.lock import Taken, alone
+from jaxdist.formats.sources import beside
 
 Check = Callable[[Path], object]  # raises ConfigError where what lies at a path is not to be replaced
 TRIES = 100  # to remove a folder, 50 ms apart
@@ -36,11 +37,6 @@ def check_room(target: Path, needed: int) -> None:
         raise ConfigError(
             f"TARGET {target}: {megabytes(needed)} are needed and {megabytes(free)} free; make room, or give another"
         )
-
-
-def beside(path: Path, part: str) -> Path:
-    """What a conversion has beside the path it writes: what has such a name was made by one, and is removed by it."""
-    return path.parent / f".{path.name}.jaxdist-{part}"
 
 
 def check_target(target: Path, replaceable: Check | None = None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorstore as ts
 
-from jaxdist import checkpoint
 from jaxdist.config import ConfigError
+from jaxdist.formats.orbax import reading
 
 DRIVERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # the file that describes an array -> TensorStore's driver of it
 MANIFEST = "manifest.ocdbt"
@@ -25,7 +25,7 @@ def arrays(path: Path) -> dict[str, ts.TensorStore]:
     """Every array of the tree by name, none of them read yet. Raises ConfigError."""
     base = {"driver": "file", "path": f"{path.resolve()}/"}
     whole = (path / MANIFEST).is_file()
-    with checkpoint.reading(path):
+    with reading(path):
         if whole:
             files = [
                 key.decode() for key in ts.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()

@@ -5,13 +5,11 @@ and go to theirs in one that `torch.save` has laid out before (`torch_zip`).
 """
 
 import copy
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
@@ -51,12 +49,10 @@ from jaxdist.convert.torch_parts import (
     first_count,
     has_groups,
     hollow,
-    inside,
     is_count,
     is_flat,
     like,
     put,
-    tensors_of,
     unread,
 )
 from jaxdist.convert.torch_records import Place, Records, is_zip
@@ -65,7 +61,7 @@ from jaxdist.formats import models
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
-from jaxdist.formats.refusals import check_torch, no_model
+from jaxdist.formats.refusals import TORCH_WROTE, check_torch, loading, no_model
 from jaxdist.formats.stand_ins import restored
 from jaxdist.formats.tables import NAMINGS
 from jaxdist.formats.torch_files import (
@@ -79,18 +75,17 @@ from jaxdist.formats.torch_files import (
     part,
     reading,
     state_dict,
+    walked,
 )
-from jaxdist.formats.torch_pickles import rehearse
+from jaxdist.formats.torch_pickles import PICKLES, rehearse
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
-MOST = 10_000_000  # values in a file
-PICKLES = 5  # in a file of before torch 1.6: magic, protocol, system, the tree, keys of the storages that follow
 
 
 def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
     """What the file holds, or a part of it; its tensors on the meta device, where they know their place in the file, or
     `mapped` into memory. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
-    try:
+    with loading(path, "use another checkpoint, or a copy" if part else TORCH_WROTE):
         if not (size := size_of(path)):
             raise ValueError("it is empty")
         if part or is_zip(path):
@@ -102,43 +97,6 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
         with torch_numpy.allowed():
             tree = torch.load(path, map_location="cpu", weights_only=True)
         return restored(walked(tree))
-    except UnpicklingError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
-        raise ConfigError(
-            f"{path} is refused: it holds more than tensors and plain values, or is damaged, and loading it could run "
-            f"code ({textwrap.shorten(reason or str(error), 200)}); save state dicts alone, or use a whole copy"
-        ) from None
-    except ConfigError:
-        raise
-    except Exception as error:  # of a damaged file, many kinds
-        reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
-        fix = "use another checkpoint, or a copy" if part else "give a file that torch.save wrote"
-        raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None
-
-
-def walked(tree: Any) -> Any:
-    """A tree that was read, if it can be gone through. Raises ValueError for one that holds itself, that is more than
-    MOST when lists within lists are written out, or has tensors that are not dense, carry more, or are hashed."""
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        if isinstance(node, Tensor) and (node.layout != torch.strided or node.is_quantized):
-            raise ValueError(f"it has a tensor that is {node.layout if node.layout != torch.strided else 'quantized'}")
-        if isinstance(node, Tensor) and tensors_of([*vars(node).values()]):
-            raise ValueError(f"it has a tensor with others as its attributes, {', '.join(vars(node))}; save it without")
-        if isinstance(node, set | dict) and tensors_of([*node]):
-            raise ValueError("it has tensors in a set, or in keys; save them in a list")
-        if not isinstance(node, dict | list | tuple):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = MOST  # if it comes again before its size is known, it holds itself
-            sizes[id(node)] = 1 + sum(map(size, inside(node)))
-        if sizes[id(node)] >= MOST:
-            raise ValueError(f"it holds itself, or more than {MOST:,} values")
-        return sizes[id(node)]
-
-    size(tree)
-    return tree
 
 
 def described(path: Path) -> dict[str, Leaf]:

@@ -12,6 +12,8 @@ from jaxdist.convert.atoms import Shape, copy
 from jaxdist.convert.content import Leaf
 from jaxdist.convert.torch_records import place
 from jaxdist.formats import buffers
+from jaxdist.formats.torch_files import dtype_of as checked_dtype
+from jaxdist.formats.torch_files import without_numbers
 
 PIECE = 16_000_000  # bytes that are read at a time of a tensor between whose numbers others lie
 
@@ -19,18 +21,13 @@ PIECE = 16_000_000  # bytes that are read at a time of a tensor between whose nu
 def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
     """A tensor that was read from a file. Raises ConfigError for one beyond the end of its record, or larger than the
     file, and for numbers that numpy does not know."""
-    try:
-        dtype = dtype_of(tensor.dtype)
-    except TypeError:
-        raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
-    if tensor.numel() * dtype.itemsize > path.stat().st_size:
-        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
+    dtype = checked_dtype(path, name, tensor)
     if not tensor.is_meta:
         return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor))
     try:
         begin, size = place(tensor)
     except ValueError as error:
-        raise ConfigError(f"{path}: tensor {name}: {error}; leave it out") from None
+        raise without_numbers(path, name, str(error)) from None
     offset = int(tensor.storage_offset()) * dtype.itemsize
     count, spans = extent(tuple(tensor.shape), tensor.stride())
     if min(offset, *spans, 0) < 0 or offset + count * dtype.itemsize > size:

@@ -4,7 +4,7 @@ What is put back is as it was but for the numbers: in a list, in the order of th
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError
 from jaxdist.formats import naming
-from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, key_of, only
+from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, inside, key_of, only
 
 MODEL, CURRENT = naming.MODEL, naming.CURRENT
 SCALER = ("scaler", "grad_scaler", "scaler_state_dict", "MixedPrecision")  # GradScaler's; the last is Lightning's
@@ -25,16 +25,6 @@ def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, 
     """What puts it in place of that dict: in a list where that was in one."""
     key = key_of(tree, keys)
     return {key: [part] if isinstance(tree.get(key), list) else part}
-
-
-def inside(node: Any) -> Collection[Any]:
-    """What a dict, a list or a tuple holds, whatever its own class; nothing of all else."""
-    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """Those of a tree, in its order."""
-    return [tree] if isinstance(tree, Tensor) else [tensor for node in inside(tree) for tensor in tensors_of(node)]
 
 
 def has_groups(value: Any) -> bool:

@@ -17,8 +17,9 @@ from jaxdist.convert.content import PARAMETERS, Content
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.foreign_sources_test import config
 from jaxdist.convert.formats_test import content_of
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
+from jaxdist.formats.sources import kind_of
 
 torch = pytest.importorskip("torch")
 dcp = importlib.import_module("torch.distributed.checkpoint")

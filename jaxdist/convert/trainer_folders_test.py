@@ -19,9 +19,10 @@ from jaxdist.convert.convert_test import MODELS, draw
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.formats_test import content_of
 from jaxdist.convert.hf import write_hf
-from jaxdist.convert.kinds import KINDS, kind_of
+from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.trainer_schedule import found_schedule
+from jaxdist.formats.sources import kind_of
 from jaxdist.optim import learning_rate
 
 torch = pytest.importorskip("torch")

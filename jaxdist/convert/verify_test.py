@@ -20,9 +20,9 @@ from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
+from jaxdist.formats.sources import located
 from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.loss_scale import state_of
-from jaxdist.weights import located
 
 dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
 

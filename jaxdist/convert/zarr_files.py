@@ -12,9 +12,9 @@ import numpy as np
 import tensorstore as ts
 import xxhash
 
-from jaxdist.checkpoint import CHUNK
 from jaxdist.convert.atoms import Shape
 from jaxdist.formats import buffers
+from jaxdist.formats.orbax import CHUNK
 
 
 def rows_of(shape: Shape, dtype: np.dtype) -> Shape:

@@ -9,9 +9,9 @@ import pytest
 import tensorstore as ts
 import xxhash
 
-from jaxdist.checkpoint import CHUNK
 from jaxdist.convert import zarr_files
 from jaxdist.convert.zarr_files import ZarrFiles, rows_of
+from jaxdist.formats.orbax import CHUNK
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

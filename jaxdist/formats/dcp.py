@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from jaxdist.config import ConfigError
+from jaxdist.formats.folders import is_trainer_folder
 from jaxdist.formats.naming import MODEL, plain
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, SCHEDULER, STEP
@@ -51,3 +54,9 @@ def _before(given: Sequence[str], outer: str) -> str:
         if inside and all(plain(name).partition(".")[2] in inside for name in beside):
             return begun
     return outer
+
+
+def no_weights(path: Path, folder: Path) -> ConfigError:
+    """The error of a checkpoint `path`, in `folder`, that has the state of an optimizer alone."""
+    fix = f"give its folder {folder.parent}" if is_trainer_folder(folder.parent) else "give one with weights"
+    return ConfigError(f"{path} has no weights, as the checkpoint of an optimizer alone; {fix}")

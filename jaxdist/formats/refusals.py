@@ -1,16 +1,16 @@
 """Why a path is no checkpoint that can be read: found by both sides before they open it, and said in the same words."""
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from zipfile import ZipFile, is_zipfile
 
 from jaxdist.config import ConfigError, llmc
 from jaxdist.config.foreign import SINGLE, Foreign, foreign_content
 from jaxdist.formats.folders import (
-    FSDP_FILE,
-    FSDP_WEIGHTS,
     is_bin_folder,
     is_deepspeed,
     is_hf,
@@ -82,16 +82,22 @@ def no_model(path: Path) -> ConfigError:
     return ConfigError(f"{path}: no state dict of a model; give one, or a dict that has it as {', '.join(MODEL)}")
 
 
-def converted(path: Path) -> str:
-    """What `path` is, where it is a checkpoint whose weights `python -m jaxdist.convert` alone reads; else empty.
+TORCH_WROTE = "give a file that torch.save wrote"
 
-    A folder may have a copy of the weights in a Hugging Face layout too: these are other numbers, of fewer bits.
-    """
-    if is_deepspeed(path):
-        return "a checkpoint of DeepSpeed's"
-    if is_trainer_folder(path):
-        plain = is_hf(path) or is_bin_folder(path)
-        sharded = next((name for name in (FSDP_WEIGHTS, FSDP_FILE) if (path / name).exists()), "")
-        if (path / FSDP_WEIGHTS).is_dir() or not plain:
-            return f"a trainer's folder with {sharded}" if sharded else "a trainer's folder without config.json"
-    return ""
+
+@contextmanager
+def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
+    """Whatever the loading of a file of torch.save's raises becomes a ConfigError."""
+    try:
+        yield
+    except UnpicklingError as error:
+        reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line.upper()), "")
+        raise ConfigError(
+            f"{path} is refused: it holds more than tensors and plain values, or is damaged, and loading it could run "
+            f"code ({textwrap.shorten(reason or str(error), 200)}); save state dicts alone, or use a whole copy"
+        ) from None
+    except ConfigError:
+        raise
+    except Exception as error:  # of a damaged file, many kinds
+        reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
+        raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None

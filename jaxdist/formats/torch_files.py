@@ -3,10 +3,12 @@
 Tensors are those of the side that read them: of them the shape alone is looked at here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxdist.config import ConfigError
 from jaxdist.formats.naming import CURRENT, MODEL
@@ -20,6 +22,9 @@ SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_schedulers
 STEP = ("step", "global_step", "global_steps", "iteration", "iter", "iter_num")
 GROUPS = "param_groups"  # of an optimizer
 MARKS = {GROUPS, "last_epoch", "growth_factor"}  # what an optimizer's state has, a scheduler's, a scaler's; no settings
+MOST = 10_000_000  # values in a file
+DENSE = "torch.strided"
+EMPTY = "it was saved without its numbers, on torch's meta device"
 
 
 def is_own(tree: Any) -> bool:
@@ -69,3 +74,59 @@ def state_dict(tree: Any) -> dict[str, Any]:
     """The tensors of the model in what a file holds: those of the tree itself, or of its part of that name."""
     model = part(tree, MODEL) or (tree if isinstance(tree, dict) else {})
     return {name: tensor for name, tensor in model.items() if isinstance(name, str) and is_tensor(tensor)}
+
+
+def inside(node: Any) -> Collection[Any]:
+    """What a dict, a list or a tuple holds, whatever its own class; nothing of all else."""
+    return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+
+
+def tensors_of(tree: Any) -> list[Any]:
+    """Those of a tree, in its order."""
+    return [tree] if is_tensor(tree) else [tensor for node in inside(tree) for tensor in tensors_of(node)]
+
+
+def walked(tree: Any) -> Any:
+    """A tree that was read, if it can be gone through. Raises ValueError for one that holds itself, that is more than
+    MOST when lists within lists are written out, or has tensors that are not dense, carry more, or are hashed."""
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if is_tensor(node) and (str(node.layout) != DENSE or node.is_quantized):
+            raise ValueError(f"it has a tensor that is {node.layout if str(node.layout) != DENSE else 'quantized'}")
+        if is_tensor(node) and tensors_of([*vars(node).values()]):
+            raise ValueError(f"it has a tensor with others as its attributes, {', '.join(vars(node))}; save it without")
+        if isinstance(node, set | dict) and tensors_of([*node]):
+            raise ValueError("it has tensors in a set, or in keys; save them in a list")
+        if not isinstance(node, dict | list | tuple):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST  # if it comes again before its size is known, it holds itself
+            sizes[id(node)] = 1 + sum(map(size, inside(node)))
+        if sizes[id(node)] >= MOST:
+            raise ValueError(f"it holds itself, or more than {MOST:,} values")
+        return sizes[id(node)]
+
+    size(tree)
+    return tree
+
+
+def dtype_of(path: Path, name: str, tensor: Any) -> np.dtype:
+    """That of a tensor's numbers, by numpy. Raises ConfigError for one that numpy does not know, and for a tensor that
+    is larger than its file, which shows few numbers many times."""
+    import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
+
+    try:
+        dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    except TypeError:
+        raise ConfigError(f"{path}: tensor {name} is {tensor.dtype}, which is not read; leave it out") from None
+    if tensor.numel() * dtype.itemsize > path.stat().st_size:
+        raise ConfigError(f"{path}: tensor {name} {tuple(tensor.shape)} is larger than the file; use a whole copy")
+    return dtype
+
+
+def without_numbers(
+    path: Path, name: str, reason: str = "it was saved without its numbers, on torch's meta device"
+) -> ConfigError:
+    """The error of a tensor of which the file has no numbers."""
+    return ConfigError(f"{path}: tensor {name}: {reason}; leave it out")

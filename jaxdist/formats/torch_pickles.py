@@ -10,6 +10,7 @@ from typing import Any
 from jaxdist.config.pickles import Careful
 from jaxdist.formats.stand_ins import STAND_INS
 
+PICKLES = 5  # in a file of before torch 1.6: magic, protocol, system, the tree, keys of the storages that follow
 PROTOCOL = 3  # the newest whose operations torch's own reader knows
 BYTES, BYTEARRAY = "_codecs.encode", "builtins.bytearray"  # as Python's second protocol of pickles writes them
 SETS = {"builtins.set", "collections.OrderedDict", "collections.Counter"}  # which hash what they are given

@@ -1,0 +1,124 @@
+"""Checkpoints of jaxdist, as Orbax lays them out, read by TensorStore alone: neither Orbax nor JAX is needed.
+
+The item `parameters` has a zarr array for each parameter, in folders or in a database of TensorStore's (OCDBT), and
+`_METADATA`, which names them. https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html
+"""
+
+import math
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxdist.config import ConfigError, Experiment, Family, check_shapes, checkpoint_in
+from jaxdist.config.foreign import check_files, read_json, within
+from jaxdist.formats import buffers
+from jaxdist.formats.leaves import Leaf, Leaves, Reader
+from jaxdist.formats.tables import EXPERTS, RETURNED, STACKED, Shape, Stored, stored
+
+if TYPE_CHECKING:  # else imported when a checkpoint is read
+    import tensorstore as ts
+
+CHUNK = 16_000_000  # bytes: memory of larger ones would be fresh from the system for each, in a conversion
+PARAMETERS, INDEX, KEY_OF_DICT = "parameters", "_METADATA", 2
+NAMING = "torch_ref"  # of the tensors: a layer each, as torch lays them out
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever Orbax raises for a damaged checkpoint becomes a ConfigError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = textwrap.shorten(str(error), 200)
+        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a run folder with a checkpoint, or a checkpoint, of jaxdist."""
+    return (checkpoint_in(path) / "parameters" / "_METADATA").exists()
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
+    with reading(path):
+        values = read_json(path / "experiment" / "metadata")
+    return Experiment.parse(values, source=str(path))
+
+
+def read(path: Path, checkpoint: Path, model: Family, reader: Reader) -> Leaves:
+    """Every parameter of a whole checkpoint of this model, under NAMING. `path`: the source, as messages name it.
+
+    Raises ConfigError."""
+    shapes = reader.shapes(model)
+    found = arrays(checkpoint)
+    check_shapes(str(path), {name: tuple(array.shape) for name, array in found.items()}, shapes)
+    tensors = stored(NAMING, model, shapes)
+    return {name: _leaf(checkpoint, tensor, found[tensor.atoms[0][0]]) for name, tensor in tensors.items()}
+
+
+def arrays(checkpoint: Path) -> dict[str, "ts.TensorStore"]:
+    """The parameters by jaxdist's names, none of them read yet. Raises ConfigError."""
+    import tensorstore as ts
+
+    folder = checkpoint / PARAMETERS
+    with reading(folder):
+        within(checkpoint, PARAMETERS)
+        check_files(folder)
+        index = read_json(folder / INDEX)
+        keys = [entry["key_metadata"] for entry in index["tree_metadata"].values()]
+        if not all(len(steps) == 1 and steps[0]["key_type"] == KEY_OF_DICT for steps in keys):
+            raise ValueError("its parameters are no arrays by name")
+        names = [str(steps[0]["key"]) for steps in keys]
+        driver = "zarr3" if index.get("use_zarr3") else "zarr"
+        context = ts.Context({"file_io_mode": {"mode": "memmap"}})  # files are seen where the page cache has them
+        base = {"driver": "file", "path": f"{folder.resolve()}/"}
+
+        def store(name: str) -> dict[str, Any]:
+            within(folder, name)
+            if index.get("use_ocdbt"):
+                return {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            return base | {"path": f"{base['path']}{name}/"}
+
+        opened = {n: ts.open({"driver": driver, "kvstore": store(n)}, open=True, context=context) for n in names}
+        found = {name: array.result() for name, array in opened.items()}
+        for name, array in found.items():
+            check_chunks(name, array)
+        return found
+
+
+def check_chunks(name: str, array: "ts.TensorStore") -> None:
+    """Raises ValueError where a chunk of an array is much more than the array: all of a chunk is in memory while a part
+    of it is read, and a few bytes may stand for it."""
+    numbers = math.prod(size or 1 for size in array.chunk_layout.read_chunk.shape or ())
+    chunk, size = (count * array.dtype.numpy_dtype.itemsize for count in (numbers, math.prod(array.shape)))
+    if chunk > size + CHUNK:
+        raise ValueError(f"{name} has chunks of {chunk:,} bytes, and {size:,} itself")
+
+
+def numbers_of(checkpoint: Path, array: "ts.TensorStore") -> np.ndarray:
+    """What is stored. Raises ConfigError."""
+    import tensorstore as ts
+
+    made = buffers.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))
+    with reading(checkpoint):
+        ts.array(made, copy=False, write=True).write(array).result()
+    return made
+
+
+def _leaf(checkpoint: Path, tensor: Stored, array: "ts.TensorStore") -> Leaf:
+    """One tensor of a layer: all of its atoms lie in one array, along the first axes of it."""
+    name = tensor.atoms[0][0]
+    depth = 2 if EXPERTS in name else int(name.startswith(STACKED))
+    stack: Shape = tuple(array.shape[:depth])
+
+    def read() -> np.ndarray:
+        places = [tuple(map(int, np.unravel_index(number, stack))) if stack else () for _, number in tensor.atoms]
+        parts = [numbers_of(checkpoint, array[place] if place else array) for place in places]
+        turned = [part.transpose(RETURNED[part.ndim]) if tensor.row.transpose else part for part in parts]
+        return np.stack(turned) if EXPERTS in name else turned[0]
+
+    return Leaf(tensor.shape, np.dtype(array.dtype.numpy_dtype), read)

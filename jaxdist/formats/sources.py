@@ -1,0 +1,195 @@
+"""The kinds of sources of weights: how each is recognized, and how its weights are found, for both sides."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError, Decoder, Experiment, Family, checkpoint_in, llmc, whole
+from jaxdist.config.checkpoints import Looked, placed
+from jaxdist.config.dcp import EXPERIMENT, INDEX
+from jaxdist.config.foreign import read_json
+from jaxdist.config.hf import experiment_for, read_model
+from jaxdist.formats import (
+    adapters,
+    bins,
+    deepspeed,
+    llmc_files,
+    meta,
+    models,
+    orbax,
+    safetensors_files,
+    torch_weights,
+    trainer,
+)
+from jaxdist.formats.dcp import no_weights
+from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
+from jaxdist.formats.leaves import Leaves, Reader
+from jaxdist.formats.refusals import is_torch_zip, refusal, several
+from jaxdist.formats.torch_files import SUFFIXES
+
+
+def is_torch(path: Path) -> bool:
+    """A file of torch.save's: a zip with the pickle, or by its name one of before torch 1.6."""
+    if not path.is_file():
+        return False
+    try:
+        return is_torch_zip(path)
+    except Exception:  # of a damaged directory, many kinds
+        return path.suffix in SUFFIXES
+
+
+def is_dcp(path: Path) -> bool:
+    """A checkpoint of torch.distributed.checkpoint, or a run folder with one."""
+    return (checkpoint_in(path) / INDEX).is_file()
+
+
+# In this order: a folder may have copies of its weights in other layouts too, of fewer bits.
+RECOGNIZED: Mapping[str, Callable[[Path], bool]] = {
+    "deepspeed": is_deepspeed,
+    "trainer": is_trainer_folder,
+    "hf": is_hf,
+    "orbax": orbax.is_checkpoint,
+    "dcp": is_dcp,
+    "llmc": llmc.is_model,
+    "torch": is_torch,
+    "meta": meta.is_meta,
+    "bin": is_bin_folder,
+}
+
+
+def kind_at(path: Path) -> str | None:
+    """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind. Raises ConfigError where
+    they cannot be looked at."""
+    try:
+        return next((name for name, holds in RECOGNIZED.items() if holds(path)), None)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
+
+
+def kind_of(path: Path) -> str:
+    """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
+    found = kind_at(path)
+    if found in (None, "torch") and (error := refusal(path)):
+        raise error
+    if found is None and adapters.is_adapter(path):
+        raise adapters.refusal(path)
+    if found is None:
+        if error := several(path, kind_at):
+            raise error
+        missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
+        if (old := beside(path.resolve(), "old")).exists() and not path.exists():
+            missing += f", it was being replaced when a conversion was killed, and lies in {old}"
+        raise ConfigError(
+            f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
+            "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "
+            "torch.distributed.checkpoint"
+        )
+    return found
+
+
+def beside(path: Path, part: str) -> Path:
+    """What a conversion has beside the path it writes: what has such a name was made by one, and is removed by it."""
+    return path.parent / f".{path.name}.jaxdist-{part}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The weights of a source by the names that it has for them.
+
+    `told`: the experiment that the source tells, None where it does not say what model it is. `rows`: whether such a
+    source may have fewer tokens than are wanted. `notes`: what is to be said of it.
+    """
+
+    path: Path
+    leaves: Leaves
+    told: Experiment | None = None
+    rows: bool = False
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def model(self, wanted: Family) -> Family:
+        """What model they are of: that which the source tells, else the one that is wanted, without padding. Raises
+        ConfigError."""
+        if self.told:
+            return self.told.model
+        plain = wanted.model_copy(update={"vocab_multiple": 1}) if isinstance(wanted, Decoder) else wanted
+        return models.fitted(str(self.path), plain, self.leaves) if self.rows else plain
+
+
+def located(path: Path, verify: Looked = "checksums") -> Path:
+    """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
+    return placed(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
+
+
+def found(path: Path, reader: Reader) -> Found:
+    """The weights at `path`, none of them read yet; of a run's checkpoints those of the newest that is whole as far as
+    small files tell. Raises ConfigError as `kind_of`, and for a damaged source."""
+    return FINDING[kind_of(path)](path, reader)
+
+
+def _in_folder(folder: Path) -> Experiment | None:
+    """The experiment of its config.json; None without one. Raises ConfigError."""
+    return experiment_for(read_model(folder).model_dump(), str(folder)) if (folder / CONFIG).is_file() else None
+
+
+def _deepspeed(path: Path, reader: Reader) -> Found:
+    if whole_file := deepspeed.without_zero(path, reader):
+        return _torch(whole_file, reader)
+    return Found(path, deepspeed.read(path, reader), _in_folder(deepspeed.config_around(path)))
+
+
+def _trainer(path: Path, reader: Reader) -> Found:
+    return Found(path, trainer.read(path, reader)[0], _in_folder(path))
+
+
+def _hf(path: Path, reader: Reader) -> Found:
+    told = _in_folder(path)  # a model that is not computed is said before missing weights are
+    return Found(path, safetensors_files.read(path)[0], told)
+
+
+def _bin(path: Path, reader: Reader) -> Found:
+    leaves = bins.read(path, reader)[0]
+    return Found(path, leaves, _in_folder(path))
+
+
+def _orbax(path: Path, reader: Reader) -> Found:
+    checkpoint = whole(path, "small")
+    told = orbax.read_experiment(checkpoint)
+    return Found(path, orbax.read(path, checkpoint, told.model, reader), told)
+
+
+def _dcp(path: Path, reader: Reader) -> Found:
+    checkpoint = whole(path, "small")
+    leaves, file = reader.distributed(checkpoint), checkpoint / EXPERIMENT
+    if not leaves:
+        raise no_weights(path, checkpoint)
+    return Found(path, leaves, Experiment.parse(read_json(file), source=str(file)) if file.exists() else None)
+
+
+def _llmc(path: Path, reader: Reader) -> Found:
+    told = Experiment.parse(llmc_files.sections(path), f"{path}: header")
+    return Found(path, llmc_files.weights(path, told.model, reader), told)
+
+
+def _torch(path: Path, reader: Reader) -> Found:
+    tree: Any = reader.load(path)
+    told, notes = models.told(path, tree), models.notes(path, tree)
+    return Found(path, torch_weights.weights_of(path, tree, reader), told, rows=True, notes=notes)
+
+
+def _meta(path: Path, reader: Reader) -> Found:
+    told, leaves = meta.read(path, reader)
+    return Found(path, leaves, told)
+
+
+FINDING: Mapping[str, Callable[[Path, Reader], Found]] = {
+    "deepspeed": _deepspeed,
+    "trainer": _trainer,
+    "hf": _hf,
+    "orbax": _orbax,
+    "dcp": _dcp,
+    "llmc": _llmc,
+    "torch": _torch,
+    "meta": _meta,
+    "bin": _bin,
+}

@@ -1,0 +1,288 @@
+"""Every kind of source through both sides: the same model, the same weights to the bit, the same refusals."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from jaxdist import optim
+from jaxdist.checkpoint import Checkpoints
+from jaxdist.config import GPT2, Checkpoint, Family
+from jaxdist.config.foreign import SINGLE
+from jaxdist.config.hf import experiment_for
+from jaxdist.convert import deepspeed_folders_test as deepspeed
+from jaxdist.convert import llmc_files_test as llmc
+from jaxdist.convert import meta_test as meta
+from jaxdist.convert import trainer_folders_test as trainer
+from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.stream import Conversion
+from jaxdist.formats.sources import RECOGNIZED, kind_of
+from jaxdist.step import TrainState
+from parity_tests.sources_test import (
+    MODELS,
+    SIDES,
+    bits,
+    folder_of,
+    parsed,
+    read_by_jaxdist,
+    read_by_torch_ref,
+    refused,
+)
+
+Tensors = dict[str, Tensor]
+Change = Callable[[Tensors], Tensors]
+LLAMA = deepspeed.LLAMA
+
+
+def as_it_is(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def zero(stage: Callable[..., Path], around: bool) -> Callable[[Path, Change], Path]:
+    """A folder of DeepSpeed's, or the one around it, with a bfloat16 copy that is not to be taken."""
+
+    def write(folder: Path, change: Change) -> Path:
+        trained = deepspeed.Trained(folder / "trained")
+        trained.tensors = change(trained.tensors)
+        trained.groups = [[n for n in trained.tensors if n in group] for group in trained.groups]
+        trained.groups[0] += [n for n in trained.tensors if n not in {*trained.groups[0], *trained.groups[1]}]
+        trained.moments = dict.fromkeys(trained.moments, trained.tensors)
+        tag = stage(folder / "checkpoint", trained)
+        return tag.parent if around else tag
+
+    return write
+
+
+def without_zero(folder: Path, change: Change) -> Path:
+    trained = deepspeed.Trained(folder / "trained")
+    engine = trained.engine(trained.groups, 1, module=change(trained.tensors), param_shapes=None)
+    folder.joinpath("checkpoint").mkdir()
+    deepspeed.save(folder / "checkpoint/mp_rank_00_model_states.pt", engine)
+    return folder / "checkpoint"
+
+
+class Changed(trainer.Trained):
+    """Weights with a change; moments as they were."""
+
+    change: Change = staticmethod(as_it_is)
+
+    @property
+    def tensors(self) -> Tensors:
+        return self.change(super().tensors)
+
+
+def of_trainer(layout: Callable[..., Path], **options: Any) -> Callable[[Path, Change], Path]:
+    def write(folder: Path, change: Change) -> Path:
+        trained = Changed(folder / "trained")
+        trained.change = change
+        return layout(folder / "checkpoint-9", trained, **options)
+
+    return write
+
+
+def tensors_of(folder: Path, change: Change, model: Family = LLAMA) -> Tensors:
+    return change(folder_of(folder / "first", model))
+
+
+def lightning(folder: Path, change: Change) -> Path:
+    """With numpy's arrays and numbers among the callbacks."""
+    state = {f"net.{name}": tensor for name, tensor in tensors_of(folder, change).items()}
+    callbacks = {"EarlyStopping": {"best": np.float64(0.5), "curve": np.arange(3)}}
+    torch.save({"state_dict": state, "global_step": 5, "callbacks": callbacks, "epoch": 1}, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+def in_a_list(folder: Path, change: Change) -> Path:
+    """A list of one state dict, and settings under the name of a model."""
+    tree = {"model": {"name": "llama"}, "state_dict": [tensors_of(folder, change)]}
+    torch.save(tree, folder / "file.pt", _use_new_zipfile_serialization=False)
+    return folder / "file.pt"
+
+
+def folder_with(name: str) -> Callable[[Path, Change], Path]:
+    """A Hugging Face folder with weights of that file."""
+
+    def write(folder: Path, change: Change) -> Path:
+        tensors = tensors_of(folder, change)
+        (folder / "first" / SINGLE).unlink()
+        if name == SINGLE:
+            from safetensors.torch import save_file
+
+            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "first" / SINGLE)
+        else:
+            torch.save(tensors, folder / "first" / name)
+        return folder / "first"
+
+    return write
+
+
+def llmc_file(version: int) -> Callable[[Path, Change], Path]:
+    def write(folder: Path, _: Change) -> Path:
+        llmc.model(folder / "model_00000040.bin", version)
+        return folder / "model_00000040.bin"
+
+    return write
+
+
+def of_meta(ranks: int) -> Callable[[Path, Change], Path]:
+    """Of so many model-parallel ranks, which hold rows of some tensors and columns of others."""
+    columns = ("wo.weight", "w2.weight", "tok_embeddings.weight")
+
+    def piece(name: str, tensor: Tensor, rank: int) -> Tensor:
+        return tensor if tensor.ndim < 2 else tensor.chunk(ranks, int(name.endswith(columns)))[rank].clone()
+
+    def write(folder: Path, change: Change) -> Path:
+        tensors = change(meta.drawn())
+        return meta.saved(folder / "meta", [{n: piece(n, t, r) for n, t in tensors.items()} for r in range(ranks)])
+
+    return write
+
+
+def own_run(name: str) -> Callable[[Path, Change], Path]:
+    """A run of jaxdist's, as training writes it: all arrays in one database."""
+
+    def write(folder: Path, _: Change) -> Path:
+        experiment = experiment_for(MODELS[name].model_dump(), "test")
+        leaves = content_of(MODELS[name]).groups[PARAMETERS]
+        state = TrainState(
+            {n: jax.numpy.asarray(leaf.read()) for n, leaf in leaves.items()},
+            optim.optimizer(experiment.optimizer, 1, {}).init({}),
+        )
+        with Checkpoints(folder / "run/checkpoints", Checkpoint()) as checkpoints:
+            checkpoints.save(3, experiment, state)
+        return folder / "run"
+
+    return write
+
+
+def converted(name: str, kind: str) -> Callable[[Path, Change], Path]:
+    return lambda folder, _: written(folder / "run", kind, content_of(MODELS[name]))
+
+
+def distributed(below: str, buffers: bool) -> Callable[[Path, Change], Path]:
+    """A checkpoint of another program: torchtitan's names, its weights below `below`."""
+
+    def write(folder: Path, change: Change) -> Path:
+        leaves = Conversion(content_of(LLAMA), "torchtitan").groups[PARAMETERS]
+        tensors = change({name: torch.from_numpy(np.array(leaf.read())) for name, leaf in leaves.items()})
+        tree: dict[str, Any] = tensors | ({"freqs_cis": torch.ones(12, 3, dtype=torch.complex64)} if buffers else {})
+        optimizer = {f"state.{name}.exp_avg": torch.zeros(3) for name in tensors}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is here
+            beside = {"optimizer": optimizer, "train_state": {"step": torch.tensor(9)}}
+            dcp.save(({below: tree} if below else tree) | beside, checkpoint_id=folder / "dcp", no_dist=True)
+        return folder / "dcp"
+
+    return write
+
+
+OF_META = meta.MODEL.model_copy(update={"positions": 8192, "init_std": 0.02})  # which params.json does not tell
+OF_LLMC = GPT2(
+    family="gpt2", layers=llmc.L, dim=llmc.D, heads=llmc.H, hidden=4 * llmc.D, vocab=llmc.V, positions=llmc.T,
+    vocab_multiple=llmc.ROWS,
+)  # fmt: skip
+# What writes it, the model, and whether it tells that.
+SOURCES: dict[str, tuple[Callable[[Path, Change], Path], Family, bool]] = {
+    "ZeRO 2": (zero(deepspeed.zero_2, False), LLAMA, True),
+    "ZeRO 3, the folder around": (zero(deepspeed.zero_3, True), LLAMA, True),
+    "DeepSpeed without ZeRO": (without_zero, LLAMA, False),
+    "the Trainer": (of_trainer(trainer.huggingface), LLAMA, True),
+    "the Trainer, pytorch_model.bin": (of_trainer(trainer.huggingface, binary=True), LLAMA, True),
+    "Accelerate": (of_trainer(trainer.accelerate), LLAMA, False),
+    "Accelerate, FSDP in shards": (of_trainer(trainer.sharded), LLAMA, False),
+    "Accelerate, FSDP in one file": (of_trainer(trainer.full), LLAMA, False),
+    "Hugging Face": (folder_with(SINGLE), LLAMA, True),
+    "pytorch_model.bin": (folder_with("pytorch_model.bin"), LLAMA, True),
+    "Lightning": (lightning, LLAMA, False),
+    "a list of a state dict, before torch 1.6": (in_a_list, LLAMA, False),
+    "llm.c": (llmc_file(3), OF_LLMC, True),
+    "llm.c, bfloat16": (llmc_file(5), OF_LLMC, True),
+    "Meta": (of_meta(1), OF_META, True),
+    "Meta, two ranks": (of_meta(2), OF_META, True),
+    **{f"a run of jaxdist, {name}": (own_run(name), MODELS[name], True) for name in ("qwen2", "mixtral", "resnet")},
+    **{f"Orbax by convert, {name}": (converted(name, "orbax"), MODELS[name], True) for name in ("gpt2", "resnet")},
+    "a run of torch_ref": (converted("qwen3_moe", "dcp"), MODELS["qwen3_moe"], True),
+    "torchtitan": (distributed("", buffers=True), LLAMA, False),
+    "torchtitan, below app.": (distributed("app", buffers=False), LLAMA, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
+    """The same model where it tells one, the same tensors, which differ from each other."""
+    write, model, tells = SOURCES[name]
+    path = write(tmp_path, as_it_is)
+    told = [parsed(side, path).model for side in SIDES]
+    assert told[0] == told[1] and (told[0] == model) == tells
+    jax_side, ref = read_by_jaxdist(path, model), read_by_torch_ref(path, model)
+    assert {*jax_side} == {*ref} and len({array.tobytes() for array in ref.values()}) > len(ref) / 2
+    assert all(bits(jax_side[n]) == ref[n].tobytes() for n in ref)
+
+
+def test_every_kind_is_there(tmp_path: Path) -> None:
+    kinds = set[str]()
+    for number, (write, _, _) in enumerate(SOURCES.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kinds.add(kind_of(write(folder, as_it_is)))
+    assert kinds == {*RECOGNIZED}
+
+
+def first_matrix(tensors: Mapping[str, Tensor]) -> str:
+    """One of a layer, with other rows than columns."""
+    oblong = (name for name, t in tensors.items() if t.ndim == 2 and t.shape[0] != t.shape[1])
+    return next(name for name in oblong if ".1." in name)
+
+
+def dropped(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name != first_matrix(tensors)}
+
+
+def transposed(tensors: Tensors) -> Tensors:
+    return tensors | {first_matrix(tensors): tensors[first_matrix(tensors)].t().contiguous()}
+
+
+def one_more(tensors: Tensors) -> Tensors:
+    return tensors | {"model.layers.0.other.weight": torch.ones(3, 4)}
+
+
+def not_finite(tensors: Tensors) -> Tensors:
+    wrong = tensors[first_matrix(tensors)].clone()
+    wrong[1, 1] = torch.nan
+    return tensors | {first_matrix(tensors): wrong}
+
+
+def whole_numbers(tensors: Tensors) -> Tensors:
+    return tensors | {first_matrix(tensors): tensors[first_matrix(tensors)].to(torch.int8)}
+
+
+DAMAGES: dict[str, tuple[Change, str]] = {
+    "dropped": (dropped, "absent there"),
+    "transposed": (transposed, "is transposed"),
+    "one more": (one_more, "in the model"),
+    "not finite": (not_finite, "nan"),
+    "whole numbers": (whole_numbers, "is int8"),
+}
+CHANGED = [name for name in SOURCES if not re.search(r"jaxdist|Orbax|torch_ref|llm\.c|two ranks", name)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", CHANGED)
+def test_both_refuse_it_in_the_same_words(name: str, damage: str, tmp_path: Path) -> None:
+    if damage == "whole numbers" and name.startswith("ZeRO"):
+        pytest.skip("its tensors lie in vectors of one dtype")
+    write, model, _ = SOURCES[name]
+    change, words = DAMAGES[damage]
+    path = write(tmp_path, change)
+    message = refused(read_by_jaxdist, path, model)
+    assert words in message, message
+    assert refused(read_by_torch_ref, path, model) == message
