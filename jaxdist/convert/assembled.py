@@ -83,6 +83,8 @@ class Weights:
     def state(self, file: Path, optimizer: Mapping[Any, Any]) -> State | None:
         """What a state dict of torch's holds, whose tensors lie in `file`; None of one without a state. Raises
         ConfigError."""
+        with reading(file, "optimizer"):
+            optimizer = optimizers.with_entries(optimizer)
         if not optimizer.get("state"):
             return None
         Content(self.experiment, self.naming, {PARAMETERS: self.parameters}).check_weights(self.path)

@@ -123,6 +123,16 @@ def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
     return rule
 
 
+def with_entries(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state dict of torch's with an entry for each parameter where its rule keeps nothing: SGD without momentum
+    saves an empty `state` however many steps it made. All others are as they are."""
+    groups = optimizer.get("param_groups")
+    if optimizer.get("state") or not isinstance(groups, list) or not groups:
+        return dict(optimizer)
+    stateless = all(isinstance(group, dict) and group.get("momentum") == 0 and "dampening" in group for group in groups)
+    return {**optimizer, **({"state": {key: {} for group in groups for key in group["params"]}} if stateless else {})}
+
+
 Kept = Callable[[Optimizer, str], Mapping[str, Entry]]  # what such an optimizer keeps as a kind, by parameter
 
 

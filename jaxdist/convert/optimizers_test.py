@@ -34,6 +34,7 @@ CLASSES: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-3, betas=(0.8, 0.99)),
     "adam with decay": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "sgd without momentum": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3, d=2.0),
 }
 

@@ -145,6 +145,8 @@ def opened(
     shapes = {name: all_shapes[name] for name in names if name in all_shapes}  # in the order of the file
     updates, trained = None, list[dict[str, Any]]()
     order, kinds = optimizers.Order(), tuple[str, ...]()
+    with reading(path, "optimizer"):
+        optimizer = optimizers.with_entries(optimizer)
     if optimizer.get("state"):
         with reading(path, "optimizer"):
             kept_as = partial(entries.kept, naming, model)
