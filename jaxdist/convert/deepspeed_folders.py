@@ -44,11 +44,10 @@ def opened(
     kept = zero.model.get("lr_scheduler")
     scheduler = kept if isinstance(kept, dict) else {}
 
-    def found_schedule(state: State) -> Mapping[str, Any]:
-        return zero.schedule(scheduler, state) or trainer_folders.logged_schedule(path, state, trainer)
-
     def schedule(done: int, state: State) -> Mapping[str, Any]:
-        told = rates.Told(path, state.groups, done, scheduler, partial(found_schedule, state))
+        fields, reason = zero.schedule(scheduler, done, state)
+        logged = partial(trainer_folders.logged_schedule, path, state, trainer)
+        told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields else logged, reason)
         return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
 
     steps = zero.model.get("global_steps")
@@ -59,14 +58,17 @@ def opened(
 class Trained(Zero):
     """A checkpoint with the optimizer's state in its files."""
 
-    def schedule(self, scheduler: Mapping[Any, Any], state: State) -> Mapping[str, Any]:
-        """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler; empty of another."""
+    def schedule(self, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:
+        """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler after so many steps; of another
+        none, and why. Raises ConfigError."""
         config, done = self.model.get("ds_config"), scheduler.get("last_batch_iteration")
-        settings = config.get("scheduler") if isinstance(config, dict) else None
         rate = state.groups[0].get("lr")
-        return (
-            deepspeed_schedule(settings, done, float(rate)) if isinstance(done, int) and rate is not None else None
-        ) or {}
+        if not isinstance(config, dict) or type(done) is not int or rate is None:
+            return {}, ""
+        with reading(self.model_files[0], "ds_config"):
+            optimizer = config.get("optimizer") or {}
+            base = float(optimizer.get("params", {}).get("lr", 0.0))
+            return deepspeed_schedule(config.get("scheduler"), base, (steps, done, float(rate)))
 
     def left(self, training: bool) -> list[str]:
         """What is not read, in words."""

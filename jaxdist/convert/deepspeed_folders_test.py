@@ -3,7 +3,9 @@
 import importlib
 import json
 import math
+import re
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content
@@ -119,16 +121,20 @@ def save(file: Path, tree: Mapping[str, Any]) -> None:
         torch.save(dict(tree), file)
 
 
-def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, **changed: Any) -> Path:
-    """Stages 1 and 2: each group is one vector, whose parts the ranks hold; the last lose their padding."""
+def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, aligned: int = 1, **changed: Any) -> Path:
+    """Stages 1 and 2: each group is one vector, whose parts the ranks hold; the last lose their padding. Each parameter
+    begins at a multiple of `aligned`."""
     tag = folder / f"global_step{STEP}"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(f"{tag.name}\n")
     (tag / "config.json").write_bytes(trained.config)
     save(tag / "mp_rank_00_model_states.pt", trained.engine(trained.groups, ranks, **changed))
 
+    paddings = [[-trained.tensors[name].numel() % aligned for name in group[:-1]] + [0] for group in trained.groups]
+
     def flat(tensors: Mapping[str, Any], group: list[str]) -> Any:
-        return torch.cat([tensors[name].flatten() for name in group])
+        padded = zip(group, paddings[trained.groups.index(group)], strict=True)
+        return torch.cat([part for name, n in padded for part in (tensors[name].flatten(), torch.full((n,), 77.0))])
 
     for rank in range(ranks):
         masters, state = [], {}
@@ -143,7 +149,7 @@ def zero_2(folder: Path, trained: Trained, ranks: int = 3, stage: Any = 2, **cha
             "loss_scaler": LossScaler(), "dynamic_loss_scale": False, "overflow": False, "clip_grad": 1.0,
             "base_optimizer_state": {"state": state, "param_groups": group_settings([0.1, 0.0], [[0], [1]])},
             "single_partition_of_fp32_groups": masters, "group_paddings": [0, 0], "ds_version": "0.16.4",
-            "zero_stage": ZeroStageEnum(stage), "partition_count": [ranks, ranks],
+            "zero_stage": ZeroStageEnum(stage), "partition_count": [ranks, ranks], "param_alignment_paddings": paddings,
             "param_slice_mappings": [{name: fragment_address(4, 0) for name in group} for group in trained.groups],
         }  # fmt: skip
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -241,29 +247,87 @@ def test_the_way_to_a_run_and_to_transformers(layout: Any, tmp_path: Path, capsy
     assert source_experiment(tag.parent).model == TIED
 
 
-@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupLR"])
-def test_its_own_schedule(kind: str, tmp_path: Path) -> None:
-    """The rate of each step to come, by DeepSpeed's formulas, whose count is two behind our number of the step."""
-    warmup, total, peak = 10, 200, 3e-4
-    decays = kind == "WarmupDecayLR"
+WARMUP, TOTAL, PEAK, LOW = 10, 200, 3e-4, 3e-5
 
-    def rate(count: int) -> float:
-        return peak * ((total - count) / (total - warmup) if decays else 1.0)
 
-    params = {"warmup_max_lr": peak, "warmup_num_steps": warmup} | ({"total_num_steps": total} if decays else {})
-    given: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": STEP - 1}}
-    given["ds_config"] = {"scheduler": {"type": kind, "params": params}}
+def cosine_rate(count: int) -> float:
+    """DeepSpeed's WarmupCosineLR after its warm-up."""
+    share = (1 + math.cos(math.pi * min(1.0, (count - WARMUP + 1) / (TOTAL - WARMUP)))) / 2
+    return PEAK * (0.1 + 0.9 * share)
+
+
+SCHEDULERS = {
+    "WarmupLR": ({"warmup_max_lr": PEAK}, lambda count: PEAK),
+    "WarmupDecayLR": (
+        {"warmup_max_lr": PEAK, "warmup_min_lr": LOW, "total_num_steps": TOTAL},
+        lambda count: LOW + (PEAK - LOW) * (TOTAL - count) / (TOTAL - WARMUP),
+    ),
+    "WarmupCosineLR": ({"total_num_steps": TOTAL, "cos_min_ratio": 0.1}, cosine_rate),
+}
+
+
+def scheduled(folder: Path, kind: str, params: Mapping[str, Any], rate: float, count: int = STEP - 1) -> Path:
+    """A checkpoint with one of DeepSpeed's schedulers, called `count` + 1 times."""
+    settings = {"type": kind, "params": {"warmup_num_steps": WARMUP, **params}}
+    config = {"optimizer": {"params": {"lr": PEAK}}, "scheduler": settings}
+    given: dict[str, Any] = {"lr_scheduler": {"last_batch_iteration": count}, "ds_config": config}
     before = SETTINGS["lr"]
-    SETTINGS["lr"] = rate(STEP - 1)
+    SETTINGS["lr"] = rate
     try:
-        content = opened(zero_2(tmp_path / "run", Trained(tmp_path), **given))
+        return zero_2(folder / "run", Trained(folder), **given)
     finally:
         SETTINGS["lr"] = before
-    e = content.experiment
-    for step in range(STEP + 1, total):
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
+    """The rate of each step to come, by DeepSpeed's formulas, whose count is two behind our number of the step, and
+    behind it by each step that fp16 skipped."""
+    params, rate = SCHEDULERS[kind]
+    count = STEP - 1 - skipped
+    e = opened(scheduled(tmp_path, kind, params, rate(count), count)).experiment
+    for step in range(STEP + 1, TOTAL):
         assert float(learning_rate(e.optimizer, e.train.steps, jnp.asarray(step))) == pytest.approx(
-            rate(step - 2), rel=1e-5
+            rate(step - 2 - skipped), rel=1e-5
         )
+
+
+def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rate of now stays, the reason is said, and the schedule after the warm-up can be given."""
+    long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}
+    tag = scheduled(tmp_path / "warm", "WarmupDecayLR", long, 2e-4)
+    assert opened(tag).experiment.optimizer.learning_rate == 2e-4
+    said = capsys.readouterr().out
+    assert "its WarmupDecayLR still warms up" in said
+    told = re.search(r"from step 152 on it is (.*), for --model and --peak schedule", said)
+    assert told
+    fields = told[1].replace("linear", '"linear"').replace(", ", "\n")
+    model = tmp_path / "model.toml"
+    given = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_none=True)
+    model.write_text(Experiment.parse(given | {"optimizer": tomllib.loads(fields)}, "test").to_toml())
+    main([str(tag), str(tmp_path / "out"), "--model", str(model), "--peak", "schedule"])  # the fix
+    o = opened(tmp_path / "out").experiment.optimizer
+    assert (o.learning_rate, o.warmup, o.decay, o.decay_steps, o.final) == (PEAK, 152, "linear", 202, 0)
+    opened(scheduled(tmp_path / "cycle", "OneCycle", {}, 2e-4))
+    assert "jaxdist has no schedule like its OneCycle; its rate of now" in capsys.readouterr().out
+    opened(scheduled(tmp_path / "other", "WarmupLR", {"warmup_max_lr": PEAK}, 2e-4))
+    assert "its rate of now is not that of its WarmupLR: learning_rate = 0.0003" in capsys.readouterr().out
+
+
+def test_aligned_parameters(tmp_path: Path) -> None:
+    """zero_optimization.parameter_alignment leaves room after parameters, which is not theirs."""
+    trained = Trained(tmp_path)
+    tag = zero_2(tmp_path / "run", trained, aligned=8)
+    content = opened(tag)
+    check(content, trained)
+    for file in tag.glob("*_optim_states.pt"):
+        with deepspeed():
+            tree = torch.load(file, weights_only=False)
+        tree["optimizer_state_dict"]["param_alignment_paddings"] = [[0]]
+        save(file, tree)
+    with pytest.raises(ConfigError, match="param_alignment_paddings are of other parameters than its param_shapes"):
+        opened(tag)
 
 
 def test_within_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:

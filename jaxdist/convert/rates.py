@@ -22,13 +22,15 @@ MODEL = "--model"  # whose schedule an experiment has
 
 class Told(NamedTuple):
     """What a checkpoint tells of its learning rates: its optimizer's `groups` after so many steps, and the state of its
-    scheduler, empty without one. `found`: the schedule's fields by what else lies there, as a log; empty without."""
+    scheduler, empty without one. `found`: the schedule's fields by what else lies there, as a log; empty without.
+    `reason`: why a scheduler that is known has no schedule like it here."""
 
     path: Path
     groups: Sequence[Mapping[str, Any]]
     step: int
     scheduler: Mapping[str, Any] = MappingProxyType({})
     found: Callable[[], Mapping[str, Any]] = dict
+    reason: str = ""
 
 
 def given(wanted: Experiment | None, own: str = "") -> str:
@@ -61,7 +63,8 @@ def going_on(told: Told, experiment: Experiment, whose: str, peak: Peak | None) 
             f"--peak schedule: {path} has no schedule that can be read; give one by --model, as [optimizer] "
             "learning_rate, warmup and decay, or leave --peak out to go on at the rate of now"
         )
-    reason = "the rule of its scheduler is not in it" if told.scheduler else "it has no schedule"
+    unknown = "the rule of its scheduler is not in it" if told.scheduler else "it has no schedule"
+    reason = told.reason or unknown
     if not now:
         say(f"{path}: {reason}, and no rate to go on at; the default schedule is taken, --model gives another")
         return {}

@@ -58,27 +58,61 @@ def found_schedule(peak: float, steps: int, now: tuple[int, float], logged: Sequ
     return {"warmup": warmup + 1, "decay": name, **end}
 
 
-def deepspeed_schedule(settings: Any, done: int, rate: float) -> dict[str, Any] | None:
-    """The fields of DeepSpeed's WarmupLR and WarmupDecayLR, from the `scheduler` of its config; None of another, while
-    it warms up, or where its rate after `done` calls (last_batch_iteration) is not `rate`.
+class Known(NamedTuple):
+    """A scheduler of DeepSpeed's after its warm-up: how it decays, the peak and the final share of it by its config
+    and the learning rate of the optimizer's, and how many steps earlier its decay begins than its warm-up ends."""
 
-    Step s of ours, counted from 1, has the rate of last_batch_iteration = s - 2.
+    decay: str
+    peak: Callable[[Mapping[str, Any], float], float]
+    final: Callable[[Mapping[str, Any], float], float]
+    early: int = 0
+
+
+DEEPSPEED = {
+    "WarmupLR": Known("constant", lambda given, base: given.get("warmup_max_lr") or base or 1e-3, lambda *_: 1.0),
+    "WarmupDecayLR": Known(
+        "linear",
+        lambda given, base: given.get("warmup_max_lr", 1e-3),
+        lambda given, peak: given.get("warmup_min_lr", 0.0) / peak,
+    ),
+    "WarmupCosineLR": Known(
+        "cosine", lambda given, base: base, lambda given, peak: given.get("cos_min_ratio", 1e-4), early=1
+    ),
+}
+
+
+def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) -> tuple[dict[str, Any], str]:
+    """The schedule's fields of an optimizer section by the `scheduler` of DeepSpeed's config, and an empty text; or no
+    fields, and why: while it warms up, which ours does at other rates, or where its rate is another.
+
+    `base`: the learning rate of the config's optimizer, 0 without one. `now`: steps done, last_batch_iteration, and the
+    rate of the next step. Formulas:
+    https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py
     """
     settings = settings if isinstance(settings, Mapping) else {}
     kind, given = settings.get("type"), settings.get("params")
     given = given if isinstance(given, Mapping) else {}
-    peak, warmup = given.get("warmup_max_lr", 1e-3), max(2, given.get("warmup_num_steps", 1000))
-    total = given.get("total_num_steps") if kind == "WarmupDecayLR" else None
-    if kind not in ("WarmupLR", "WarmupDecayLR") or done < warmup or (kind == "WarmupDecayLR" and not total):
-        return None
-    share = SHAPES["linear"].share(done, warmup, total) if total else 1.0
-    if abs(rate - peak * share) > CLOSE * peak:
-        return None
-    found: dict[str, Any] = {"learning_rate": float(peak), "warmup": warmup + 2}
-    end: dict[str, Any] = (
-        {"decay": "linear", "decay_steps": total + 2, "final": 0.0} if total else {"decay": "constant"}
-    )
-    return found | end
+    if kind not in DEEPSPEED:
+        return {}, f"jaxdist has no schedule like its {kind}" if kind else ""
+    (steps, done, rate), known = now, DEEPSPEED[kind]
+    later = steps + 1 - done  # step s of ours has the rate of last_batch_iteration = s - later; 2 if none was skipped
+    ends, total = max(2, given.get("warmup_num_steps", 1000)), given.get("total_num_steps", 0)
+    warmup, end, peak = ends - known.early, total - known.early, float(known.peak(given, base))
+    if peak <= 0 or (known.decay != "constant" and not total):
+        return {}, f"the config of its {kind} is not whole"
+    final = float(known.final(given, peak))
+    fields: dict[str, Any] = {"learning_rate": peak, "warmup": warmup + later, "decay": known.decay}
+    fields |= {"decay_steps": end + later, "final": final} if known.decay != "constant" else {}
+    told = ", ".join(f"{name} = {value}" for name, value in fields.items())
+    if done < ends:
+        return {}, (
+            f"its {kind} still warms up, at other rates than jaxdist does; from step {ends + later} on it is {told}, "
+            "for --model and --peak schedule"
+        )
+    share = SHAPES[known.decay].share(done, warmup, end)
+    if abs(rate - peak * (final + (1 - final) * share)) > CLOSE * peak:
+        return {}, f"its rate of now is not that of its {kind}: {told}"
+    return fields, ""
 
 
 def _warmup(shape: Shape, rates: Sequence[tuple[int, float]], steps: int) -> int | None:

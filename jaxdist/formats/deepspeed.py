@@ -212,15 +212,19 @@ class Zero:
 
     def gathered_by_group(self, vectors: Sequence[Flat]) -> Iterator[tuple[str, Leaf]]:
         """Stages 1 and 2: the ranks' vectors of a group follow each other, and parameters lie within the whole, also
-        across two ranks; at its end there may be padding to a multiple of twice the number of ranks."""
+        across two ranks. With zero_optimization.parameter_alignment padding follows each; at the end there may be some
+        to a multiple of twice the number of ranks."""
         groups, unit = self.shapes, 2 * len(vectors)
+        paddings = self.states[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
         if any(len(held) != len(groups) for held in vectors):
             raise self.wrong(f"its ranks hold other than {len(groups)} groups of parameters")
+        if [*map(len, paddings)] != [*map(len, groups)]:
+            raise self.wrong("its param_alignment_paddings are of other parameters than its param_shapes")
         for number, shapes in enumerate(groups):
             whole, start = [held[number] for held in vectors], 0
-            for name, shape in shapes.items():
+            for (name, shape), padding in zip(shapes.items(), paddings[number], strict=True):
                 yield name, self.joined(name, shape, list(cut(whole, start, math.prod(shape))))
-                start += math.prod(shape)
+                start += math.prod(shape) + padding
             there = sum(len(vector.tensor) for vector in whole)
             if math.ceil(start / unit) != math.ceil(there / unit):
                 raise self.wrong(f"its ranks hold {there:,} numbers of a group whose parameters have {start:,}")
