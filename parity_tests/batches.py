@@ -11,7 +11,7 @@ from rich.progress import track
 from jaxdist.config import Experiment
 from jaxdist.config.display import console, say
 from jaxdist.data import IGNORED, Batches, Dataset, dataset_of
-from parity_tests.causes import Search
+from parity_tests.evidence import Search
 from torch_ref.models import build
 from torch_ref.step import Rows, losses, microbatches
 

@@ -13,7 +13,7 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Dataset, dataset_of
 from parity_tests import batches
 from parity_tests.cases import IMAGES, write_images
-from parity_tests.causes import Search
+from parity_tests.evidence import Search
 from torch_ref.models import build
 from torch_ref.weights import draw, fill, held
 

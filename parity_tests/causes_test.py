@@ -10,7 +10,8 @@ import pytest
 
 from parity_tests import batches, compare, levels, loops
 from parity_tests.bisect import STAGES, Parting
-from parity_tests.causes import CAUSES, Diagnosis, Evidence, Search, diagnose, of_parting, schedule
+from parity_tests.causes import CAUSES, Diagnosis, diagnose, of_parting, schedule
+from parity_tests.evidence import Evidence, Search
 from parity_tests.loops import STEPS, Finished, Loop
 
 
@@ -50,6 +51,14 @@ def evidence(ours: Finished, theirs: Finished, bounds: Mapping[str, np.ndarray])
 NAMED = [
     (loops.MeanOfMeans, "forward pass or loss", 1, "loss of this batch as the mean of its microbatches' means"),
     (loops.NeverClipped, "clip", 1, "as if the clip of 0.5 were not applied"),
+    (loops.ClippedByValue, "clip", 1, "each by itself"),
+    (loops.ClippedByGroup, "clip", 1, "each by itself"),
+    (loops.LongWarmup, "learning rate", 1, "it is 0.000375 in theirs, and 0.00075 in ours"),
+    (loops.LastMicrobatchDropped, "gradients", 1, "the sum over 4 microbatches"),
+    (loops.NeverZeroed, "gradients", 2, "may not have been set to zero"),
+    (loops.SwappedBetas, "moments", 2, "exp_avg (optimizer.beta1) and exp_avg_sq (optimizer.beta2) of theirs differ"),
+    (loops.NoDecay, "weight decay", 1, "0.1 less than ours"),
+    (loops.Coupled, "weight decay", 1, "added to the gradient (coupled, L2)"),
     (loops.TwoStepsAStep, "learning rate", 1, "their schedule goes 2 steps a step"),
     (loops.StepLate, "learning rate", 1, "their schedule is 1 step late"),
     (loops.ClippedScaled, "clip", 1, "times ours, by its moments"),
@@ -68,7 +77,7 @@ NAMED = [
     (loops.Smoothed, "forward pass or loss", 1, "from equal weights and batches the loss differs"),
     (loops.LargeNormEps, "forward pass or loss", 1, "from equal weights and batches the loss differs"),
     (loops.NormsDecayed, "weight decay", 1, "more than ours"),
-    (loops.Beta2, "moments", 2, "exp_avg_sq of theirs is"),
+    (loops.Beta2, "moments", 2, "exp_avg_sq (optimizer.beta2) of theirs differs"),
     (loops.Eps, "update of the weights", 1, "update rule"),
     (loops.NextBatch, "other batches", 1, "the batch of step 2"),
     (loops.SameBatch, "other batches", 2, "the batch of step 1"),
@@ -92,10 +101,10 @@ def test_the_cause_is_named(
 CLIPPED_FROM_TWO = [
     (loops.NeverClipped, "clip", 2, "as if the clip of"),
     (loops.OtherClip, "clip", 2, "times ours, by its moments"),
-    (loops.Beta1, "update of the weights", 2, "clip and beta2 are as ours, by the sum of exp_avg_sq"),
-    (loops.Beta2, "moments", 2, "exp_avg_sq of theirs is"),
-    (loops.Eps, "update of the weights", 1, ": update rule, weight decay"),
-    (loops.EpsFromTwo, "update of the weights", 2, ": update rule, weight decay"),
+    (loops.Beta1, "moments", 2, "exp_avg (optimizer.beta1) of theirs differs"),
+    (loops.Beta2, "moments", 2, "exp_avg_sq (optimizer.beta2) of theirs differs"),
+    (loops.Eps, "update of the weights", 1, ": update rule (eps, bias correction), weight decay"),
+    (loops.EpsFromTwo, "update of the weights", 2, ": update rule (eps, bias correction), weight decay"),
     (loops.NormsDecayed, "weight decay", 1, "more than ours"),
     (loops.NoDecayFromTwo, "weight decay", 2, "less than ours"),
 ]
@@ -139,6 +148,9 @@ ROUNDED = [
     (loops.SingleNextBatch, "other batches", "the batch of step 2"),
     (loops.SingleBeta2, "moments", "exp_avg_sq"),
     (loops.SingleLate, "learning rate", "their schedule is 1 step late"),
+    (loops.SingleBeta1, "moments", "exp_avg (optimizer.beta1) of theirs differs"),
+    (loops.SingleNoDecay, "weight decay", "0.1 less than ours"),
+    (loops.SingleClippedByGroup, "clip", "each by itself"),
 ]
 
 
@@ -155,6 +167,31 @@ def test_the_cause_is_named_in_float32(
     bounds = levels.float_bounds(ours, exact, "float32")  # type: ignore[arg-type]
     found = diagnose(evidence(exact, loop(documents).run("theirs"), bounds))
     assert found and found.cause == cause and how in found.how, found
+
+
+@pytest.fixture(scope="module")
+def small(documents: Path) -> tuple[Finished, Finished]:
+    return loops.SmallSingle(documents).run("ours"), loops.SmallInDouble(documents).run("ours")
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "how"),
+    [
+        (loops.SmallExactGelu, "forward pass or loss", "the first gradient to differ in the backward pass is that of "),
+        (loops.SmallEps, "update of the weights", "update rule (eps, bias correction)"),
+        (loops.SmallSingle, "", ""),
+    ],
+)
+def test_gradients_of_the_first_step_tell_what_rounding_hides_of_the_loss(
+    documents: Path, small: tuple[Finished, Finished], loop: type[Loop], cause: str, how: str
+) -> None:
+    ours, exact = small
+    bounds = levels.float_bounds(ours, exact, "float32")  # type: ignore[arg-type]
+    theirs = loop(documents).run("theirs")
+    found = diagnose(replace(evidence(exact, theirs, bounds), rounded=ours))  # type: ignore[arg-type]
+    assert not cause if found is None else found.cause == cause and how in found.how, found
+    unkept = diagnose(evidence(exact, replace(theirs, gradients={}), bounds))
+    assert unkept and "a run in fp64" in unkept.how
 
 
 # ---- from the first tensor that differs

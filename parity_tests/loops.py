@@ -21,6 +21,7 @@ STEPS = 12
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 8},
     "gpt2": {"family": "gpt2", "heads": 4, "init_std": 0.1},
+    "gpt2 of small weights": {"family": "gpt2", "heads": 4},
 }
 
 
@@ -43,18 +44,20 @@ class Finished:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     kept_at_the_end: dict[str, np.ndarray] = field(default_factory=dict)
     before: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)  # of step 1, as a record names them
 
     def kept_states(self, kind: str) -> dict[str, np.ndarray]:
         return {name: w for name, w in self.kept_at_the_end.items() if name.startswith(f"{kind}/")}
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
-        return {}
+        return self.gradients if (kind, step) == ("gradient", 1) else {}
 
 
 class Loop:
     """A correct loop; subclasses override the method in which they are wrong."""
 
     accumulation = 1
+    records = False  # gradients of step 1
     model = "llama"
     dtype = torch.float64
 
@@ -124,6 +127,9 @@ class Loop:
                 group |= self.settings(step)
             optimizer.zero_grad()
             loss = self.backward(model, *(torch.from_numpy(part).long() for part in self.batch(step)))
+            if self.records and step == 1:
+                gradients = ((name, p.grad) for name, p in model.named_parameters())
+                finished.gradients = {f"gradient/{name}": g.numpy().copy() for name, g in gradients if g is not None}
             loss, norm = self.logged(loss, self.clip(model))
             optimizer.step()
             rate = self.logged_rate(step)
@@ -166,6 +172,25 @@ class ClippedScaled(Loop):
         return norm
 
 
+class ClippedByValue(NeverClipped):
+    """Each number of a gradient is clipped by itself."""
+
+    def clip(self, model: nn.Module) -> float:
+        norm = super().clip(model)
+        nn.utils.clip_grad_value_(model.parameters(), self.o.clip / 50)
+        return norm
+
+
+class ClippedByGroup(NeverClipped):
+    """Matrices are clipped by their norm, and vectors by theirs."""
+
+    def clip(self, model: nn.Module) -> float:
+        norm, parameters = super().clip(model), list(model.parameters())
+        for matrices in (True, False):
+            nn.utils.clip_grad_norm_([p for p in parameters if (p.ndim >= 2) is matrices], self.o.clip)
+        return norm
+
+
 class OtherClip(Loop):
     def clip(self, model: nn.Module) -> float:
         return nn.utils.clip_grad_norm_(model.parameters(), 1.002 * self.o.clip).item()
@@ -202,6 +227,35 @@ class RateAppliedTwice(Loop):
 
     def logged_rate(self, step: int) -> float:
         return super().rate(step)
+
+
+class LongWarmup(Loop):
+    def rate(self, step: int) -> float:
+        return self.o.learning_rate * step / 8 if step < 8 else super().rate(step)
+
+
+class LastMicrobatchDropped(Loop):
+    """The gradient of the last microbatch is not added."""
+
+    accumulation = 4
+
+    def backward(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
+        count, total = (targets != IGNORED).sum(), 0.0
+        for i, (t, y) in enumerate(zip(tokens.chunk(4), targets.chunk(4), strict=True)):
+            loss = self.loss(model, t, y) * (y != IGNORED).sum() / count
+            total += loss.item()
+            if i < 3:
+                loss.backward()  # type: ignore[no-untyped-call]
+        return total
+
+
+class NeverZeroed(Loop):
+    """Gradients are added to those of the steps before."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().optimizer(model)
+        optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+        return optimizer
 
 
 class HalfAccumulated(Loop):
@@ -302,6 +356,25 @@ class Beta2(Loop):
         return self.o.beta1, 0.999
 
 
+class SwappedBetas(Loop):
+    def betas(self) -> tuple[float, float]:
+        return self.o.beta2, self.o.beta1
+
+
+class NoDecay(Loop):
+    def settings(self, step: int) -> dict[str, float]:
+        return super().settings(step) | {"weight_decay": 0.0}
+
+
+class Coupled(Loop):
+    """Weight decay is added to the gradient, as torch.optim.Adam does."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        groups = super().optimizer(model).param_groups
+        kept = [{name: group[name] for name in ("params", "weight_decay")} for group in groups]
+        return torch.optim.Adam(kept, lr=1.0, betas=self.betas(), eps=self.eps())
+
+
 class Eps(Loop):
     def eps(self) -> float:
         return 1e-5
@@ -380,3 +453,31 @@ class SingleBeta2(Single, Beta2): ...
 
 
 class SingleLate(Single, StepLate): ...
+
+
+class SingleBeta1(Single, Beta1): ...
+
+
+class SingleNoDecay(Single, NoDecay): ...
+
+
+class SingleClippedByGroup(Single, ClippedByGroup): ...
+
+
+class SmallExactGelu(ExactGelu):
+    """With weights so small that the loss of step 1 differs by no more than rounding."""
+
+    model = "gpt2 of small weights"
+    records = True
+
+
+class SmallSingle(Single):
+    model = "gpt2 of small weights"
+    records = True
+
+
+class SmallInDouble(SmallSingle):
+    dtype = torch.float64
+
+
+class SmallEps(SmallSingle, Eps): ...

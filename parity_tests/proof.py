@@ -18,8 +18,9 @@ from jaxdist.convert.hf import read_hf, write_hf
 from jaxdist.sharding import Layout
 from parity_tests import bisect, collectives, compare, levels, names, reach, scratch
 from parity_tests.bisect import Parting
-from parity_tests.causes import Evidence, Search, diagnose
+from parity_tests.causes import diagnose
 from parity_tests.commands import TRAIN
+from parity_tests.evidence import Evidence, Search
 from parity_tests.reach import OTHERS, RECORDED
 from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
 from parity_tests.scratch import Scratch
@@ -432,7 +433,8 @@ class Proof:
 
         narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
         started = self.started if self.init else {}
-        return Evidence(a, b, bounds, started, batch, verdict.parting, "; ".join(narrow))
+        rounded = self.done[JAX, "policy"] if theirs[1] == "policy" and not self.exact else None
+        return Evidence(a, b, bounds, started, batch, verdict.parting, rounded, "; ".join(narrow))
 
     def parting(self, verdict: Verdict, start: Path) -> Parting | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.
