@@ -19,8 +19,9 @@ import torch
 from jaxdist.config import checkpoints, dcp, foreign, hf, model
 from jaxdist.config.hf_keys import COUNT, Key
 from jaxdist.convert import torch_files, torch_leaves, torch_records
-from jaxdist.convert.torch_records import Place, place
+from jaxdist.convert.torch_records import place
 from jaxdist.formats import safetensors_files
+from jaxdist.formats.torch_zips import Place
 from parity_tests import fuzz
 
 ROOT = Path(__file__).parents[1]

@@ -32,8 +32,9 @@ def reading(path: Path) -> Iterator[None]:
     """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
     try:
         yield
-    except DAMAGE as error:
-        reason = textwrap.shorten(repr(error), 200)
+    except DAMAGE as error:  # a CheckpointException has those of the ranks, with their tracebacks
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = textwrap.shorten(repr(first), 200)
         raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
 
 

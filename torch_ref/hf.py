@@ -10,7 +10,9 @@ from jaxdist.config import ConfigError, Decoder, Family, same_model
 from jaxdist.config.finite import NotFinite
 from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.formats import models
+from jaxdist.formats.companions import CONFIG, companions
 from jaxdist.formats.headers import Header
+from jaxdist.formats.origin import Beside, beside
 from jaxdist.formats.plan import plan_of, untied
 from jaxdist.formats.sources import found
 from jaxdist.formats.tables import EXPERTS, Stored, stored
@@ -89,4 +91,16 @@ def describe(path: Path) -> Source | None:
         if source.rows and (beside := models.told_beside(path)):
             fitted = models.fitted(str(path), beside.model, source.leaves)
             return of_experiment(path, beside)._replace(model=fitted)
+    return None
+
+
+def lies_beside(path: Path | None) -> Beside | None:
+    """What a run that begins with these weights keeps for the way back to their format. Raises ConfigError as
+    `beside`."""
+    if (kept := beside(path)) is not None or path is None:
+        return kept
+    with suppress(ConfigError):
+        source = found(path, READER)
+        files = companions(source.around) if source.around else {}
+        return Beside(files, str(next(iter(source.leaves.values())).dtype)) if CONFIG in files else None
     return None

@@ -3,7 +3,6 @@
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
@@ -18,12 +17,11 @@ from jaxdist.formats.stand_ins import STAND_INS, restored
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import dtype_of, walked, without_numbers
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
+from jaxdist.formats.torch_zips import is_zip, opened
 from torch_ref import distributed
 from torch_ref.arrays import to_numpy
 from torch_ref.models import build
 from torch_ref.weights import held
-
-PICKLE, MOST_BYTES = "/data.pkl", 100_000_000  # in a file's zip: of half a million tensors
 
 
 def load(path: Path) -> Any:
@@ -33,8 +31,8 @@ def load(path: Path) -> Any:
     with loading(path):
         if not (size := size_of(path)):
             raise ValueError("it is empty")
-        if zipped := is_zipfile(path):
-            pickle = _pickle(path)
+        if zipped := is_zip(path):
+            pickle, _ = opened(path)
             rehearse(BytesIO(pickle), len(pickle))
         else:
             check_torch(path)
@@ -42,15 +40,6 @@ def load(path: Path) -> Any:
                 rehearse(file, size, PICKLES)
         with safe_globals([(stand_in, name) for name, stand_in in STAND_INS.items()]):
             return restored(walked(torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)))
-
-
-def _pickle(path: Path) -> bytes:
-    """The pickle in a zip. Raises ValueError for a huge one."""
-    with ZipFile(path) as file:
-        record = next((record for record in file.infolist() if record.filename.endswith(PICKLE)), None)
-        if record is None or record.file_size > MOST_BYTES:
-            raise ValueError(f"it has {f'a pickle of {record.file_size:,} bytes' if record else 'no pickle'}")
-        return file.read(record)
 
 
 def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:

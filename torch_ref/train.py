@@ -21,11 +21,11 @@ from jaxdist.config.display import megabytes, progress, say, show_end, show_star
 from jaxdist.config.errors import LESS, in_device_memory
 from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, Targets, dataset_of, dealt, in_steps
-from jaxdist.formats.origin import begin, beside
+from jaxdist.formats.origin import begin
 from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
 from torch_ref.arithmetic import Arithmetic
 from torch_ref.context import context
-from torch_ref.hf import describe
+from torch_ref.hf import describe, lies_beside
 from torch_ref.mesh import BATCH, rank_over
 from torch_ref.models import build
 from torch_ref.optim import Optimizer
@@ -79,7 +79,9 @@ def train(
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
-                launch.from_first(lambda: begin(folder, experiment, start, partial(beside, arguments.companions_of)))
+                launch.from_first(
+                    lambda: begin(folder, experiment, start, partial(lies_beside, arguments.companions_of))
+                )
             if first:
                 say(str(plan))
                 rows = dataset.table(experiment.train) | notes(model, held)

@@ -40,12 +40,12 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import PIECE
 from jaxdist.convert.torch_parts import like, unread
-from jaxdist.convert.torch_records import Part, Place
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import buffers, folders
 from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, placed
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
+from jaxdist.formats.torch_zips import Part, Place
 from jaxdist.loss_scale import LossScale, state_of
 
 SCALING = "scaling."

@@ -55,7 +55,7 @@ from jaxdist.convert.torch_parts import (
     put,
     unread,
 )
-from jaxdist.convert.torch_records import Place, Records, is_zip
+from jaxdist.convert.torch_records import Records
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import models
 from jaxdist.formats.folders import beside
@@ -78,6 +78,7 @@ from jaxdist.formats.torch_files import (
     walked,
 )
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
+from jaxdist.formats.torch_zips import Place, is_zip
 
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 

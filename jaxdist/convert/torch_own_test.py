@@ -14,6 +14,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.room_test import peak
+from jaxdist.formats import torch_zips
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.torch_files")
@@ -45,7 +46,7 @@ def test_what_a_run_logged(old: bool, tmp_path: Path) -> None:
 
 def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which we read no more than so much."""
-    monkeypatch.setattr(torch_records, "MOST_BYTES", len(LOG))
+    monkeypatch.setattr(torch_zips, "MOST_BYTES", len(LOG))
     assert torch_files.opened(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
 
 

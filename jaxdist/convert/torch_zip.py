@@ -15,9 +15,10 @@ import xxhash
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from jaxdist.convert.torch_records import STORAGES, Records, begin_of, place
+from jaxdist.convert.torch_records import Records, place
 from jaxdist.formats import buffers
 from jaxdist.formats.torch_files import tensors_of
+from jaxdist.formats.torch_zips import STORAGES, begin_of
 
 CENTRAL = "<28x3H12x"  # an entry of the directory: lengths of what follows it
 DESCRIPTOR_SUM, CENTRAL_SUM = 4, 16  # where the checksum stands in either

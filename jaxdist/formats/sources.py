@@ -98,13 +98,15 @@ class Found:
     """The weights of a source by the names that it has for them.
 
     `told`: the experiment that the source tells, None where it does not say what model it is. `rows`: whether such a
-    source may have fewer tokens than are wanted. `notes`: what is to be said of it.
+    source may have fewer tokens than are wanted. `around`: the folder whose config.json and tokenizer belong to it.
+    `notes`: what is to be said of it.
     """
 
     path: Path
     leaves: Leaves
     told: Experiment | None = None
     rows: bool = False
+    around: Path | None = None
     notes: Sequence[str] = field(default_factory=tuple)
 
     def model(self, wanted: Family) -> Family:
@@ -135,7 +137,8 @@ def _in_folder(folder: Path) -> Experiment | None:
 def _deepspeed(path: Path, reader: Reader) -> Found:
     if whole_file := deepspeed.without_zero(path, reader):
         return _torch(whole_file, reader)
-    return Found(path, deepspeed.read(path, reader), _in_folder(deepspeed.config_around(path)))
+    around = deepspeed.config_around(path)
+    return Found(path, deepspeed.read(path, reader), _in_folder(around), around=around)
 
 
 def _trainer(path: Path, reader: Reader) -> Found:
@@ -174,7 +177,7 @@ def _llmc(path: Path, reader: Reader) -> Found:
 def _torch(path: Path, reader: Reader) -> Found:
     tree: Any = reader.load(path)
     told, notes = models.told(path, tree), models.notes(path, tree)
-    return Found(path, torch_weights.weights_of(path, tree, reader), told, rows=True, notes=notes)
+    return Found(path, torch_weights.weights_of(path, tree, reader), told, True, path.parent, notes)
 
 
 def _meta(path: Path, reader: Reader) -> Found:

@@ -15,7 +15,8 @@ PROTOCOL = 3  # the newest whose operations torch's own reader knows
 BYTES, BYTEARRAY = "_codecs.encode", "builtins.bytearray"  # as Python's second protocol of pickles writes them
 SETS = {"builtins.set", "collections.OrderedDict", "collections.Counter"}  # which hash what they are given
 TYPED = "torch._tensor._rebuild_from_type_v2"  # calls the first that it is given
-_REBUILT = ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor", "qtensor")
+_REBUILT = ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "sparse_tensor")
+QUANTIZED = "torch._utils._rebuild_qtensor"
 TENSORS = {"torch.nn.parameter.Parameter", *(f"torch._utils._rebuild_{name}" for name in _REBUILT)}
 PLAIN = {"builtins.complex", "torch.Size", "torch.device", "torch.serialization._get_layout"}
 
@@ -87,6 +88,8 @@ class Rehearsal(Careful):
                 return Made(sum(map(len, given)))
             case name, _ if name in PLAIN and not any(isinstance(x, Made) for x in self.written_out(given)):
                 return Made(0)
+            case name, _ if name == QUANTIZED:
+                raise ValueError("it has a tensor that is quantized")
             case name, _ if name in TENSORS or name in STAND_INS:
                 return Made(0)
         raise UnpicklingError(f"it has a {called.name}, which is neither a tensor nor a plain value")

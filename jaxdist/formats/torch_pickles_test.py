@@ -15,6 +15,7 @@ from jaxdist.config import ConfigError, pickles
 from jaxdist.config.dcp import read_index
 from jaxdist.convert.torch_files_test import same
 from jaxdist.convert.torch_records_test import rezipped, with_content
+from jaxdist.formats import torch_zips
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.torch_files")
@@ -134,7 +135,7 @@ def test_a_pickle_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The file may have holes, and few bytes on the disk."""
     file = file_of(tmp_path, TEXT, old=False)
     assert torch_files.load(file) == "x" * 100_000
-    monkeypatch.setattr(torch_records, "MOST_BYTES", 1000)
+    monkeypatch.setattr(torch_zips, "MOST_BYTES", 1000)
     with pytest.raises(ConfigError, match=r"its record data\.pkl has 100,010 bytes, more than 1,000"):
         torch_files.load(file)
 

@@ -1,0 +1,108 @@
+"""The records of a file of `torch.save`, a zip: where they lie, and the pickle among them.
+
+torch works out where tensors on the meta device lie as it lays them out itself; in another program's zip of the same
+records they lie elsewhere. So each record's place is taken from its own header.
+"""
+
+import io
+import struct
+import zipfile
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from jaxdist.config import ConfigError
+
+BEGIN, HEADER = b"PK\x03\x04", "<4s22x2H"  # of a record: lengths of its name, and of what else precedes its bytes
+PICKLE, ORDER, STORAGES, ENCRYPTED = "data.pkl", "byteorder", "data/", 1
+MOST_BYTES = 100_000_000  # of a pickle: of half a million tensors
+
+
+class Place(NamedTuple):
+    """Where bytes lie in a file."""
+
+    start: int
+    size: int
+
+
+class Part(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: io.FileIO, place: Place) -> None:
+        self.file, self.place, self.at = file, place, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.place.size}[whence])
+        return self.at
+
+    def readinto(self, memory: Any) -> int:
+        self.file.seek(self.place.start + self.at)
+        count = self.file.readinto(memoryview(memory)[: max(0, self.place.size - self.at)])
+        self.at += count
+        return count
+
+
+def is_zip(path: Path) -> bool:
+    """Whether it is a zip, as torch writes since 1.6: torch looks no further either. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(BEGIN)) == BEGIN
+
+
+def begin_of(file: IO[bytes], record: zipfile.ZipInfo) -> int:
+    """Where the bytes of a record begin, by its own header. Raises ValueError."""
+    file.seek(record.header_offset)
+    head = file.read(struct.calcsize(HEADER))
+    if len(head) < struct.calcsize(HEADER) or not head.startswith(BEGIN):
+        raise ValueError(f"its record {record.filename} is not where its directory says")
+    return record.header_offset + len(head) + sum(struct.unpack(HEADER, head)[1:])
+
+
+def records(file: IO[bytes]) -> dict[str, Place]:
+    """The records of a zip by their names within its folder. Raises ValueError, or BadZipFile, where they are
+    compressed, and so may be huge, or share bytes."""
+    with zipfile.ZipFile(file) as archive:
+        listed, after, found = archive.infolist(), archive.start_dir, dict[str, Place]()
+    folder = listed[0].filename.partition("/")[0] if listed else ""
+    for record in sorted(listed, key=lambda record: record.header_offset, reverse=True):
+        if record.compress_type or record.flag_bits & ENCRYPTED or record.compress_size != record.file_size:
+            raise ValueError("its records are compressed, as torch writes none")
+        begin, name = begin_of(file, record), record.filename.removeprefix(f"{folder}/")
+        if begin + record.file_size > after or name in found:
+            raise ValueError(f"its record {name} is there twice, or shares bytes with another")
+        after, found[name] = record.header_offset, Place(begin, record.file_size)
+    return found
+
+
+def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
+    """What a record holds; nothing where it is missing. Raises ValueError for a huge one, which may be sparse."""
+    start, size = places.get(name, (0, 0))
+    if size > MOST_BYTES:
+        raise ValueError(f"its record {name} has {size:,} bytes, more than {MOST_BYTES:,}")
+    file.seek(start)
+    return file.read(size)
+
+
+def opened(path: Path, part: Place | None = None) -> tuple[bytes, dict[str, Place]]:
+    """The pickle of a file, or of a part of it, and the places of all records in the file.
+
+    Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order.
+    """
+    part = part or Place(0, path.stat().st_size)
+    with path.open("rb", buffering=0) as whole:
+        file = io.BufferedReader(Part(whole, part))
+        found = records(file)
+        pickle, order = (_content(file, found, name) for name in (PICKLE, ORDER))
+    if order not in (b"", b"little"):
+        raise ConfigError(
+            f"{path}: its byteorder is {order[:20].decode(errors='replace')!r}, and 'little' alone is read; load "
+            "it by torch, and save it again on a little-endian machine"
+        )
+    return pickle, {name: Place(part.start + place.start, place.size) for name, place in found.items()}
