@@ -113,12 +113,9 @@ class Evidence:
 
     @cached_property
     def batch_search(self) -> Search:
-        """Which batch their loss belongs to at the first step at which it differs; empty where it differs too little.
-
-        May take dozens of forward passes.
-        """
+        """Which batch their loss belongs to at the first step at which it differs: up to dozens of forward passes."""
         step = self.first["loss"]
-        return Search() if step == NEVER or self.at("loss", step) < ALIKE else self.batch(int(step))
+        return Search() if step == NEVER else self.batch(int(step))
 
     @property
     def rounding(self) -> float:
