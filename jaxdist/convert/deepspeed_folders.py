@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO checkpoints with the optimizer's state in them; their weights are read by `formats/deepspeed.py`."""
+"""DeepSpeed's checkpoints with the optimizer's state in them; their weights are read by `formats/deepspeed.py`."""
 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from jaxdist.config import Experiment
-from jaxdist.convert import optimizers, rates, torch_files, trainer_folders
+from jaxdist.config.display import say
+from jaxdist.convert import amp, optimizers, rates, torch_files, trainer_folders
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
 from jaxdist.convert.reader import READER
@@ -19,8 +21,9 @@ from jaxdist.convert.torch_parts import first_count, is_count
 from jaxdist.convert.trainer_schedule import deepspeed_schedule
 from jaxdist.formats import deepspeed
 from jaxdist.formats.companions import companions
-from jaxdist.formats.deepspeed import Zero, config_around, without_zero
+from jaxdist.formats.deepspeed import Saved, Whole, Zero, config_around, is_whole
 from jaxdist.formats.folders import DEEPSPEED_OPTIMIZER
+from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, reading
 
 
@@ -34,48 +37,109 @@ def opened(
 ) -> Content:
     """The content of a folder; its model is that of config.json in it or around it, or `wanted`; `peak` decides as in
     `rates`. Raises ConfigError."""
-    if whole := without_zero(path, READER):
-        return torch_files.opened(whole, wanted, training, peak)
-    zero, around = Trained(path, READER), config_around(path)
-    trainer = trainer_folders.trainer_state(zero.folder.parent)
+    saved, around = (TrainedWhole if is_whole(path) else TrainedZero)(path, READER), config_around(path)
+    trainer = trainer_folders.trainer_state(saved.folder.parent)
     found = trainer_folders.found_in(around, trainer.get("max_steps"))
-    weights = Weights(path, agreed(str(path), found, wanted), zero.weights)
-    state = zero.state(weights) if training else None
-    kept = zero.model.get("lr_scheduler")
+    weights = Weights(path, agreed(str(path), found, wanted), saved.weights)
+    state = saved.state(weights) if training else None
+    kept = saved.model.get("lr_scheduler")
     scheduler = kept if isinstance(kept, dict) else {}
 
     def schedule(done: int, state: State) -> Mapping[str, Any]:
-        fields, reason = zero.schedule(scheduler, done, state)
+        fields, reason = schedule_of(saved, scheduler, done, state)
         logged = partial(trainer_folders.logged_schedule, path, state, trainer)
         told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields else logged, reason)
         return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
 
-    steps = zero.model.get("global_steps")
-    origin = Origin("deepspeed", files=companions(around), left=zero.left(training))
-    return weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
+    steps, scaler = saved.model.get("global_steps"), saved.scaler() if state else {}
+    origin = Origin("deepspeed", files=companions(around), left=[*_copies(saved), *saved.left(state is not None)])
+    content = weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
+    if not scaler:
+        return content
+    experiment = amp.going_on(path, content.experiment, scaler, bool(wanted))
+    return replace(content, experiment=experiment, scaling=amp.scaling(scaler, {})).checked(path)
 
 
-class Trained(Zero):
-    """A checkpoint with the optimizer's state in its files."""
+def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:
+    """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler after so many steps; of another
+    none, and why. Raises ConfigError."""
+    config, done = saved.model.get("ds_config"), scheduler.get("last_batch_iteration")
+    rate = state.groups[0].get("lr")
+    if not isinstance(config, dict) or type(done) is not int or rate is None:
+        return {}, ""
+    with reading(saved.model_files[0], "ds_config"):
+        optimizer = config.get("optimizer") or {}
+        base = float(optimizer.get("params", {}).get("lr", 0.0))
+        return deepspeed_schedule(config.get("scheduler"), base, (steps, done, float(rate)))
 
-    def schedule(self, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:
-        """The schedule's fields of an optimizer section, of DeepSpeed's own scheduler after so many steps; of another
-        none, and why. Raises ConfigError."""
-        config, done = self.model.get("ds_config"), scheduler.get("last_batch_iteration")
-        rate = state.groups[0].get("lr")
-        if not isinstance(config, dict) or type(done) is not int or rate is None:
-            return {}, ""
-        with reading(self.model_files[0], "ds_config"):
-            optimizer = config.get("optimizer") or {}
-            base = float(optimizer.get("params", {}).get("lr", 0.0))
-            return deepspeed_schedule(config.get("scheduler"), base, (steps, done, float(rate)))
+
+def scaler_of(path: Path, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A dynamic loss scale as torch's GradScaler keeps it. DeepSpeed's first grows after one good step more than
+    `scale_window`, which is no good step here. Raises ConfigError."""
+    with reading(path, "loss scale"):
+        window, factor = int(kept["scale_window"]), float(kept["scale_factor"])
+        good = max(0, int(kept["cur_iter"]) - int(kept["last_overflow_iter"]) - 2) % window
+        found = {"scale": float(kept["cur_scale"]), "growth_factor": factor, "backoff_factor": 1 / factor}
+    if kept.get("delayed_shift", 1) > 1:
+        say(f"{path}: its loss scale falls at overflow {kept['delayed_shift']} (hysteresis), jaxdist's at the first")
+    return found | {"growth_interval": window, "_growth_tracker": good}
+
+
+def static_scale(state: Mapping[str, Any], kept: Any) -> list[str]:
+    """A loss scale that stays what it is, in words; nothing where there is none, or it is one."""
+    scale = kept.get("cur_scale", 1) if isinstance(kept, dict) else 1
+    return [] if state.get("dynamic_loss_scale") or scale == 1 else [f"the static loss scale of {scale!r:.20}"]
+
+
+class TrainedWhole(Whole):
+    """A checkpoint without ZeRO, with the optimizer's state in it."""
+
+    def state(self, weights: Weights) -> State | None:
+        """The optimizer's state by parameter; None where it has made no step. Raises ConfigError."""
+        inner, masters = self.wrapped.get("optimizer_state_dict", self.wrapped), self.masters
+        if not masters or not isinstance(inner, dict):
+            return weights.state(self.file, inner) if isinstance(inner, dict) else None
+        with reading(self.file, "optimizer"):
+            state, entries, groups = inner["state"], dict[str, Any](), list[dict[str, Any]]()
+            for group, names in zip(inner[GROUPS], masters, strict=True):
+                found = [state[number] for number in group["params"]]
+                if self.flat:
+                    (entry,) = found
+                    found = self.entries(entry, {name: tuple(tensor.shape) for name, tensor in names.items()})
+                entries |= dict(zip(names, found, strict=True))
+                groups.append({**group, "params": [*names]})
+        return weights.state(self.file, {"state": entries, GROUPS: groups})
+
+    def entries(self, entry: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[dict[str, Any]]:
+        """What is kept of each parameter, cut from what is kept of the vector of all."""
+        cut = {kind: self.cut(value, shapes) for kind, value in entry.items() if getattr(value, "ndim", 0)}
+        return [{kind: cut[kind][name] if kind in cut else entry[kind] for kind in entry} for name in shapes]
+
+    def scaler(self) -> dict[str, Any]:
+        """The loss scale, as GradScaler keeps it; empty of a static one. Raises ConfigError."""
+        return scaler_of(self.file, self.wrapped) if self.wrapped.get("dynamic_loss_scale") else {}
 
     def left(self, training: bool) -> list[str]:
         """What is not read, in words."""
-        bit16 = {str(t.dtype) for t in self.part(self.model_files[0], self.model, "module").values() if _is_copy(t)}
-        copies = [f"the {'/'.join(sorted(bit16))} copy of the fp32 weights".replace("torch.", "")] if bit16 else []
-        scale = ["the loss scale"] if training and any(state.get("dynamic_loss_scale") for state in self.states) else []
-        return copies + scale + ([] if training else [f"the moments in {DEEPSPEED_OPTIMIZER}"])
+        if not training:
+            return ["the optimizer's state"] if self.wrapped else []
+        return static_scale(self.wrapped, self.wrapped)
+
+
+class TrainedZero(Zero):
+    """A checkpoint of ZeRO with the optimizer's state in its files."""
+
+    def scaler(self) -> dict[str, Any]:
+        """The loss scale, as GradScaler keeps it; empty of a static one. Raises ConfigError."""
+        kept = self.states[0].get("loss_scaler")
+        dynamic = self.states[0].get("dynamic_loss_scale")
+        return scaler_of(self.files[0], kept) if dynamic and isinstance(kept, dict) else {}
+
+    def left(self, training: bool) -> list[str]:
+        """What is not read, in words."""
+        if not training:
+            return [f"the moments in {DEEPSPEED_OPTIMIZER}"]
+        return static_scale(self.states[0], self.states[0].get("loss_scaler"))
 
     @property
     def names_by_vector(self) -> list[list[str]]:
@@ -147,3 +211,11 @@ class Trained(Zero):
 def _is_copy(value: Any) -> bool:
     """Whether it is a weight of 16 bits, and not a placeholder of none."""
     return isinstance(value, Tensor) and value.numel() > 0 and value.dtype.itemsize == 2 and value.is_floating_point()
+
+
+def _copies(saved: Saved) -> list[str]:
+    """The copies of fewer bits that stay behind, in words. Raises ConfigError."""
+    if isinstance(saved, Whole) and not saved.masters:
+        return []
+    bit16 = {str(t.dtype).removeprefix("torch.") for t in saved.module.values() if _is_copy(t)}
+    return [f"the {'/'.join(sorted(bit16))} copy of the fp32 weights"] if bit16 else []

@@ -430,16 +430,6 @@ def test_elastic_state_is_refused_by_name(tmp_path: Path) -> None:
     main([str(tag), str(tmp_path / "hf"), "--to", "hf"])  # the fix
 
 
-def test_without_zero_it_is_a_torch_file(tmp_path: Path) -> None:
-    trained = Trained(tmp_path)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.json").write_bytes(trained.config)
-    engine = trained.engine(trained.groups, 1, param_shapes=None)
-    save(folder / "mp_rank_00_model_states.pt", engine | {"module": trained.tensors})
-    assert opened(folder).step == STEP
-
-
 def test_without_a_config_it_needs_a_model(tmp_path: Path) -> None:
     trained = Trained(tmp_path)
     tag = zero_2(tmp_path / "run", trained)

@@ -1,14 +1,17 @@
-"""DeepSpeed's ZeRO checkpoints, stages 1, 2 and 3: fp32 master weights and moments put together from each rank's piece.
+"""DeepSpeed's checkpoints. Those of ZeRO, stages 1, 2 and 3, have fp32 weights and moments in pieces, one a rank.
 
 A folder `global_stepN`, which `latest` names in the folder around it, has `mp_rank_00_model_states.pt` (stage 3: one of
 each rank, with placeholders for weights) and `*_optim_states.pt` of each rank. The pieces lie in their files as flat
 vectors, without names: `param_shapes` tells names, shapes and order, as DeepSpeed's own zero_to_fp32.py reads them
 (https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py). No pickle is executed.
+Without ZeRO all is in one `mp_rank_00_model_states.pt`.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +30,6 @@ from jaxdist.formats.folders import (
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
-from jaxdist.formats.torch_weights import weights_in
 
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
@@ -49,8 +51,7 @@ Flat = Sequence[Vector]  # which follow each other
 
 def read(path: Path, reader: Reader) -> Leaves:
     """Every tensor of the model, from the fp32 masters. Raises ConfigError."""
-    whole = without_zero(path, reader)
-    return weights_in(whole, reader) if whole else Zero(path, reader).weights
+    return (Whole if is_whole(path) else Zero)(path, reader).weights
 
 
 def config_around(path: Path) -> Path:
@@ -59,27 +60,138 @@ def config_around(path: Path) -> Path:
     return next((f for f in (folder, folder.parent) if (f / CONFIG).is_file()), folder)
 
 
-def without_zero(path: Path, reader: Reader) -> Path | None:
-    """The one file of a checkpoint that was saved without ZeRO, whose optimizer lies in it too. Raises ConfigError."""
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint was saved without ZeRO: in one file, the optimizer in it too."""
     folder = deepspeed_tag(path) or path
-    file = folder / DEEPSPEED_WHOLE
-    if not file.is_file() or any(folder.glob(DEEPSPEED_OPTIMIZER)):
-        return None
-    tree = reader.load(file)
-    if isinstance(tree, dict) and tree.get("param_shapes"):
-        raise ConfigError(
-            f"{path}: its fp32 weights and moments are missing, which lie in {DEEPSPEED_OPTIMIZER}; give the whole "
-            f"folder, or {file} for the copy of fewer bits"
+    return (folder / DEEPSPEED_WHOLE).is_file() and not any(folder.glob(DEEPSPEED_OPTIMIZER))
+
+
+class Saved:
+    """A checkpoint: its folder, and the files with weights or placeholders for them, one of each rank."""
+
+    model_files: Sequence[Path]
+    models: Sequence[dict[Any, Any]]
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        self.path, self.folder, self.reader = path, deepspeed_tag(path) or path, reader
+
+    @property
+    def model(self) -> dict[Any, Any]:
+        """What the first rank kept of the model."""
+        return self.models[0]
+
+    @property
+    def module(self) -> dict[str, Any]:
+        """Name -> tensor of the first rank's weights and buffers. Raises ConfigError."""
+        there = self.part(self.model_files[0], self.model, "module")
+        return {name: tensor for name, tensor in there.items() if is_tensor(tensor)}
+
+    def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:
+        return ConfigError(f"{self.path}: {reason}; {fix}")
+
+    def loaded(self, file: Path) -> dict[Any, Any]:
+        """The dict that a file holds. Raises ConfigError."""
+        tree = self.reader.load(file)
+        if not isinstance(tree, dict):
+            raise self.wrong(f"{file.name} holds no dict")
+        return tree
+
+    def part(self, file: Path, tree: Mapping[Any, Any], key: str) -> dict[Any, Any]:
+        """That dict of a file's. Raises ConfigError."""
+        found = tree.get(key)
+        if not isinstance(found, dict):
+            raise self.wrong(f"{file.name} has no {key}", "give what DeepSpeed's save_checkpoint wrote")
+        return found
+
+
+class Whole(Saved):
+    """A checkpoint without ZeRO. With fp16 or bf16 its optimizer is wrapped: `fp32_groups` has the fp32 weights of each
+    of its groups as a list, `fp32_groups_flat` as one vector, as are the moments then."""
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        """Raises ConfigError where the files of ZeRO are missing."""
+        super().__init__(path, reader)
+        self.file = self.folder / DEEPSPEED_WHOLE
+        self.model_files, self.models = [self.file], [self.loaded(self.file)]
+        if self.model.get("param_shapes"):
+            raise self.wrong(
+                f"its fp32 weights and moments are missing, which lie in {DEEPSPEED_OPTIMIZER}",
+                f"give the whole folder, or {self.file} for the copy of fewer bits",
+            )
+        optimizer = self.model.get("optimizer")
+        self.wrapped: dict[Any, Any] = optimizer if isinstance(optimizer, dict) else {}
+
+    @property
+    def flat(self) -> bool:
+        """Whether the tensors of a group lie in one vector."""
+        return "fp32_groups_flat" in self.wrapped
+
+    @cached_property
+    def copies(self) -> dict[str, Leaf]:
+        """Name -> what the module has: of fewer bits where the optimizer has the fp32 weights. Raises ConfigError."""
+        return {name: self.reader.leaf(self.file, name, tensor) for name, tensor in self.module.items()}
+
+    @cached_property
+    def masters(self) -> list[dict[str, Any]]:
+        """Name -> tensor with the fp32 weights, of each of the optimizer's groups; empty where the module has them.
+        Their names are not in the file: they are those in whose order the module's are the copies, of those that share
+        a place the first. Raises ConfigError."""
+        held = self.wrapped.get("fp32_groups_flat" if self.flat else "fp32_groups")
+        if held is None:
+            return []
+        buffers = set(self.model.get("buffer_names") or ())
+        first = {leaf.place: name for name, leaf in reversed(self.copies.items())}
+        shapes = {n: leaf.shape for n, leaf in self.copies.items() if n not in buffers and first[leaf.place] == n}
+        matrices, others = ([n for n in shapes if (len(shapes[n]) > 1) == many] for many in (True, False))
+        for names in ([[*shapes]], [matrices, others], [others, matrices]):
+            groups = [{name: shapes[name] for name in group} for group in names]
+            if len(held) == len(groups) and all(map(self.fits, held, groups)):
+                found = [self.cut(tensors, group) for tensors, group in zip(held, groups, strict=True)]
+                if all(self.is_master(tensor, name) for group in found for name, tensor in group.items()):
+                    return found
+        raise self.wrong(
+            "which of its fp32 weights is which parameter is not in it, and in no order of them are the others their "
+            "copy of fewer bits, as where some parameters are not trained",
+            f"for that copy give {self.file} --to hf --model {config_around(self.path) / CONFIG}",
         )
-    return file
+
+    def is_master(self, tensor: Any, name: str) -> bool:
+        """Whether that parameter is the copy of such fp32 weights. Raises ConfigError."""
+        copy = self.copies[name].read()
+        with np.errstate(over="ignore"):
+            rounded = self.reader.leaf(self.file, name, tensor).read().astype(copy.dtype)
+        return bool(np.array_equal(rounded, copy, equal_nan=True))
+
+    def fits(self, held: Any, shapes: Mapping[str, Shape]) -> bool:
+        """Whether what the optimizer holds of a group may be parameters of these shapes, in this order."""
+        if self.flat:
+            return is_tensor(held) and tuple(held.shape) == (sum(map(math.prod, shapes.values())),)
+        return isinstance(held, list) and [tuple(getattr(t, "shape", (-1,))) for t in held] == [*shapes.values()]
+
+    def cut(self, held: Any, shapes: Mapping[str, Shape]) -> dict[str, Any]:
+        """The tensors of a group by name: those of a list, or parts of a vector of all."""
+        if not self.flat:
+            return dict(zip(shapes, held, strict=True))
+        ends = accumulate(map(math.prod, shapes.values()), initial=0)
+        return {name: held[a:b].reshape(shapes[name]) for name, (a, b) in zip(shapes, pairwise(ends), strict=True)}
+
+    @property
+    def weights(self) -> Leaves:
+        """Name -> weights: the fp32 ones where there are any, and whatever else the module has. Raises ConfigError."""
+        masters = {
+            self.copies[name].place: self.reader.leaf(self.file, name, tensor)
+            for group in self.masters
+            for name, tensor in group.items()
+        }
+        return {name: masters.get(leaf.place, leaf) for name, leaf in self.copies.items()}
 
 
-class Zero:
-    """The files of one checkpoint, and the weights in them."""
+class Zero(Saved):
+    """A checkpoint of ZeRO: the files of its ranks, and the weights in them."""
 
     def __init__(self, path: Path, reader: Reader) -> None:
         """Raises ConfigError where a rank's file is missing, or of a layout that is not read."""
-        self.path, self.folder, self.reader = path, deepspeed_tag(path) or path, reader
+        super().__init__(path, reader)
         self.refuse_others()
         models, pieces = (self.ranked(pattern) for pattern in (DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER))
         if not models or not pieces:
@@ -90,14 +202,6 @@ class Zero:
         self.stage = self.states[0].get("zero_stage")
         self.stage = (3 if MASTERS[1] in self.states[0] else 2) if self.stage is None else self.stage
         self.count_ranks()
-
-    @property
-    def model(self) -> dict[Any, Any]:
-        """What the first rank kept of the model."""
-        return self.models[0]
-
-    def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:
-        return ConfigError(f"{self.path}: {reason}; {fix}")
 
     def refuse_others(self) -> None:
         """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
@@ -125,20 +229,6 @@ class Zero:
             return sorted((within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
         except ValueError as error:
             raise self.wrong(str(error)) from None
-
-    def loaded(self, file: Path) -> dict[Any, Any]:
-        """The dict that a file holds. Raises ConfigError."""
-        tree = self.reader.load(file)
-        if not isinstance(tree, dict):
-            raise self.wrong(f"{file.name} holds no dict")
-        return tree
-
-    def part(self, file: Path, tree: Mapping[Any, Any], key: str) -> dict[Any, Any]:
-        """That dict of a file's. Raises ConfigError."""
-        found = tree.get(key)
-        if not isinstance(found, dict):
-            raise self.wrong(f"{file.name} has no {key}", "give what DeepSpeed's save_checkpoint wrote")
-        return found
 
     def count_ranks(self) -> None:
         """Raises ConfigError where there are more or fewer files than ranks wrote some."""
@@ -187,8 +277,8 @@ class Zero:
 
     def buffers(self) -> dict[str, Leaf]:
         """Those of the model. Raises ConfigError."""
-        names, module = self.model.get("buffer_names") or (), self.part(self.model_files[0], self.model, "module")
-        there = {name: module[name] for name in names if is_tensor(module.get(name))}
+        names, module = self.model.get("buffer_names") or (), self.module
+        there = {name: module[name] for name in names if name in module}
         return {name: self.reader.leaf(self.model_files[0], name, tensor) for name, tensor in there.items()}
 
     def frozen(self) -> dict[str, Leaf]:

@@ -135,8 +135,6 @@ def _in_folder(folder: Path) -> Experiment | None:
 
 
 def _deepspeed(path: Path, reader: Reader) -> Found:
-    if whole_file := deepspeed.without_zero(path, reader):
-        return _torch(whole_file, reader)
     around = deepspeed.config_around(path)
     return Found(path, deepspeed.read(path, reader), _in_folder(around), around=around)
 
