@@ -24,6 +24,7 @@ from jaxdist.convert import deepspeed_folders_test as deepspeed
 from jaxdist.convert import llmc_files_test as llmc
 from jaxdist.convert import meta_test as meta
 from jaxdist.convert import trainer_folders_test as trainer
+from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.stream import Conversion
@@ -137,6 +138,13 @@ def llmc_file(version: int) -> Callable[[Path, Change], Path]:
     return write
 
 
+def llmc_masters(folder: Path, _: Change) -> Path:
+    """bfloat16 weights, and a state with float32 masters, which are taken."""
+    llmc.model(folder / "model_00000040.bin", 5)
+    llmc.state(folder / "state_00000040_00000.bin", *(llmc.drawn(seed) for seed in (1, 2, 3)))
+    return folder / "model_00000040.bin"
+
+
 def of_meta(ranks: int) -> Callable[[Path, Change], Path]:
     """Of so many model-parallel ranks, which hold rows of some tensors and columns of others."""
     columns = ("wo.weight", "w2.weight", "tok_embeddings.weight")
@@ -210,6 +218,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Family, bool]] = {
     "a list of a state dict, before torch 1.6": ("torch", in_a_list, LLAMA, False),
     "llm.c": ("llmc", llmc_file(3), OF_LLMC, True),
     "llm.c, bfloat16": ("llmc", llmc_file(5), OF_LLMC, True),
+    "llm.c, with masters": ("llmc", llmc_masters, OF_LLMC, True),
     "Meta": ("meta", of_meta(1), OF_META, True),
     "Meta, two ranks": ("meta", of_meta(2), OF_META, True),
     **{
@@ -361,6 +370,14 @@ def test_both_refuse_what_is_no_checkpoint_in_the_same_words(name: str, tmp_path
     assert refused(read_by_torch_ref, path, LLAMA) == message
 
 
+def test_masters_are_what_training_begins_with(tmp_path: Path) -> None:
+    """Of llm.c: to the bit, on both sides; its narrow copy has other numbers."""
+    path = llmc_masters(tmp_path, as_it_is)
+    ref = read_by_torch_ref(path, OF_LLMC)
+    assert ref["norm.bias"].tobytes() == llmc.drawn(3)["lnfb"].tobytes()
+    assert ref["layers.1.mlp.up_proj.weight"].tobytes() == llmc.drawn(3)["fcw"][1].tobytes()
+
+
 @pytest.mark.parametrize("name", ["ZeRO 2", "ZeRO 3, the folder around", "the Trainer", "Hugging Face"])
 def test_both_keep_what_lies_beside(name: str, tmp_path: Path) -> None:
     """For the way back: the config.json and the tokenizer of a source, and its dtype."""
@@ -371,3 +388,13 @@ def test_both_keep_what_lies_beside(name: str, tmp_path: Path) -> None:
     kept, ref = jax_beside(path), ref_beside(path)
     assert kept and ref and kept == ref and kept.files.keys() >= {"config.json", "tokenizer.json"}
     assert kept.dtype == "float32"
+
+
+def test_both_keep_what_a_file_of_jaxdist_has_of_its_source(tmp_path: Path) -> None:
+    write = folder_with(SINGLE)
+    source = write(tmp_path, as_it_is)
+    (source / "tokenizer.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    convert([str(source), str(tmp_path / "elsewhere/file.pt")])
+    kept, ref = jax_beside(tmp_path / "elsewhere/file.pt"), ref_beside(tmp_path / "elsewhere/file.pt")
+    assert kept == ref and kept and kept.files["tokenizer.json"] == b"{}" and "config.json" in kept.files

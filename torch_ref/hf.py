@@ -10,7 +10,7 @@ from jaxdist.config import ConfigError, Decoder, Family, same_model
 from jaxdist.config.finite import NotFinite
 from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.formats import models
-from jaxdist.formats.companions import CONFIG, companions
+from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.headers import Header
 from jaxdist.formats.origin import Beside, beside
 from jaxdist.formats.plan import plan_of, untied
@@ -101,6 +101,6 @@ def lies_beside(path: Path | None) -> Beside | None:
         return kept
     with suppress(ConfigError):
         source = found(path, READER)
-        files = companions(source.around) if source.around else {}
+        files = source.files()
         return Beside(files, str(next(iter(source.leaves.values())).dtype)) if CONFIG in files else None
     return None

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment, Family
-from jaxdist.config.display import say
 from jaxdist.config.foreign import INDEX, SINGLE, parse, read_json
 from jaxdist.config.hf import experiment_for, from_settings, read_model, to_settings
 from jaxdist.convert import safetensors_writer
@@ -18,7 +17,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, i
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import exported
 from jaxdist.formats import buffers
-from jaxdist.formats.companions import CONFIG, companions, files_of
+from jaxdist.formats.companions import CONFIG, files_of
 from jaxdist.formats.naming import carried, recognized
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.safetensors_files import Tensors, leaves
@@ -64,15 +63,6 @@ def _index(path: Path) -> dict[str, Any]:
     indexed = (path / INDEX).exists() and not (path / SINGLE).exists()
     said = read_json(path / INDEX).get("metadata") if indexed else None
     return said if isinstance(said, dict) else {}
-
-
-def neighbours(file: Path) -> dict[str, bytes]:
-    """The companions in the folder of a file; they may be of something else, and what is wrong with them is told."""
-    try:
-        return companions(file.parent)
-    except ConfigError as error:
-        say(f"what lies beside {file} stays behind: {error}")
-        return {}
 
 
 def check(conversion: Conversion) -> bytes:

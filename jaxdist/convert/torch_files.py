@@ -24,15 +24,12 @@ from jaxdist.config.foreign import LFS, check_fetched, size_of
 from jaxdist.convert import amp, entries, nanogpt, optimizers, rates, torch_numpy
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
-from jaxdist.convert.hf import neighbours
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.torch_leaves import empty, leaf
 from jaxdist.convert.torch_own import (
     BUFFERS,
-    FILES,
     METRICS,
     ORIGIN,
-    files_of,
     log_of,
     origin_of,
     put_own,
@@ -58,9 +55,11 @@ from jaxdist.convert.torch_parts import (
 from jaxdist.convert.torch_records import Records
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import models
+from jaxdist.formats.companions import neighbours
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
+from jaxdist.formats.own_files import FILES, files_of
 from jaxdist.formats.refusals import TORCH_WROTE, check_torch, loading, no_model
 from jaxdist.formats.stand_ins import restored
 from jaxdist.formats.tables import NAMINGS
@@ -185,7 +184,7 @@ def opened(
         if scaling and not own:
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
-    files = neighbours(path) | files_of(path, tree)
+    files = neighbours(path) | files_of(path, tree, leaf)
     left = [*copies(tree, part(tree, MODEL)), *beside(path)]
     origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=left)
     if own and ORIGIN in tree:

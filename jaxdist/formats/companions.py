@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from jaxdist.config import ConfigError
+from jaxdist.config.display import say
 from jaxdist.config.foreign import read_bytes, within
 
 CONFIG = "config.json"
@@ -72,3 +73,12 @@ def companions(folder: Path) -> dict[str, bytes]:
         return {name: within(folder, name).read_bytes() for name in names}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: {error}; give a folder with its files in it") from None
+
+
+def neighbours(file: Path) -> dict[str, bytes]:
+    """The companions in the folder of a file; they may be of something else, and what is wrong with them is told."""
+    try:
+        return companions(file.parent)
+    except ConfigError as error:
+        say(f"what lies beside {file} stays behind: {error}")
+        return {}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +18,7 @@ VERSIONS: Mapping[int, Any] = {3: np.float32, 5: ml_dtypes.bfloat16}
 FIELDS = {"positions": 2, "vocab": 3, "layers": 4, "heads": 5, "dim": 6}  # field -> its place in the header
 ROWS, MULTIPLE = 7, 128  # the place of the vocabulary's padded size, and of what its exporter makes it a multiple
 PROCESSES, MASTERS, STEP = 2, 4, 10  # places in the header of a state
+PARAMETERS = "parameters"
 NAMING = "nanogpt"  # has the same tensors: products lie as torch's Linear
 PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 OF_LAYERS = [f"transformer.h.{{layer}}.{part}.{kind}" for part in PARTS for kind in ("weight", "bias")]
@@ -50,13 +51,41 @@ def sections(path: Path) -> dict[str, dict[str, Any]]:
     return {"model": model, "data": {"sequence": model["positions"]}}
 
 
+class State(NamedTuple):
+    """What the state beside a model file keeps after `step` steps: its `groups` are moments and, where there are some,
+    float32 master weights as PARAMETERS. They are empty where several `processes` shared them."""
+
+    file: Path
+    step: int
+    processes: int
+    groups: Mapping[str, Leaves]
+
+
+def state_of(path: Path, model: Family, reader: Reader) -> State | None:
+    """The state beside a model file; None without one. Raises ConfigError."""
+    file = path.with_name(f"{path.stem.replace('model', 'state', 1)}_00000.bin")
+    if not file.is_file() or file == path:
+        return None
+    header = header_of(file)
+    if header[0] != llmc.STATE:
+        raise ConfigError(f"{file} is no state of llm.c's; use a whole copy, or leave it out")
+    step, processes = int(header[STEP]), int(header[PROCESSES])
+    if processes != 1:
+        return State(file, step, processes, {})
+    kinds = ["exp_avg", "exp_avg_sq", *([PARAMETERS] if header[MASTERS] else [])]
+    places = _laid_out(file, _shapes_of(model, reader), np.dtype(np.float32), len(kinds))
+    return State(file, step, processes, dict(zip(kinds, places, strict=True)))
+
+
 def weights(path: Path, model: Family, reader: Reader) -> Leaves:
-    """Every tensor of a model file, by nanoGPT's names. Raises ConfigError."""
-    shapes = shapes_of(model, reader)
-    return laid_out(path, shapes, np.dtype(VERSIONS[int(header_of(path)[1])]))[0]
+    """Every tensor of a model file, by nanoGPT's names: the master weights where the state beside it has some. Raises
+    ConfigError."""
+    own = _laid_out(path, _shapes_of(model, reader), np.dtype(VERSIONS[int(header_of(path)[1])]))[0]
+    state = state_of(path, model, reader)
+    return state.groups.get(PARAMETERS, own) if state else own
 
 
-def shapes_of(model: Family, reader: Reader) -> dict[str, Shape]:
+def _shapes_of(model: Family, reader: Reader) -> dict[str, Shape]:
     """Those of the tensors, by nanoGPT's names."""
     return {name: tensor.shape for name, tensor in stored(NAMING, model, reader.shapes(model)).items()}
 
@@ -75,7 +104,7 @@ def header_of(path: Path) -> np.ndarray:
         raise ConfigError(f"{path}: {error}; use a whole copy") from None
 
 
-def laid_out(path: Path, shapes: Mapping[str, Shape], dtype: np.dtype, kinds: int = 0) -> list[Leaves]:
+def _laid_out(path: Path, shapes: Mapping[str, Shape], dtype: np.dtype, kinds: int = 0) -> list[Leaves]:
     """All tensors of these shapes, by nanoGPT's names: of a model file once, of a state as many `kinds` of them one
     after the other. Raises ConfigError where the file is too short, or a model's too long."""
     layers = range(sum(name.endswith("ln_1.weight") for name in shapes))

@@ -22,9 +22,11 @@ from jaxdist.formats import (
     torch_weights,
     trainer,
 )
+from jaxdist.formats.companions import companions, neighbours
 from jaxdist.formats.dcp import no_weights
 from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
 from jaxdist.formats.leaves import Leaves, Reader
+from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import is_torch_zip, refusal, several
 from jaxdist.formats.torch_files import SUFFIXES
 
@@ -98,15 +100,15 @@ class Found:
     """The weights of a source by the names that it has for them.
 
     `told`: the experiment that the source tells, None where it does not say what model it is. `rows`: whether such a
-    source may have fewer tokens than are wanted. `around`: the folder whose config.json and tokenizer belong to it.
-    `notes`: what is to be said of it.
+    source may have fewer tokens than are wanted. `files`: reads the config.json and
+    tokenizer that belong to it, where they do not lie in its own folder. `notes`: what is to be said of it.
     """
 
     path: Path
     leaves: Leaves
     told: Experiment | None = None
     rows: bool = False
-    around: Path | None = None
+    files: Callable[[], Mapping[str, bytes]] = dict
     notes: Sequence[str] = field(default_factory=tuple)
 
     def model(self, wanted: Family) -> Family:
@@ -136,7 +138,7 @@ def _in_folder(folder: Path) -> Experiment | None:
 
 def _deepspeed(path: Path, reader: Reader) -> Found:
     around = deepspeed.config_around(path)
-    return Found(path, deepspeed.read(path, reader), _in_folder(around), around=around)
+    return Found(path, deepspeed.read(path, reader), _in_folder(around), files=lambda: companions(around))
 
 
 def _trainer(path: Path, reader: Reader) -> Found:
@@ -175,7 +177,11 @@ def _llmc(path: Path, reader: Reader) -> Found:
 def _torch(path: Path, reader: Reader) -> Found:
     tree: Any = reader.load(path)
     told, notes = models.told(path, tree), models.notes(path, tree)
-    return Found(path, torch_weights.weights_of(path, tree, reader), told, True, path.parent, notes)
+
+    def files() -> dict[str, bytes]:
+        return neighbours(path) | files_of(path, tree, reader.leaf)
+
+    return Found(path, torch_weights.weights_of(path, tree, reader), told, True, files, notes)
 
 
 def _meta(path: Path, reader: Reader) -> Found:

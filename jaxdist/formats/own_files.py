@@ -1,0 +1,33 @@
+"""What jaxdist keeps beside the weights in its own torch files, as tensors of bytes: config.json, tokenizer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import ConfigError
+from jaxdist.formats.companions import MOST_BYTES, is_companion
+from jaxdist.formats.leaves import Leaf
+from jaxdist.formats.torch_files import is_own, is_tensor, part
+
+FILES = "files"
+ToLeaf = Callable[[Path, str, Any], Leaf]  # as `Reader.leaf`
+
+
+def bytes_of(path: Path, name: str, value: Any, most: int, leaf: ToLeaf) -> bytes:
+    """Raises ValueError for what is no tensor of bytes, or has more than `most`, and ConfigError."""
+    if not is_tensor(value) or str(value.dtype) != "torch.uint8" or value.numel() > most:
+        raise ValueError(f"it is no tensor of at most {most:,} bytes")
+    return leaf(path, name, value).read().tobytes()
+
+
+def files_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, bytes]:
+    """What came along with the weights. Raises ConfigError."""
+    found = dict[str, bytes]()
+    for name, file in part(tree, (FILES,)).items() if is_own(tree) else ():
+        try:
+            if not is_companion(name):
+                raise ValueError("it does not go along with weights")
+            found[name] = bytes_of(path, name, file, MOST_BYTES, leaf)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its {FILES} have {name!r}: {error}; leave it out") from None
+    return found
