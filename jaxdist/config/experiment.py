@@ -57,9 +57,9 @@ class Data(Section):
     """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
 
     path: Text = ""
-    """File or folder: text or JSON (.json, .jsonl, .ndjson), also packed (.gz, .zst, .bz2, .xz), Arrow (.parquet,
-    .arrow), or token ids in .npy or .bin; empty: the Python standard library's source. Of images, .npz with images and
-    labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
+    """File or folder: text, JSON (.json, .jsonl, .ndjson) or CSV (.csv, .tsv), also packed (.gz, .zst, .bz2, .xz),
+    Arrow (.parquet, .arrow), or token ids in .npy or .bin; empty: the Python standard library's source. Of images, .npz
+    with images and labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
     tokenizer: Text = "bytes"
     """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or its folder. Pre-tokenized files ignore it."""
     end_of_text: Text = "auto"
@@ -71,7 +71,8 @@ class Data(Section):
     documents: Literal["packed", "padded"] = "packed"
     """packed: one stream cut every T tokens. padded: each document starts a sequence; its last is filled up."""
     text_field: Text = "text"
-    """The key that holds the text in a JSON record, or the column of Arrow files; with dots between nested ones."""
+    """The key that holds the text in a JSON record, or the column of CSV and Arrow files; with dots between nested
+    ones. Empty: JSON and CSV are read as text."""
     pixel_mean: Numbers = (0.0,)
     """What is taken from pixels, from 0 to 1 where they are bytes: one number, or one for each channel."""
     pixel_std: Numbers = (1.0,)

@@ -1,20 +1,22 @@
-"""Documents from text, JSON and Arrow files, packed or not. What a file is, its first bytes tell."""
+"""Documents from text, JSON, CSV and Arrow files, packed or not. What a file is, its first bytes tell."""
 
-import bz2
 import codecs
-import gzip
+import csv
 import io
 import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.data.files import cure, signature
+from jaxdist.data.arrow import open_table
+from jaxdist.data.files import is_plain
+from jaxdist.data.signatures import begins_with_record, signature
+from jaxdist.data.unpacking import unpacked
 
 PIECE = 250_000  # characters, after which a long document is cut, so that those bytes spread over the cores
 # A tokenizer that splits at newlines joins nothing across this; one that marks a start marks each piece.
@@ -25,9 +27,11 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be",
 }  # fmt: skip
 CHUNK = 1 << 22  # bytes that are decoded together where they are not UTF-8
-HEAD = 4096  # bytes of a file that are looked at
-ROWS = 1024  # of an Arrow file read together
+HEAD = 1 << 16  # bytes of a file that are looked at
 KEYS = 20  # of a record named in a message
+DELIMITERS = (",", "\t", ";", "|")  # of CSV, the usual one first
+IDS = "input_ids"  # of a dataset that was tokenized
+TOKENIZED = " (token ids are read from .npy and .bin files: join them, and save them by numpy.save)"
 SPACE = re.compile(r"[\s,]*")
 UNPACKING = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 
@@ -42,13 +46,15 @@ class Piece(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the first bytes of a file tell: how it is packed ("" for not), its encoding, and the length of its mark.
+    """What the first bytes of a file tell: how it is packed ("" for not), its encoding, the length of its mark, and
+    whether they are a JSON object.
 
     `bare` is a start in UTF-8 whose content may be mapped as it lies there."""
 
     packed: str
     encoding: str
     mark: int
+    record: bool = False
 
     @property
     def bare(self) -> bool:
@@ -60,19 +66,31 @@ BARE = Start("", "utf-8", 0)
 
 def start_of(file: Path) -> Start:
     """How a text file begins. Raises ConfigError for what is no text, and UTF-16 without a byte order mark."""
-    with _named(file), _opened(file) as (packed, stream, _):
+    with _named(file), unpacked(file) as (packed, stream, _):
         head = stream.read(HEAD)
     if what := signature(head):
-        raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what}; {cure(head)}")
+        raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what.title}; {what.fix}")
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
-            return Start(packed, encoding, len(mark))
+            return Start(packed, encoding, len(mark), begins_with_record(head.decode(encoding, "ignore")))
     if head.count(0) * 10 > len(head):
         raise ConfigError(
             f"data.path = {str(file)!r}: {head.count(0)} of its first {len(head)} bytes are zero, as in UTF-16 without "
             "a byte order mark, or in no text at all; convert it to UTF-8"
         )
-    return Start(packed, "utf-8", 0)
+    return Start(packed, "utf-8", 0, begins_with_record(head.decode("utf-8", "ignore")))
+
+
+def text_start(file: Path, field: str) -> Start:
+    """How a file begins that is text by its name. Raises ConfigError as `start_of`, and for JSON, unless `field`, which
+    is data.text_field, is empty."""
+    start = start_of(file)
+    if start.record and field and is_plain(file):
+        raise ConfigError(
+            f"data.path = {str(file)!r}: JSON by its content, and text by its name; give it the ending .jsonl, to read "
+            "the text of each record, or set data.text_field = '', to read any file as the text that it is"
+        )
+    return start
 
 
 class Documents:
@@ -85,12 +103,26 @@ class Documents:
     def read(self, file: Path, kind: str) -> Iterator[Piece]:
         """The documents of a file of this kind. Raises ConfigError, naming the file and the line or row."""
         with _named(file):
-            yield from {"text": _text, "JSON": self._json, "Arrow": self._arrow}[kind](file)
+            yield from {"text": self._text, "JSON": self._json, "CSV": self._csv, "Arrow": self._arrow}[kind](file)
+
+    def _text(self, file: Path) -> Iterator[Piece]:
+        """A whole file as one document. Raises ConfigError when it is not of its encoding."""
+        start = text_start(file, self._field)
+        with unpacked(file) as (_, stream, _place):
+            content = stream.read()[start.mark :]
+        try:
+            text = content.decode(start.encoding)
+        except UnicodeDecodeError as error:
+            place = error.start + start.mark
+            raise ConfigError(
+                f"data.path = {str(file)!r}: not {start.encoding.upper()} at byte {place}; convert it to UTF-8"
+            ) from None
+        yield from cut(text, file, file.stat().st_size)
 
     def _json(self, file: Path) -> Iterator[Piece]:
         """One document for each line, or element of an array."""
         start = start_of(file)
-        with _opened(file) as (_, stream, place):
+        with unpacked(file) as (_, stream, place):
             stream.read(start.mark)
             lines = stream if start.encoding == "utf-8" else _recoded(stream, start.encoding)
             before = 0
@@ -130,23 +162,19 @@ class Documents:
 
     def _arrow(self, file: Path) -> Iterator[Piece]:
         """One document for each row."""
-        with file.open("rb") as opened:
-            head = opened.read(HEAD)
-        names, count, columns = (_parquet if file.suffix.lower() == ".parquet" else _ipc)(file, head)
-        root = self._field if self._field in names else self._field.partition(".")[0]
-        if root not in names:
-            raise self._bad(
-                str(file), ValueError(f"no column {self._field!r}; it has {', '.join(names[:KEYS])}"), "row"
-            )
+        table = open_table(file)
+        root = self._field if self._field in table.names else self._field.partition(".")[0]
+        if root not in table.names:
+            raise self._bad(str(file), self._no("column", table.names), "row")
         number = 0
-        for values in columns(root):
+        for values in table.read(root):
             for value in values:
                 number += 1
                 try:
                     text = self._text_of({root: value.decode() if isinstance(value, bytes) else value})
                 except ValueError as error:
                     raise self._bad(f"{file}, row {number}", error, "row") from None
-                yield from cut(text, file, file.stat().st_size / max(count, number))
+                yield from cut(text, file, file.stat().st_size / max(table.rows, number))
 
     def _text_of(self, record: Any) -> str:
         """The text of a record, "" for null. Raises ValueError."""
@@ -157,19 +185,48 @@ class Documents:
             keys = [self._field] if self._field in record else self._field.split(".")
             for key in keys:
                 if not isinstance(found, dict) or key not in found:
-                    raise ValueError(f"no key {self._field!r}; it has {', '.join(_keys(record)[:KEYS]) or 'none'}")
+                    raise self._no("key", _keys(record))
                 found = found[key]
         if found is None:
             self.nulls += 1
             return ""
         if not isinstance(found, str):
-            raise ValueError(f"the key {self._field!r} holds {_called(found)}, not text")
+            raise ValueError(f"the key {self._field!r} holds {_called(found)}, not text{_as_ids([found])}")
         found.encode()  # JSON can spell half of a surrogate pair, which UTF-8 cannot
         return found
 
+    def _csv(self, file: Path) -> Iterator[Piece]:
+        """One document for each row below that of the columns' names, which tells the delimiter too."""
+        start = start_of(file)
+        csv.field_size_limit(2**31 - 1)  # the module's own is 131,072 characters
+        with unpacked(file) as (_, stream, place):
+            lines = io.TextIOWrapper(stream, start.encoding, newline="")
+            number, before = 1, 0
+            try:
+                lines.read(bool(start.mark))
+                first = lines.readline()
+                heads = {mark: next(csv.reader([first], delimiter=mark), []) for mark in DELIMITERS}
+                mark = next((mark for mark, names in heads.items() if self._field in names), DELIMITERS[0])
+                names = heads[mark]
+                if self._field not in names:
+                    raise self._no("column", names)
+                rows = csv.reader(lines, delimiter=mark, strict=True)
+                for row in rows:
+                    number = rows.line_num + 1
+                    if row and len(row) != len(names):
+                        raise csv.Error(f"{len(row)} values for {len(names)} columns")
+                    now = place()
+                    yield from cut(row[names.index(self._field)] if row else "", file, now - before)
+                    before = now
+            except (csv.Error, ValueError) as error:
+                raise self._bad(f"{file}:{number}", error, "row") from None
+
+    def _no(self, unit: str, names: Sequence[str]) -> ValueError:
+        return ValueError(f"no {unit} {self._field!r}; it has {', '.join(names[:KEYS]) or 'none'}{_as_ids(names)}")
+
     def _bad(self, where: str, error: Exception, unit: str = "line") -> ConfigError:
         each = "each line is a JSON object" if unit == "line" else "each row is a document"
-        if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
+        if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError | csv.Error):
             return ConfigError(f"data.path = {where}: {error}; {each} in UTF-8; write it anew as one")
         return ConfigError(
             f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
@@ -190,56 +247,6 @@ def cut(text: str, file: Path, size: float) -> Iterator[Piece]:
         end = found.end() if found else len(text)
         yield Piece(text[start:end], file, size * (end - start) / len(text), end == len(text))
         start = end
-
-
-def _text(file: Path) -> Iterator[Piece]:
-    """A whole file as one document. Raises ConfigError when it is not of its encoding."""
-    start = start_of(file)
-    with _opened(file) as (_, stream, _place):
-        content = stream.read()[start.mark :]
-    try:
-        text = content.decode(start.encoding)
-    except UnicodeDecodeError as error:
-        place = error.start + start.mark
-        raise ConfigError(
-            f"data.path = {str(file)!r}: not {start.encoding.upper()} at byte {place}; convert it to UTF-8"
-        ) from None
-    yield from cut(text, file, file.stat().st_size)
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
-    """How a file is packed, its content unpacked, and what tells how many bytes of the file are read. Raises
-    ConfigError where a package is missing."""
-    with file.open("rb") as raw:
-        head = raw.read(6)
-        raw.seek(0)
-        packed = next((name for begin, name in PACKED.items() if head.startswith(begin)), "")
-        yield packed, UNPACK[packed](raw), raw.tell
-
-
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
-
-
-def _zstd(raw: BinaryIO) -> Any:
-    zstandard = needed("zstandard", "zstd")
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
-
-
-UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
-    "": lambda raw: raw, "gzip": lambda raw: gzip.GzipFile(fileobj=raw), "zstd": _zstd, "bzip2": bz2.BZ2File,
-    "xz": lzma.LZMAFile,
-}  # fmt: skip
-
-
-def needed(package: str, what: str) -> Any:
-    """A package that only some data need. Raises ConfigError without it."""
-    try:
-        return __import__(package)
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"data.path: to read {what} needs {package}, which is not installed; pip install 'jaxdist[data]'"
-        ) from None
 
 
 @contextmanager
@@ -291,43 +298,12 @@ def _keys(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def _as_ids(found: Sequence[object]) -> str:
+    """What to say of a record that holds token ids."""
+    listed = found and isinstance(found[0], list) and found[0] and all(type(number) is int for number in found[0])
+    return TOKENIZED if listed or IDS in found else ""
+
+
 def _called(value: Any) -> str:
     names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
-
-
-Columns = Callable[[str], Iterator[list[Any]]]
-
-
-def _parquet(file: Path, head: bytes) -> tuple[list[str], int, Columns]:
-    """(names of columns, rows, what reads one of them, some rows at a time) of a Parquet file."""
-    if not head.startswith(b"PAR1"):
-        what = f"it is {found}" if (found := signature(head)) else "whatever its name says"
-        raise ConfigError(f"data.path = {str(file)!r}: no Parquet file, {what}; {cure(head)}")
-    needed("pyarrow", "Parquet")
-    from pyarrow import parquet
-
-    opened = parquet.ParquetFile(file)
-
-    def read(name: str) -> Iterator[list[Any]]:
-        for batch in opened.iter_batches(ROWS, columns=[name], use_threads=False):
-            yield batch.column(0).to_pylist()
-
-    return opened.schema_arrow.names, opened.metadata.num_rows, read
-
-
-def _ipc(file: Path, head: bytes) -> tuple[list[str], int, Columns]:
-    """Those of an Arrow file, or of a stream as `datasets.save_to_disk` writes it."""
-    pyarrow = needed("pyarrow", "Arrow")
-    from pyarrow import ipc
-
-    source = pyarrow.memory_map(str(file))
-    whole = head.startswith(b"ARROW1")
-    opened = ipc.open_file(source) if whole else ipc.open_stream(source)
-
-    def read(name: str) -> Iterator[list[Any]]:
-        for batch in map(opened.get_batch, range(opened.num_record_batches)) if whole else opened:
-            for start in range(0, batch.num_rows, ROWS):
-                yield batch.column(name).slice(start, ROWS).to_pylist()
-
-    return opened.schema.names, 0, read

@@ -73,6 +73,49 @@ def test_json_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
     assert read(tmp_path / name) == WANTED
 
 
+CSV = 'id,text\r\n1,a\r\n2,"b, ""c""\nd"\r\n\r\n3,\r\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", CSV.encode()),
+        ("a.tsv", CSV.replace("b, ", "b; ").replace(",", "\t").replace(";", ",").encode()),
+        ("semicolons.csv", CSV.replace("b, ", "b| ").replace(",", ";").replace("|", ",").encode()),
+        ("mark.csv", CSV.encode("utf-8-sig")),
+        ("a.csv.gz", gzip.compress(CSV.encode())),
+        ("utf16.csv", CSV.encode("utf-16")),
+    ],
+)
+def test_csv_is_read_by_the_names_of_its_columns(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path / name) == b'a\nb, "c"\nd\n'
+    assert read(tmp_path / name, text_field="id") == b"1\n2\n3\n"
+    long = "x" * 200_000
+    (tmp_path / "long.csv").write_text(f"text\n{long}\n")
+    assert read(tmp_path / "long.csv") == f"{long}\n".encode()
+
+
+@pytest.mark.parametrize("content", [LINES, json.dumps(RECORDS), json.dumps(RECORDS, indent=1), RAW + "\n"])
+@pytest.mark.parametrize("name", ["a.txt", "no ending", "a.txt.gz", "mark.txt", "utf16.txt"])
+def test_json_that_is_called_text_is_named_and_both_fixes_work(tmp_path: Path, name: str, content: str) -> None:
+    packed = {"mark.txt": content.encode("utf-8-sig"), "utf16.txt": content.encode("utf-16")}
+    written = gzip.compress(content.encode()) if name.endswith("gz") else packed.get(name, content.encode())
+    (tmp_path / name).write_bytes(written)
+    with pytest.raises(ConfigError, match="JSON by its content, and text by its name; give it the ending"):
+        read(tmp_path / name)
+    assert read(tmp_path / name, text_field="") == content.encode()
+    (tmp_path / name).rename(tmp_path / "a.jsonl")
+    assert read(tmp_path / "a.jsonl") == WANTED
+    assert read(tmp_path / "a.jsonl", text_field="") == content.encode()
+
+
+@pytest.mark.parametrize("content", ["{name} is a template", "{'a': 1}", "[1, 2]", '{"a": 1} and text', "{}", "[a] b"])
+def test_text_that_begins_like_json(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    assert read(tmp_path / "a.txt") == content.encode()
+
+
 def test_nested_keys_and_keys_with_dots(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"data": {"body": {"text": text}}}) + "\n" for text in TEXTS))
@@ -131,6 +174,10 @@ ARROW: dict[str, Callable[[pa.Table, Path], Any]] = {
     "stream.arrow": stream_of,
     "file.arrow": file_of,
     "a.feather": file_of,
+    "a.ipc": file_of,
+    "a.arrows": stream_of,
+    "Parquet by its content.arrow": pq.write_table,
+    "Arrow by its content.parquet": file_of,
 }
 
 
@@ -203,16 +250,27 @@ DAMAGED = {
     "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-20], "cannot be read, damaged or cut"),
     "junk.jsonl.gz": (b"\x1f\x8b" + bytes(range(200)), "cannot be read, damaged or cut"),
     "junk.jsonl.zst": (b"\x28\xb5\x2f\xfd" + bytes(range(200, 250)) * 20, "cannot be read, damaged or cut"),
-    "cut.jsonl.zst": (zst(np.random.default_rng(0).bytes(5000))[:3000], "zst"),
+    "cut.jsonl.zst": (zst(LINES.encode())[:-9], "damaged or cut: a frame of zstd ends before its end"),
+    "long.txt.zst": (zst(np.random.default_rng(0).bytes(5000))[:3000], "zst"),
+    "behind.jsonl.zst": (zst(LINES.encode()) + b"junk", "cannot be read, damaged or cut"),
     "cut.txt.xz": (lzma.compress(TEXT.encode())[:-20], "cannot be read, damaged or cut"),
     "junk.parquet": (b"PAR1" + bytes(range(128, 256)) * 8 + b"PAR1", "cannot be read, damaged or cut"),
-    "text.parquet": (b"some text", "no Parquet file, whatever its name says"),
+    "text.parquet": (b"some text", "neither Parquet nor Arrow, whatever its name says; write it anew"),
     "text.arrow": (b"some text " * 9, "cannot be read, damaged or cut"),
     "half.jsonl": (RAW.encode("utf-16")[:-1], "cannot be read, damaged or cut"),
     "cut.json": (json.dumps(RECORDS).encode()[:-1], r"cut\.json:1: the array is cut"),
     "behind.json": (json.dumps(RECORDS).encode() + b"\nx", r"behind\.json:2: Expecting value"),
-    "p.jsonl": (b"PAR1" + bytes(99), "no text: it is a Parquet file; give it the name"),
-    "a.txt": (b"PK\x03\x04" + bytes(99), "no text: it is a zip archive"),
+    "p.jsonl": (b"PAR1" + bytes(99), "no text: it is a Parquet file; give it the ending .parquet"),
+    "a.txt": (b"PK\x03\x04" + bytes(99), "no text: it is a zip archive, .*; unpack it"),
+    "a.jsonl.lz4": (b"\x04\x22\x4d\x18" + bytes(99), "packed by lz4; unpack it"),
+    "a.orc": (b"ORC\x01 some text", "an ORC file; write it as Parquet"),
+    "v1.feather": (b"FEA1" + bytes(99), "a Feather file of version 1; write it anew as version 2"),
+    "nothing.arrow": (b"", "neither Parquet nor Arrow, it is empty; write it anew"),
+    "ragged.csv": (b"id,text\n1,a\n2,b,c\n", r"ragged\.csv:3: 3 values for 2 columns; each row .*; write it anew"),
+    "quote.csv": (b'id,text\n1,"a\n', r"quote\.csv:\d: unexpected end of data"),
+    "other.csv": (b"id,body\n1,a\n", r"other\.csv:1: no column 'text'; it has id, body; .*set it to the key"),
+    "latin1.csv": ("id,text\n1,é\n".encode("latin1"), r"latin1\.csv:\d: .* in UTF-8"),
+    "ids.jsonl": (b'{"input_ids": [1, 2]}\n', r"it has input_ids \(token ids are read from \.npy and \.bin files"),
     "b.txt": (b"%PDF-1.7 text", "no text: it is a PDF"),
     "utf16.txt": ("plain text".encode("utf-16-le"), "10 of its first 20 bytes are zero, as in UTF-16 .*; convert it"),
     "utf16.jsonl": ('{"text": "a"}'.encode("utf-16-be"), "bytes are zero, as in UTF-16"),

@@ -22,6 +22,7 @@ NAMED_IN = {
     "tokenizer_config.json": "eos_token", "special_tokens_map.json": "eos_token",
     "generation_config.json": "eos_token_id", "config.json": "eos_token_id",
 }  # fmt: skip
+MOST_IDS = 2**31
 TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some hundred times that in memory
 
 
@@ -195,5 +196,9 @@ def check_ids(ids: NDArray, file: Path, vocab: int) -> None:
     """Raises ConfigError unless all ids are in range(vocab)."""
     for number in (int(ids.min()), int(ids.max())) if ids.size else ():
         if not 0 <= number < vocab:
-            fix = f"raise model.vocab above {number}" if number >= 0 else "token ids start at 0"
+            fix = f"raise model.vocab above {number}, or give the data of this model's tokenizer"
+            if number < 0:
+                fix = "token ids start at 0; write the ids that the model reads, without marks as -100 or -1"
+            elif number >= MOST_IDS:
+                fix = f"token ids are below {MOST_IDS}; write the ids anew"
             raise ConfigError(f"data.path = {str(file)!r}: token id {number} with model.vocab = {vocab}; {fix}")

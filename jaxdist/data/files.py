@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import FETCH, LFS, POINTER
+from jaxdist.config.foreign import read_json
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -16,7 +16,13 @@ NOT_DATA = {
     **dict.fromkeys((".pkl", ".pickle"), "pickles are never opened"),
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".onnx", ".h5"), "weights, no text"),
 }
+# Locks, copies, half a download, sums.
+LEFTOVERS = (
+    ".lock", ".tmp", ".temp", ".bak", ".orig", ".swp", ".part", ".partial", ".crdownload", ".incomplete", ".md5",
+    ".sha1", ".sha256", ".crc", ".aria2",
+)  # fmt: skip
 NOT_DATA_NAMES = {
+    "Thumbs.db", "desktop.ini", "_SUCCESS", "_metadata", "_common_metadata",  # the last three of Spark and Arrow
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json",
     "generation_config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
 }  # fmt: skip
@@ -28,17 +34,11 @@ SPLITS = {
     "test": "test",
 }
 KINDS = {
-    ".npy": ".npy", ".bin": ".bin", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON", ".parquet": "Arrow",
-    ".arrow": "Arrow", ".feather": "Arrow",
+    ".npy": ".npy", ".bin": ".bin", ".jsonl": "JSON", ".json": "JSON", ".ndjson": "JSON", ".csv": "CSV", ".tsv": "CSV",
+    ".parquet": "Arrow", ".arrow": "Arrow", ".arrows": "Arrow", ".ipc": "Arrow", ".feather": "Arrow",
 }  # fmt: skip
-PACKED = (".gz", ".zst", ".bz2", ".xz")
-# How files begin that are neither text nor raw ids, whatever they are called.
-SIGNATURES = {
-    b"PK\x03\x04": "a zip archive, as torch.save and numpy.savez write", b"\x93NUMPY": "a .npy file",
-    b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"%PDF-": "a PDF", b"\x89HDF": "an HDF5 file",
-    b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture", b"SQLite format": "a database", b"GGUF": "a GGUF model",
-    LFS: POINTER,
-}  # fmt: skip
+PLAIN = ("", ".txt", ".text")  # endings of text alone; others, as .md and .py, are read as text too
+PACKED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 
 
 class Files(NamedTuple):
@@ -88,22 +88,67 @@ def find_files(path: Path, by_name: bool) -> Files:
         raise ConfigError(f"data.path = {str(path)!r}: {what}; give one that exists")
     own = list(_visible(path))
     found = [file for file in own if _is_data(file)]
-    if all(file.name.lower().startswith(ABOUT) for file in found):
-        folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
-        below = [file for folder in folders if folder.name.lower() in (*SPLITS, "data") for file in _visible(folder)]
+    if all(map(_is_about, found)):
+        folders = {folder: list(_visible(folder)) for folder in sorted(path.iterdir()) if folder.is_dir()}
+        below = [
+            file for folder, held in folders.items() if folder.name == "data" or _split_in(folder) for file in held
+        ]
         own, found = (own + below, [file for file in below if _is_data(file)]) if below else (own, found)
-    elif {kind_of(file) for file in found if not file.name.lower().startswith(ABOUT)} != {"text"}:
-        found = [file for file in found if not file.name.lower().startswith(ABOUT)]
+        if others := [folder for folder, held in folders.items() if any(map(_is_data, held))] if not below else []:
+            raise ConfigError(
+                f"data.path = {str(path)!r}: its data lie in folders whose names tell no split ({names(others)}); give "
+                "one of these, or put the files of all in one folder"
+            )
+    elif {kind_of(file) for file in found if not _is_about(file)} - {"text"}:
+        found = [file for file in found if not (_is_about(file) or _is_script(file))]
     if not found:
-        raise ConfigError(f"data.path = {str(path)!r}: the folder holds no files; put text or token ids in it")
+        what = f"no data, only {names(own)}" if own else "no files"
+        raise ConfigError(f"data.path = {str(path)!r}: the folder holds {what}; put text or token ids in it")
+    _check_copies(found)
+    if (state := path / "state.json").is_file():
+        _check_order(state)
     aside = [file.name for file in own if file not in found and not _is_index(file)]
     return _files(path, found, aside, by_name)
 
 
 def _is_data(file: Path) -> bool:
     cached = file.suffix == ".arrow" and file.name.startswith("cache-")  # copies that `datasets` keeps
-    known = file.suffix.lower() in NOT_DATA or file.name in NOT_DATA_NAMES
+    known = file.suffix.lower() in (*NOT_DATA, *LEFTOVERS) or file.name in NOT_DATA_NAMES or file.name.endswith("~")
     return not (known or cached or _is_index(file))
+
+
+def _is_about(file: Path) -> bool:
+    return file.name.lower().startswith(ABOUT)
+
+
+def _is_script(file: Path) -> bool:
+    """Whether it lies beside records or ids as what made them does, and is no text of the same corpus."""
+    return kind_of(file) == "text" and not is_plain(file)
+
+
+def _check_copies(found: Sequence[Path]) -> None:
+    """Raises ConfigError for a file that lies there twice, packed and not."""
+    bare: dict[Path, Path] = {}
+    for file in found:
+        name = file.with_suffix("") if file.suffix.lower() in PACKED else file
+        if (other := bare.setdefault(name, file)) is not file:
+            raise ConfigError(
+                f"data.path = {str(file.parent)!r}: {other.name} and {file.name} are the same file, packed and not, by "
+                "their names; keep one of them"
+            )
+
+
+def _check_order(state: Path) -> None:
+    """Raises ConfigError where `datasets` saved rows whose order, or choice, lies in another file."""
+    try:
+        found = read_json(state)
+    except (OSError, ValueError):
+        return
+    if isinstance(found, dict) and found.get("_indices_data_files"):
+        raise ConfigError(
+            f"data.path = {str(state.parent)!r}: {state.name} names indices, by which the dataset was shuffled or "
+            "selected; save it anew by dataset.flatten_indices().save_to_disk(path)"
+        )
 
 
 def _files(path: Path, found: list[Path], aside: list[str], by_name: bool) -> Files:
@@ -127,9 +172,13 @@ def _files(path: Path, found: list[Path], aside: list[str], by_name: bool) -> Fi
 
 def split_of(file: Path, root: Path) -> str | None:
     """ "train", "validation" or "test", by the words of a file's name or its folder's below `root`; None without."""
-    found = {SPLITS[word] for word in _words(file.name) if word in SPLITS}
-    if not found and file.parent != root and file != root:
-        found = {SPLITS.get(file.parent.name.lower(), "")} - {""}
+    below = file.parent != root and file != root
+    return _split_in(file) or (_split_in(file.parent) if below else None)
+
+
+def _split_in(path: Path) -> str | None:
+    """The split that the words of a name tell."""
+    found = {SPLITS[word] for word in _words(path.name) if word in SPLITS}
     return found.pop() if len(found) == 1 else None
 
 
@@ -166,11 +215,11 @@ def _kind(path: Path, files: Sequence[Path]) -> str:
 
 
 def kind_of(file: Path) -> str:
-    """.npy, .bin, JSON, Arrow or text, by the file's ending; packed are JSON and text alone. Raises ConfigError."""
+    """.npy, .bin, JSON, CSV, Arrow or text, by the file's ending; packed are JSON, CSV and text. Raises ConfigError."""
     suffix = file.suffix.lower()
     if suffix in PACKED:
-        kind = KINDS.get(Path(file.stem).suffix.lower(), "text")
-        if kind not in ("JSON", "text"):
+        kind = KINDS.get(_ending(file), "text")
+        if kind not in ("JSON", "CSV", "text"):
             raise ConfigError(f"data.path = {str(file)!r}: {kind} files are not read packed; unpack it")
         return kind
     if suffix == ".npz":
@@ -185,16 +234,14 @@ def kind_of(file: Path) -> str:
     return KINDS.get(suffix, "text")
 
 
-def signature(head: bytes) -> str | None:
-    """What a file is that begins so, where that is neither text nor raw ids."""
-    if head[257:262] == b"ustar":
-        return "a tar archive"
-    return next((what for begin, what in SIGNATURES.items() if head.startswith(begin)), None)
+def _ending(file: Path) -> str:
+    """That of its name without how it is packed."""
+    return (Path(file.stem) if file.suffix.lower() in PACKED else file).suffix.lower()
 
 
-def cure(head: bytes) -> str:
-    """What to do about a file that is no data, and begins so."""
-    return FETCH if head.startswith(LFS) else "give it the name of what it is"
+def is_plain(file: Path) -> bool:
+    """Whether its name says that it is text and nothing else."""
+    return _ending(file) in PLAIN
 
 
 def names(files: Iterable[Path], most: int = 3) -> str:

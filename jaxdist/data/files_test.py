@@ -1,3 +1,4 @@
+import gzip
 import json
 import pickle
 from pathlib import Path
@@ -92,10 +93,54 @@ def test_nanogpts_folder(tmp_path: Path) -> None:
     (tmp_path / "prepare.py").write_text("import os")
     found = opened(tmp_path)
     assert held(found, "train") == (10, 1, 41) and held(found, "validation") == (10, 100, 140)
-    assert found.rows["left alone"] == "meta.pkl, input.txt, prepare.py"
+    assert found.rows["left alone"] == "meta.pkl, prepare.py, input.txt"
     for name in ("input.txt", "prepare.py", "val.bin"):
         (tmp_path / name).unlink()
     assert opened(tmp_path).sequences("train") == 9, "a share of the only file"
+
+
+def test_what_lies_beside_data_is_left_alone(tmp_path: Path) -> None:
+    """Locks, copies, sums, what Spark and a system leave; beside records and ids also scripts, but no other text."""
+    beside = ["Thumbs.db", "a.lock", "a.tmp", "a.txt.bak", "a.txt~", "b.md5", "_SUCCESS", "x.part", "_metadata"]
+    for name in beside:
+        (tmp_path / name).write_bytes(b"\xff\xfe\xfd")
+    for name, more in (("a.txt", []), ("a.jsonl", ["get.sh", "make.py", "README.md", "config.yaml"])):
+        write(tmp_path / name, 40)
+        for other in more:
+            (tmp_path / other).write_text("text")
+        found = opened(tmp_path)
+        assert found.sequences("train") == 9 and set(found.rows["left alone"].split(", ")) == {*beside, *more}
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read|not UTF"):  # as it is when it is named
+        opened(tmp_path / "a.lock")
+
+
+def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "en" / "a.npy", 1)
+    (tmp_path / "README.md").write_text("a card")
+    with pytest.raises(ConfigError, match=r"folders whose names tell no split \(en\); give one of these"):
+        opened(tmp_path)
+    assert opened(tmp_path / "en").sequences("train") == 9
+    (tmp_path / "en").rename(tmp_path / "train_sft")
+    write(tmp_path / "test_sft" / "a.npy", 100)
+    assert held(opened(tmp_path), "validation") == (10, 100, 140)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "tokens.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"the folder holds no data, only tokens\.pt; put text"):
+        opened(tmp_path / "weights")
+
+
+def test_a_file_twice_and_rows_in_another_order(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", 40)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    with pytest.raises(ConfigError, match=r"a\.jsonl and a\.jsonl\.gz are the same file, packed and not"):
+        opened(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "state.json").write_text(json.dumps({"_indices_data_files": None}))
+    assert opened(tmp_path).sequences("train") == 9
+    (tmp_path / "state.json").write_text(json.dumps({"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(ConfigError, match=r"save it anew by dataset\.flatten_indices\(\)"):
+        opened(tmp_path)
 
 
 def test_a_file_of_neither_split_and_the_fixes(tmp_path: Path) -> None:

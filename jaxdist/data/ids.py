@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxdist.config import ConfigError, llmc
+from jaxdist.config.foreign import Foreign
 from jaxdist.data.blocks import read_blocks
-from jaxdist.data.files import cure, signature
+from jaxdist.data.signatures import UNPACK, begins_with_record, is_text, signature
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
+WIDE = ("int64", "int32")  # types with a half that is nearly always zero, the wider first
 LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
 TELLING = 32  # ids that tell their width
 LLM_C_HEADER = 4 * llmc.HEADER  # bytes
@@ -24,7 +26,12 @@ LLM_C_HEADER = 4 * llmc.HEADER  # bytes
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
 MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-PACKED = {b"\x1f\x8b\x08": "packed by gzip", b"\x28\xb5\x2f\xfd": "packed by zstd"}
+PACKED = {b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK)}
+IF_IDS = "or, if these are ids, save them as .npy"
+TEXT, JSON = (
+    Foreign("text", f"give it the ending .txt, {IF_IDS}"),
+    Foreign("JSON", f"give it the ending .jsonl, {IF_IDS}"),
+)
 # Types in which ids are found, and not read.
 OTHERS = {
     ">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-endian uint16", "<f4": "float32",
@@ -62,8 +69,8 @@ def raw(file: Path, dtype: np.dtype, offset: int = 0) -> Mapped:
     return Mapped(file, dtype, offset, (status.st_size - offset) // dtype.itemsize, status.st_mtime_ns)
 
 
-def locate_npy(file: Path) -> Located:
-    """The ids of a .npy file. Raises ConfigError."""
+def locate_npy(file: Path, vocab: int) -> Located:
+    """The ids of a .npy file. Raises ConfigError, also for a type of 16 bits that cannot hold `vocab` ids."""
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:
@@ -74,7 +81,7 @@ def locate_npy(file: Path) -> Located:
             "save token ids as a 1-D array of integers"
         )
     part = Mapped(file, array.dtype, array.offset, array.size, file.stat().st_mtime_ns)
-    return Located(part, None, "as the .npy header says")
+    return _holding(Located(part, None, "as the .npy header says"), vocab)
 
 
 def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Located]:
@@ -104,14 +111,21 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
                 f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {dtype.name}, {located.source}; set "
                 "data.bin_dtype = auto"
             )
-        if dtype.itemsize == 2 and vocab > np.iinfo(dtype).max + 1:
-            most = np.iinfo(dtype).max + 1
-            raise ConfigError(
-                f"data.path = {str(file)!r}: its ids are {dtype.name}, {located.source}, and hold {most} tokens at "
-                f"most where model.vocab = {vocab}: ids above were cut when it was written; write it as uint32 and "
-                f"set data.bin_dtype = auto, or set model.vocab = {most} where no id is above"
-            )
-    return whole
+    return [_holding(located, vocab) for located in whole]
+
+
+def _holding(located: Located, vocab: int) -> Located:
+    """The same. Raises ConfigError where 16 bits cannot hold every id of a vocabulary of `vocab`: bytes are no ids of
+    it, but these may be."""
+    dtype = located.part.dtype
+    if dtype.itemsize == 2 and vocab > (most := np.iinfo(dtype).max + 1):
+        auto = " and set data.bin_dtype = auto" * (located.part.file.suffix == ".bin")
+        raise ConfigError(
+            f"data.path = {str(located.part.file)!r}: its ids are {dtype.name}, {located.source}, and hold {most} "
+            f"tokens at most where model.vocab = {vocab}: ids above were cut when it was written; write it as "
+            f"uint32{auto}, or set model.vocab = {most} where no id is above"
+        )
+    return located
 
 
 def _raw(file: Path, declared: str, vocab: int) -> Located | None:
@@ -119,8 +133,9 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
-    if what := signature(content) or packed:
-        raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what}; {cure(content)}")
+    text = (JSON if begins_with_record(content.decode("utf-8", "ignore")) else TEXT) if is_text(content) else None
+    if what := signature(content) or packed or text:
+        raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what.title}; {what.fix}")
     least = 2 if declared == "auto" else np.dtype(declared).itemsize
     if size % least:
         field = "the smallest type of ids" if declared == "auto" else f"the size of data.bin_dtype = {declared}"
@@ -129,6 +144,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     found = width(content, size, vocab)
     if declared == "auto":
         _check_others(file, content, found, vocab)
+        _check_whole(file, content, found, vocab)
         return Located(raw(file, np.dtype(found).newbyteorder("<")), None, "as the content shows") if found else None
     ids = _view(content, declared)
     fits = bool(((ids >= 0) & (ids < vocab)).all())
@@ -145,29 +161,55 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
 
 
 def width(content: bytes, size: int, vocab: int) -> str | None:
-    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where it does not tell.
+    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where it does not tell."""
+    for wide in WIDE:
+        told = _tells(content, wide, vocab)
+        if told is None and size % np.dtype(wide).itemsize == 0:
+            return None
+        if told:
+            return wide if wide == "int64" or _view(content, wide).min() < 0 else "uint32"
+    return "uint16" if any(content) else None
+
+
+def _tells(content: bytes, wide: str, vocab: int) -> bool | None:
+    """Whether ids are of this type or of half its size; None where there are too few to tell.
 
     An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
     are ids, and look alike: that n of them above all others lie in lower halves alone is a chance of 2^-n. Where all
     upper halves are zero, n counts the others; else it counts the different ones, as a text may repeat itself.
     """
-    for name, half, high in (("int64", "int32", 2**31), ("int32", "int16", max(vocab, 2**20))):
-        if size % np.dtype(name).itemsize:
-            continue
-        ids, halves = _view(content, name), _view(content, half)
-        unsigned = halves.view(f"<u{np.dtype(half).itemsize}")
-        lower, upper = unsigned[::2], halves[1::2]
-        if not ids.size or ids.min() < -(2**15) or ids.max() >= high or not lower.any():
-            continue
-        greatest = int(np.abs(upper).max())
-        if greatest and lower.max() < 16 * (greatest + 1):
-            continue
-        above = lower[lower > greatest]
-        telling = len(np.unique(above)) if greatest else len(above)
-        if telling < TELLING and _view(content, "uint16").max() < vocab:
-            return None
-        return name if name == "int64" or ids.min() < 0 else "uint32"
-    return "uint16" if any(content) else None
+    half, high = {"int64": ("int32", 2**31), "int32": ("int16", max(vocab, 2**20))}[wide]
+    ids, halves = _view(content, wide), _view(content, half)
+    halves = halves[: 2 * len(ids)]
+    unsigned = halves.view(f"<u{np.dtype(half).itemsize}")
+    lower, upper = unsigned[::2], halves[1::2]
+    if not ids.size or ids.min() < -(2**15) or ids.max() >= high or not lower.any():
+        return False
+    greatest = int(np.abs(upper).max())
+    if greatest and lower.max() < 16 * (greatest + 1):
+        return False
+    above = lower[lower > greatest]
+    telling = len(np.unique(above)) if greatest else len(above)
+    return True if telling >= TELLING or _view(content, "uint16").max() >= vocab else None
+
+
+def _check_whole(file: Path, content: bytes, found: str | None, vocab: int) -> None:
+    """Raises ConfigError for wide ids of which the last is cut, or that begin within an id or behind a header."""
+    size, width = file.stat().st_size, np.dtype(found or "uint16").itemsize
+    if size % width:
+        raise ConfigError(
+            f"data.path = {str(file)!r}: its ids are {found} by their content, and its {size} bytes are no multiple of "
+            f"{width}: it is cut; write it anew"
+        )
+    body = content[min(LLM_C_HEADER, len(content) // 16 * 8) :]  # without a header that is not known
+    for wide in WIDE:
+        half = np.dtype(wide).itemsize // 2
+        if half >= width and any(_tells(body[place:], wide, vocab) for place in (0, half)):
+            raise ConfigError(
+                f"data.path = {str(file)!r}: of every two numbers one is the upper half of a wider id, as behind a "
+                "header that is not known, or in big-endian order; write the ids alone, little-endian, or set "
+                f"data.bin_dtype = {found} if they are so"
+            )
 
 
 def _view(content: bytes, name: str) -> NDArray:

@@ -1,3 +1,4 @@
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def test_a_type_that_is_believed_reads_zeros_and_halves(tmp_path: Path, monkeypa
     """What the look at the content is for."""
     np.arange(60_000, 70_000, dtype=np.uint32).tofile(tmp_path / "a.bin")
     monkeypatch.setattr(ids, "width", lambda content, size, vocab: "uint16")
+    monkeypatch.setattr(ids, "_check_whole", lambda *given: None)
     assert len(read(tmp_path / "a.bin", 65_536)) == 20_000
 
 
@@ -142,6 +144,54 @@ def test_files_of_several_types(tmp_path: Path) -> None:
     np.arange(1, 65, dtype=np.uint16).tofile(tmp_path / "b.bin")
     with pytest.raises(ConfigError, match=r"several types \(a\.bin uint32, b\.bin uint16\); write all ids in the same"):
         read(tmp_path, 512)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64"])
+@pytest.mark.parametrize("vocab", [300, 65_536])
+def test_wide_ids_that_are_cut_or_lie_behind_a_header(tmp_path: Path, dtype: str, vocab: int) -> None:
+    """Which would be read as ids of half the width, every second one zero."""
+    content, file = RANDOM.integers(0, vocab, 500).astype(dtype).tobytes(), tmp_path / "a.bin"
+    for missing in range(2, np.dtype(dtype).itemsize, 2):
+        file.write_bytes(content[:-missing])
+        with pytest.raises(ConfigError, match=rf"its ids are {dtype} by their content, .* it is cut; write it anew"):
+            read(file, vocab)
+        file.write_bytes(bytes(range(1, missing + 1)) + content + bytes(np.dtype(dtype).itemsize - missing))
+        with pytest.raises(
+            ConfigError, match=r"a\.bin': (of every two .* upper half|its ids are big|token id \d+ with)"
+        ):
+            read(file, vocab)
+    file.write_bytes(RANDOM.integers(0, vocab, 500).astype(np.dtype(dtype).newbyteorder(">")).tobytes())
+    with pytest.raises(ConfigError, match=r"or in big-endian order; write the ids alone|its ids are big-endian"):
+        read(file, vocab)
+    assert len(read(file, 65_536, bin_dtype="uint16")) > 900, "which the message names, for ids that are so"
+
+
+def test_ids_of_16_bits_in_any_file_hold_their_vocabulary(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", RANDOM.integers(0, 60_000, 100).astype(np.uint16))
+    with pytest.raises(
+        ConfigError, match=r"as the \.npy header says, .*write it as uint32, or set model\.vocab = 65536"
+    ):
+        read(tmp_path / "a.npy", 70_000)
+    assert len(read(tmp_path / "a.npy", 65_536)) == 100
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("Some text, café and 猫, of more than one block. " * 3000, r"it is text; give it the ending \.txt"),
+        (json.dumps({"text": "a text of JSON, that is long"}) + "\n", r"it is JSON; give it the ending \.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("declared", ["auto", "uint16"])
+def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str) -> None:
+    """Two letters would make an id of a large vocabulary."""
+    (tmp_path / "a.bin").write_text(content)
+    with pytest.raises(ConfigError, match=what) as raised:
+        read(tmp_path / "a.bin", 65_536, bin_dtype=declared)
+    renamed = (tmp_path / "a.bin").rename(tmp_path / f"a{str(raised.value).split('ending ')[1].split(',')[0]}")
+    assert read(renamed, 256)
+    np.fromfile(renamed, np.uint8).astype(np.uint16).tofile(tmp_path / "a.bin")
+    assert len(read(tmp_path / "a.bin", 256)) == len(content.encode()), "ids below 256 are no text"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from jaxdist.config import ConfigError, Data
 from jaxdist.config.display import console
 from jaxdist.data.blocks import BLOCKS, Earlier, fingerprint_by_names, fingerprint_of
-from jaxdist.data.documents import BARE, Documents, start_of
+from jaxdist.data.documents import BARE, Documents, text_start
 from jaxdist.data.encoding import Encoder, check_ids, encode, make_encoder
 from jaxdist.data.files import PACKED, Files, find_files, library_files, names
 from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, raw
@@ -63,7 +63,7 @@ def open_stream(data: Data, vocab: int) -> Stream:
     """The ids of data.path, every one of them checked to be in range(vocab). Raises ConfigError.
 
     .npy (1-D integers), .bin (see `ids`) and, under the tokenizer "bytes", text files are mapped: opening reads them
-    once, in pieces, to check them. What must be encoded, that is JSON, Arrow, packed text and any text under a
+    once, in pieces, to check them. What must be encoded, that is JSON, CSV, Arrow, packed text and any text under a
     tokenizer (see `documents`), is encoded here and held in memory: one byte per id for "bytes", two for a vocabulary
     of up to 65,536, four above, and eight per document.
 
@@ -74,6 +74,8 @@ def open_stream(data: Data, vocab: int) -> Stream:
     library = data.path == ""
     root = Path(sysconfig.get_path("stdlib")) if library else Path(data.path)
     files = Files(library_files(root), [], "text", []) if library else find_files(root, data.split == "auto")
+    if not data.text_field and files.kind in ("JSON", "CSV"):
+        files = files._replace(kind="text")
     encoder = None if files.kind in (".npy", ".bin") else make_encoder(data.tokenizer, data.end_of_text)
     joined = encoder is None or (files.kind == "text" and data.tokenizer == "bytes")  # as the files have their ids
     separator = encoder.separator if encoder and not joined and data.documents == "packed" else []
@@ -142,7 +144,12 @@ def _earlier(
     """What a run that an earlier version began has recorded for the same files, if that read them at all, or alike."""
     endings = {file.suffix.lower() for file in files.all}
     marks = files.kind == "text" and any(there and there.part.offset for there in located)
-    if files.kind == "Arrow" or (files.kind == "JSON" and endings != {".jsonl"}) or endings & {*PACKED} or marks:
+    if (
+        files.kind in ("Arrow", "CSV")
+        or (files.kind == "JSON" and endings != {".jsonl"})
+        or endings & {*PACKED}
+        or marks
+    ):
         return Earlier()
     if encoder:
         identities = [encoder.identity]
@@ -171,9 +178,9 @@ def _locate(files: Files, data: Data, vocab: int, library: bool) -> Sequence[Loc
         case ".bin":
             return locate_bins(files.all, data.bin_dtype, vocab)
         case ".npy":
-            return [locate_npy(file) for file in files.all]
+            return [locate_npy(file, vocab) for file in files.all]
         case "text" if data.tokenizer == "bytes":
-            starts = [BARE if library else start_of(file) for file in files.all]
+            starts = [BARE if library else text_start(file, data.text_field) for file in files.all]
             return [
                 Located(raw(file, np.dtype(np.uint8), start.mark), None, "") if start.bare else None
                 for file, start in zip(files.all, starts, strict=True)

@@ -1,0 +1,70 @@
+"""Columns of Parquet and Arrow files, whichever of the two a file is by its content."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdist.config import ConfigError
+from jaxdist.data.signatures import signature
+from jaxdist.data.unpacking import needed
+
+ROWS = 1024  # read together
+
+
+class Table(NamedTuple):
+    """The names of its columns, how many rows it has (0: not known), and what reads a column, some rows at a time."""
+
+    names: list[str]
+    rows: int
+    read: Callable[[str], Iterator[list[Any]]]
+
+
+def open_table(file: Path) -> Table:
+    """Raises ConfigError for what is neither, and for names that two columns have."""
+    with file.open("rb") as opened:
+        head = opened.read(512)
+    if head.startswith(b"PAR1"):
+        table = _parquet(file)
+    elif head.startswith(b"ARROW1"):
+        table = _arrow(file, whole=True)
+    elif found := signature(head):
+        raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow: it is {found.title}; {found.fix}")
+    elif file.suffix.lower() == ".parquet" or not head:
+        what = "it is empty" if not head else "whatever its name says"
+        raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow, {what}; write it anew")
+    else:
+        table = _arrow(file, whole=False)
+    if twice := sorted({name for name in table.names if table.names.count(name) > 1}):
+        raise ConfigError(
+            f"data.path = {str(file)!r}: columns of the same name ({', '.join(twice)}); give each a name of its own"
+        )
+    return table
+
+
+def _parquet(file: Path) -> Table:
+    needed("pyarrow", "Parquet")
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+
+    def read(name: str) -> Iterator[list[Any]]:
+        for batch in opened.iter_batches(ROWS, columns=[name], use_threads=False):
+            yield batch.column(0).to_pylist()
+
+    return Table(opened.schema_arrow.names, opened.metadata.num_rows, read)
+
+
+def _arrow(file: Path, whole: bool) -> Table:
+    """A file (`whole`), or a stream as `datasets.save_to_disk` writes it."""
+    pyarrow = needed("pyarrow", "Arrow")
+    from pyarrow import ipc
+
+    source = pyarrow.memory_map(str(file))
+    opened = ipc.open_file(source) if whole else ipc.open_stream(source)
+
+    def read(name: str) -> Iterator[list[Any]]:
+        for batch in map(opened.get_batch, range(opened.num_record_batches)) if whole else opened:
+            for start in range(0, batch.num_rows, ROWS):
+                yield batch.column(name).slice(start, ROWS).to_pylist()
+
+    return Table(opened.schema.names, 0, read)

@@ -1,0 +1,58 @@
+"""What a file is by its first bytes, whatever its name says."""
+
+import json
+import re
+
+from jaxdist.config.foreign import FETCH, LFS, POINTER, Foreign
+
+UNPACK, CONVERT = "unpack it, and give what is in it", "give text, or token ids, made of it"
+# How files begin that are neither text nor raw ids.
+SIGNATURES = {
+    LFS: Foreign(POINTER, FETCH),
+    b"PK\x03\x04": Foreign("a zip archive, as torch.save and numpy.savez write", UNPACK),
+    b"7z\xbc\xaf'\x1c": Foreign("an archive of 7-Zip", UNPACK),
+    b"Rar!": Foreign("an archive of RAR", UNPACK),
+    b"\x04\x22\x4d\x18": Foreign("packed by lz4", UNPACK),
+    b"\x93NUMPY": Foreign("a .npy file", "give it the ending .npy"),
+    b"PAR1": Foreign("a Parquet file", "give it the ending .parquet"),
+    b"ARROW1": Foreign("an Arrow file", "give it the ending .arrow"),
+    b"FEA1": Foreign("a Feather file of version 1", "write it anew as version 2"),
+    b"ORC": Foreign("an ORC file", "write it as Parquet"),
+    b"Obj\x01": Foreign("an Avro file", "write it as Parquet"),
+    b"%PDF-": Foreign("a PDF", CONVERT),
+    b"\x89HDF": Foreign("an HDF5 file", CONVERT),
+    b"\x89PNG": Foreign("a picture", CONVERT),
+    b"\xff\xd8\xff": Foreign("a picture", CONVERT),
+    b"SQLite format": Foreign("a database", CONVERT),
+    b"GGUF": Foreign("a GGUF model", CONVERT),
+}
+TAR = Foreign("a tar archive", UNPACK)
+CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # characters that text has not
+BEFORE = re.compile(r"\ufeff?\s*(\[\s*)?")  # the first object
+LEAST = 32  # bytes that tell text from ids
+
+
+def signature(head: bytes) -> Foreign | None:
+    """What a file is that begins so, where that is neither text nor raw ids, and what to do about it."""
+    if head[257:262] == b"ustar":
+        return TAR
+    return next((found for begin, found in SIGNATURES.items() if head.startswith(begin)), None)
+
+
+def is_text(content: bytes) -> bool:
+    """Whether bytes of a file, or blocks of them, are text in UTF-8: without control characters, which any ids have."""
+    if len(content) < LEAST or len(content.translate(None, CONTROL)) < len(content):
+        return False
+    return content.decode("utf-8", "replace").count("\ufffd") * 100 <= len(content)  # a block may begin in a character
+
+
+def begins_with_record(head: str) -> bool:
+    """Whether text begins with a whole JSON object, alone or in an array, and goes on as JSON."""
+    text = BEFORE.sub("", head, count=1)
+    if not text.startswith("{"):
+        return False
+    try:
+        found, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and bool(found) and text[end:].lstrip()[:1] in ("", "{", ",", "]")

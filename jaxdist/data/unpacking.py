@@ -1,0 +1,69 @@
+"""Files that are packed by gzip, zstd, bzip2 or xz, as their first bytes tell."""
+
+import bz2
+import gzip
+import io
+import lzma
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxdist.config import ConfigError
+
+CHUNK = 1 << 14  # packed bytes of zstd unpacked together
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
+    """How a file is packed, its content unpacked, and what tells how many bytes of the file are read. Raises
+    ConfigError where a package is missing."""
+    with file.open("rb") as raw:
+        head = raw.read(6)
+        raw.seek(0)
+        packed = next((name for begin, name in PACKED.items() if head.startswith(begin)), "")
+        yield packed, UNPACK[packed](raw), raw.tell
+
+
+class _Frames(io.RawIOBase):
+    """The content of all frames of zstd, end to end. The package's own reader takes a cut file for its end."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw, self._ready = raw, memoryview(b"")
+        self._new = needed("zstandard", "zstd").ZstdDecompressor().decompressobj
+        self._frame = self._new()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._frame.unused_data if self._frame.eof else b""
+            packed = packed or self._raw.read(CHUNK)
+            if not packed:
+                if not self._frame.eof:
+                    raise EOFError("a frame of zstd ends before its end")
+                return 0
+            if self._frame.eof:
+                self._frame = self._new()
+            self._ready = memoryview(self._frame.decompress(packed))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
+    "": lambda raw: raw, "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
+    "zstd": lambda raw: io.BufferedReader(_Frames(raw)), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
+}  # fmt: skip
+
+
+def needed(package: str, what: str) -> Any:
+    """A package that only some data need. Raises ConfigError without it."""
+    try:
+        return __import__(package)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"data.path: to read {what} needs {package}, which is not installed; pip install 'jaxdist[data]'"
+        ) from None
