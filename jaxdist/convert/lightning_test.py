@@ -125,31 +125,42 @@ def test_a_transposition_is_called_one(tmp_path: Path) -> None:
     same_as_without(tmp_path)
 
 
-SCHEDULES: dict[str, tuple[Callable[[Any], Any], bool]] = {
-    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, 20, 1e-4), True),
-    "linear": (lambda o: schedulers.LinearLR(o, 1.0, 0.2, 20), True),
+SCHEDULES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, 20, 1e-4), ""),
+    "linear": (lambda o: schedulers.LinearLR(o, 1.0, 0.2, 20), ""),
     "warm-up": (
         lambda o: schedulers.SequentialLR(
             o, [schedulers.LinearLR(o, 0.1, total_iters=4), schedulers.CosineAnnealingLR(o, 16)], [4]
         ),
-        True,
+        "",
     ),
-    "lambda": (lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + k)), False),
-    "steps": (lambda o: schedulers.StepLR(o, 3), False),
+    "polynomial": (lambda o: schedulers.PolynomialLR(o, 30, 1.0), ""),
+    "constant": (lambda o: schedulers.ConstantLR(o, 0.5, 4), ""),
+    "one cycle": (lambda o: schedulers.OneCycleLR(o, 2e-3, 20, pct_start=0.25, cycle_momentum=False), ""),
+    "one cycle, linear": (
+        lambda o: schedulers.OneCycleLR(o, 2e-3, 20, pct_start=0.2, anneal_strategy="linear", cycle_momentum=False),
+        "",
+    ),
+    "lambda": (lambda o: schedulers.LambdaLR(o, lambda k: 1 / (1 + k)), "the rule of its scheduler is not in it"),
+    "steps": (lambda o: schedulers.StepLR(o, 3), r"is StepLR (step_size = 3, gamma = 0.1), which does not go on here"),
+    "restarts": (lambda o: schedulers.CosineAnnealingWarmRestarts(o, 5), "is CosineAnnealingWarmRestarts (T_0 = 5"),
+    "exponential": (lambda o: schedulers.ExponentialLR(o, 0.9), "is ExponentialLR (gamma = 0.9), which does not"),
+    "one cycle, warming": (lambda o: schedulers.OneCycleLR(o, 2e-3, 40, cycle_momentum=False), "is OneCycleLR (total_"),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where its state has the rule, at each step to come; else the config's is taken, and that is said."""
-    make, known = SCHEDULES[name]
+    make, unlike = SCHEDULES[name]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of schedulers that step without their optimizer
         scheduler = make(optimizer)
         for _ in range(7):
             scheduler.step()
-        group = {key: optimizer.param_groups[0][key] for key in ("lr", "initial_lr")}
+        now = optimizer.param_groups[0]
+        group = {key: now[key] for key in ("lr", "initial_lr", "max_lr", "min_lr") if key in now}
         found = lightning(tmp_path / "a.ckpt", "net.", lr_schedulers=[scheduler.state_dict()])
         right = []
         for _ in range(12):
@@ -161,10 +172,22 @@ def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pyte
     (tmp_path / "config.json").write_text(json.dumps(to_settings(MODEL, "float32")))
     main([str(tmp_path / "a.ckpt"), str(tmp_path / "run")])
     said = capsys.readouterr().out
-    assert ("its schedule goes on" in said) == known and ("the rule of its scheduler is not in it" in said) != known
-    if known:
-        e = load(tmp_path / "run" / "config.toml", {})
+    assert ("its schedule goes on" in said) == (not unlike) and unlike in said
+    e = load(tmp_path / "run" / "config.toml", {})
+    if unlike:  # the rate of now stays
+        assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx([right[0]] * 12)
+    else:
         assert [rate_at(e, 8 + k) for k in range(12)] == pytest.approx(right, rel=1e-6)
+
+
+def test_the_peak_of_one_cycle(tmp_path: Path) -> None:
+    """OneCycleLR begins at a share of its peak, which is no peak of a schedule that --model gives."""
+    found = lightning(tmp_path / "a.ckpt", "net.")
+    for group in found["optimizer_states"][0]["param_groups"]:
+        group |= {"lr": 1e-3, "initial_lr": 8e-5, "max_lr": 2e-3, "min_lr": 8e-9}
+    torch.save(found, tmp_path / "a.ckpt")
+    main([str(tmp_path / "a.ckpt"), str(tmp_path / "run"), *config(tmp_path)])
+    assert load(tmp_path / "run" / "config.toml", {}).optimizer.learning_rate == 2e-3
 
 
 def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from jaxdist.config import EMA, ConfigError, Optimizer
 from jaxdist.config.display import say
 from jaxdist.config.optimizer import STATES
 from jaxdist.convert.atoms import Entry, Shape
+from jaxdist.convert.rates import peak_in
 from jaxdist.convert.torch_parts import like
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
@@ -53,7 +54,9 @@ def _muon(name: str) -> Callable[[Group], Any]:
     return lambda group: group.get(name)
 
 
-RATE: dict[str, Callable[[Group], Any]] = {"learning_rate": lambda group: group.get("initial_lr", group.get("lr"))}
+RATE: dict[str, Callable[[Group], Any]] = {
+    "learning_rate": lambda group: group.get("lr") if (peak := peak_in(group)) is None else peak
+}
 BETAS = RATE | {
     "beta1": lambda group: group["betas"][0] if "betas" in group else None,
     "beta2": lambda group: group["betas"][1] if "betas" in group else None,

@@ -33,6 +33,12 @@ class Told(NamedTuple):
     reason: str = ""
 
 
+def peak_in(group: Mapping[str, Any]) -> Any:
+    """The peak learning rate that a group of torch's tells, None without one: OneCycleLR begins at a share of it, its
+    `initial_lr`."""
+    return group.get("max_lr", group.get("initial_lr"))
+
+
 def given(wanted: Experiment | None, own: str = "") -> str:
     """Whose schedule is given: that of --model if it says anything of one, else the source's `own`; empty for none."""
     return MODEL if wanted and wanted.optimizer.model_fields_set & FIELDS else own
@@ -63,8 +69,7 @@ def going_on(told: Told, experiment: Experiment, whose: str, peak: Peak | None) 
             f"--peak schedule: {path} has no schedule that can be read; give one by --model, as [optimizer] "
             "learning_rate, warmup and decay, or leave --peak out to go on at the rate of now"
         )
-    unknown = "the rule of its scheduler is not in it" if told.scheduler else "it has no schedule"
-    reason = told.reason or unknown
+    reason = told.reason or (unlike(told.scheduler) if told.scheduler else "it has no schedule")
     if not now:
         say(f"{path}: {reason}, and no rate to go on at; the default schedule is taken, --model gives another")
         return {}
@@ -78,22 +83,60 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
     now is not that of the rule.
 
     Its rate after k steps is that of our step k + 1."""
-    now, peak = groups[0].get("lr"), groups[0].get("initial_lr")
+    now, peak = groups[0].get("lr"), peak_in(groups[0])
     if scheduler.get("last_epoch") != step or now is None or not peak:
         return {}
     with reading(path, "scheduler"):
-        rule = _rule(scheduler)
+        rule = _one_cycle(scheduler, groups[0]) if "_schedule_phases" in scheduler else _rule(scheduler)
         if not rule:
             return {}
         going = Experiment.parse({"optimizer": {"learning_rate": float(peak), **rule}}, f"{path}: scheduler")
     if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE * float(peak)):
         return {}
     say(f"{path}: its schedule goes on: {', '.join(f'{name} = {value}' for name, value in rule.items())}")
+    if scheduler.get("cycle_momentum"):
+        momentum = groups[0]["betas"][0] if "betas" in groups[0] else groups[0].get("momentum")
+        say(f"{path}: its scheduler moves the momentum too; jaxdist keeps that of now, {momentum:g}")
     return rule
 
 
+# Schedulers of torch's by what their states alone have, those of other ones first.
+SCHEDULERS = {
+    "T_max": "CosineAnnealingLR", "T_0": "CosineAnnealingWarmRestarts", "_schedule_phases": "OneCycleLR",
+    "start_factor": "LinearLR", "step_size": "StepLR", "milestones": "MultiStepLR", "power": "PolynomialLR",
+    "patience": "ReduceLROnPlateau", "_milestones": "SequentialLR", "_schedulers": "ChainedScheduler",
+    "_scale_fn_ref": "CyclicLR", "factor": "ConstantLR", "gamma": "ExponentialLR",
+}  # fmt: skip
+
+
+def unlike(scheduler: Mapping[str, Any]) -> str:
+    """Why the schedule of a scheduler does not go on, in words."""
+    name = next((name for key, name in SCHEDULERS.items() if key in scheduler), "")
+    if not name:
+        return "the rule of its scheduler is not in it"
+    shown = [
+        f"{key} = {scheduler[key]:g}" for key in scheduler if key[0] != "_" and type(scheduler[key]) in (int, float)
+    ]
+    settings = ", ".join(text for text in shown if not text.startswith("last_epoch"))
+    return f"its scheduler is {name}{f' ({settings})' if settings else ''}, which does not go on here"
+
+
+def _one_cycle(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """That of OneCycleLR's second phase of two; nothing before it, where its first is no linear one."""
+    phases = state["_schedule_phases"]
+    if len(phases) != 2 or phases[0]["end_step"] != int(phases[0]["end_step"]):
+        return {}
+    first, last = (int(phase["end_step"]) for phase in phases)
+    decay = {"cos": "cosine", "linear": "linear"}.get(state["_anneal_func_type"])
+    if state["last_epoch"] < first or not decay:
+        return {}
+    final = float(group["min_lr"] / group["max_lr"])
+    return {"warmup": first + 1, "decay": decay, "decay_steps": last + 1, "final": final}
+
+
 def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
-    """That of CosineAnnealingLR, LinearLR from the peak, or SequentialLR of a warm-up and one of them."""
+    """That of CosineAnnealingLR, LinearLR from the peak, PolynomialLR of power 1, ConstantLR from its end on, or
+    SequentialLR of a warm-up and one of them."""
     parts, milestones = state.get("_schedulers"), state.get("_milestones")
     if isinstance(parts, list) and isinstance(milestones, list) and len(parts) == 2 and "start_factor" in parts[0]:
         rule = _rule(parts[1])
@@ -102,6 +145,10 @@ def _rule(state: Mapping[str, Any]) -> dict[str, Any]:
     if "T_max" in state and "eta_min" in state:
         final = float(state["eta_min"] / (state["base_lrs"][0] or 1))
         return {"warmup": 1, "decay": "cosine", "decay_steps": state["T_max"] + 1, "final": final}
+    if state.get("power") == 1:
+        return {"warmup": 1, "decay": "linear", "decay_steps": state["total_iters"] + 1, "final": 0.0}
+    if "factor" in state and state["last_epoch"] >= state.get("total_iters", math.inf):
+        return {"warmup": 0, "decay": "constant"}
     if state.get("start_factor") == 1 and "end_factor" in state:
         return {"warmup": 1, "decay": "linear", "decay_steps": state["total_iters"] + 1, "final": state["end_factor"]}
     return {}
@@ -116,8 +163,8 @@ def peak_of(told: Told, scheduled: tuple[str, Experiment], peak: Peak | None) ->
     path, step = told.path, told.step
     whose, experiment = scheduled
     kept = {"learning_rate": experiment.optimizer.learning_rate}
-    if peak is None and all(group.get("initial_lr") is not None for group in told.groups):
-        own = float(told.groups[0]["initial_lr"])
+    if peak is None and all(peak_in(group) is not None for group in told.groups):
+        own = float(peak_in(told.groups[0]))
         if not math.isclose(own, kept["learning_rate"], rel_tol=CLOSE):
             say(
                 f"{path}: its peak, {own:g}, goes on by the schedule of {whose}, whose own is "
