@@ -39,7 +39,7 @@ def opened(
     `rates`. Raises ConfigError."""
     saved, around = (TrainedWhole if is_whole(path) else TrainedZero)(path, READER), config_around(path)
     trainer = trainer_folders.trainer_state(saved.folder.parent)
-    found = trainer_folders.found_in(around, trainer.get("max_steps"))
+    found = trainer_folders.found_in(around, trainer, {})
     weights = Weights(path, agreed(str(path), found, wanted), saved.weights)
     state = saved.state(weights) if training else None
     kept = saved.model.get("lr_scheduler")

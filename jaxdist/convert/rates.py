@@ -100,25 +100,31 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
     return rule
 
 
-# Schedulers of torch's by what their states alone have, those of other ones first.
-SCHEDULERS = {
-    "T_max": "CosineAnnealingLR", "T_0": "CosineAnnealingWarmRestarts", "_schedule_phases": "OneCycleLR",
-    "start_factor": "LinearLR", "step_size": "StepLR", "milestones": "MultiStepLR", "power": "PolynomialLR",
-    "patience": "ReduceLROnPlateau", "_milestones": "SequentialLR", "_schedulers": "ChainedScheduler",
-    "_scale_fn_ref": "CyclicLR", "factor": "ConstantLR", "gamma": "ExponentialLR",
-}  # fmt: skip
+# Schedulers of torch's by what their states alone have, those of other ones first, and what is told of their rule.
+SCHEDULERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "T_max": ("CosineAnnealingLR", ("T_max", "eta_min")),
+    "T_0": ("CosineAnnealingWarmRestarts", ("T_0", "T_mult")),
+    "_schedule_phases": ("OneCycleLR", ("total_steps",)),
+    "start_factor": ("LinearLR", ("start_factor", "end_factor", "total_iters")),
+    "step_size": ("StepLR", ("step_size", "gamma")),
+    "milestones": ("MultiStepLR", ("gamma",)),
+    "power": ("PolynomialLR", ("power", "total_iters")),
+    "patience": ("ReduceLROnPlateau", ("factor", "patience")),
+    "_milestones": ("SequentialLR", ()),
+    "_schedulers": ("ChainedScheduler", ()),
+    "_scale_fn_ref": ("CyclicLR", ("total_size",)),
+    "factor": ("ConstantLR", ("factor", "total_iters")),
+    "gamma": ("ExponentialLR", ("gamma",)),
+}
 
 
 def unlike(scheduler: Mapping[str, Any]) -> str:
     """Why the schedule of a scheduler does not go on, in words."""
-    name = next((name for key, name in SCHEDULERS.items() if key in scheduler), "")
+    name, keys = next((row for key, row in SCHEDULERS.items() if key in scheduler), ("", ()))
     if not name:
         return "the rule of its scheduler is not in it"
-    shown = [
-        f"{key} = {scheduler[key]:g}" for key in scheduler if key[0] != "_" and type(scheduler[key]) in (int, float)
-    ]
-    settings = ", ".join(text for text in shown if not text.startswith("last_epoch"))
-    return f"its scheduler is {name}{f' ({settings})' if settings else ''}, which does not go on here"
+    shown = ", ".join(f"{key} = {scheduler[key]!r:.20}" for key in keys if key in scheduler)
+    return f"its scheduler is {name}{f' ({shown})' if shown else ''}, which does not go on here"
 
 
 def _one_cycle(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 The Trainer writes config.json, weights, optimizer.pt, scheduler.pt and trainer_state.json; Accelerate weights,
 optimizer.bin and scheduler.bin. With FSDP weights and optimizer are two checkpoints of torch.distributed.checkpoint,
-pytorch_model_fsdp_0 and optimizer_0, or pytorch_model_fsdp.bin and optimizer.bin. training_args.bin and
-random_states_*.pkl are pickles of classes: they are named as left behind, and never read.
+pytorch_model_fsdp_0 and optimizer_0, or pytorch_model_fsdp.bin and optimizer.bin. training_args.bin is a
+pickle of a class, of which plain values are taken; random_states_*.pkl are named as left behind, and never read.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
 from jaxdist.convert.reader import READER
 from jaxdist.convert.torch_parts import first_count, is_count
-from jaxdist.convert.trainer_schedule import found_schedule
-from jaxdist.formats import trainer
+from jaxdist.convert.trainer_schedule import argued_schedule, found_schedule
+from jaxdist.formats import trainer, trainer_arguments
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.folders import (
     CONFIG,
@@ -32,6 +32,7 @@ from jaxdist.formats.folders import (
     SCHEDULERS,
     TRAINER_STATE,
 )
+from jaxdist.formats.torch_files import reading
 
 MOST_BYTES = 200_000_000  # of trainer_state.json, which logs every few steps
 
@@ -49,33 +50,71 @@ def opened(
     Raises ConfigError."""
     there, read = trainer.read(path, READER)
     logged = trainer_state(path)
-    weights = Weights(path, agreed(str(path), found_in(path, logged.get("max_steps")), wanted), there)
+    arguments = trainer_arguments.read(path) if training else {}
+    weights = Weights(path, agreed(str(path), found_in(path, logged, arguments), wanted), there)
     state, by = _state(path, weights) if training else (None, "")
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
     step = logged.get("global_step", counted)
 
     def schedule(done: int, state: State) -> Mapping[str, Any]:
-        told = rates.Told(path, state.groups, done, scheduler, partial(logged_schedule, path, state, logged))
+        fields, reason = _argued(path, state, logged, arguments)
+        found = partial(logged_schedule, path, state, logged)
+        told = rates.Told(path, state.groups, done, scheduler, (lambda: fields) if fields or reason else found, reason)
         return rates.going_on(told, weights.experiment, rates.given(wanted), peak)
 
-    files, left = files_of(path, {*read, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
+    used = {trainer_arguments.FILE} if arguments else set[str]()
+    files, left = files_of(path, {*read, *used, by, TRAINER_STATE, *((*SCHEDULERS, SCALER) if state else ())})
     origin = Origin("trainer", files=files, left=left)
     content = weights.content(state, first_count(step) if step is not None else None, schedule, origin)
     return _scaled(path, content, bool(wanted)) if state else content
 
 
-def found_in(path: Path, steps: Any) -> Experiment | None:
-    """The experiment around the model of config.json, of so many `steps`, if that is a number; None without one."""
+def found_in(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> Experiment | None:
+    """The experiment around the model of config.json, with what trainer_state.json and training_args.bin say of its
+    steps, batch, clip and precision; None without config.json. Raises ConfigError."""
     if not (path / CONFIG).is_file():
         return None
     found = experiment_for(read_model(path).model_dump(), str(path))
-    if type(steps) is not int or steps < 1:
-        return found
-    values = found.model_dump(exclude_none=True)
-    return Experiment.parse(
-        values | {"train": values["train"] | {"steps": steps}}, f"{path / TRAINER_STATE}: max_steps"
+    changed: dict[str, dict[str, Any]] = (
+        {"train": {"steps": int(logged["max_steps"])}} if logged.get("max_steps") else {}
     )
+    if arguments:
+        with reading(path / trainer_arguments.FILE, "batch or schedule"):
+            told = _told(path, logged, arguments)
+        changed = {name: changed.get(name, {}) | fields for name, fields in told.items()}
+    values = found.model_dump(exclude_none=True)
+    source = f"{path}: {TRAINER_STATE}, {trainer_arguments.FILE}"
+    return Experiment.parse(values | {name: values[name] | fields for name, fields in changed.items()}, source)
+
+
+ADAMW = {
+    "learning_rate": "learning_rate", "weight_decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2",
+    "eps": "adam_epsilon",
+}  # fmt: skip
+
+
+def _told(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the arguments say of the sections of an experiment; said."""
+    accumulation = arguments.get("gradient_accumulation_steps", 1)
+    each = logged.get("train_batch_size")  # of a process, which may have several GPUs
+    each = each if type(each) is int else arguments.get("per_device_train_batch_size", 8)
+    processes = len([*path.glob("rng_state_*.pth")]) or 1
+    batch, clip, half = each * accumulation * processes, arguments.get("max_grad_norm", 0.0), arguments.get("bf16")
+    optimizer: dict[str, Any] = {"clip": clip}
+    if arguments.get("optim", "").startswith("adamw"):  # of which an optimizer's state says more, where there is one
+        optimizer |= {field: arguments[key] for field, key in ADAMW.items() if key in arguments}
+        peak, steps = optimizer.get("learning_rate"), logged.get("max_steps")
+        optimizer |= argued_schedule(arguments, peak, int(steps), None)[0] if peak and steps else {}
+    say(
+        f"{path}: {trainer_arguments.FILE}: a batch of {batch}, {each} x {accumulation} accumulated x {processes} "
+        f"processes; clip {clip}{', bf16' if half else ''}"
+    )
+    return {
+        "train": {"batch": batch, "accumulation": accumulation},
+        "optimizer": optimizer,
+        "precision": {"policy": "bf16"} if half else {},
+    }
 
 
 def _state(path: Path, weights: Weights) -> tuple[State | None, str]:
@@ -136,6 +175,22 @@ def trainer_state(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: {error}; use a whole copy, or leave it out to count the optimizer's steps"
         ) from None
+
+
+def _argued(
+    path: Path, state: State, logged: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """As `argued_schedule`; said. Raises ConfigError."""
+    peak, rate = (state.groups[0].get(key) for key in ("initial_lr", "lr"))
+    steps, done = logged.get("max_steps"), logged.get("global_step")
+    if not peak or rate is None or not steps or done is None:
+        return {}, ""
+    with reading(path / trainer_arguments.FILE, "schedule"):
+        found, reason = argued_schedule(arguments, float(peak), int(steps), (int(done), float(rate)))
+    if found:
+        shown = ", ".join(f"{name} = {value}" for name, value in found.items())
+        say(f"{path}: its schedule goes on, by {trainer_arguments.FILE}: {shown}")
+    return found, reason
 
 
 def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,7 +37,9 @@ STEPS, DONE, WARMUP = 20, 9, 4
 class Trained:
     """What a trainer holds after a few steps of AdamW over a model's weights, its gradients drawn."""
 
-    def __init__(self, folder: Path, model: Any = LLAMA, schedule: str = "linear", warmup: int = WARMUP) -> None:
+    def __init__(
+        self, folder: Path, model: Any = LLAMA, schedule: str = "linear", warmup: int = WARMUP, rule: Any = None
+    ) -> None:
         write_hf(folder / "first", model, draw(model))
         tensors = load_torch(folder / "first/model.safetensors")
         self.parameters = {name: torch.nn.Parameter(tensors[name]) for name in trainable("huggingface", model)}
@@ -45,7 +47,7 @@ class Trained:
         others = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.99), eps=1e-7)
-        self.scheduler = get_scheduler(schedule, self.optimizer, warmup, STEPS)
+        self.scheduler = get_scheduler(schedule, self.optimizer, warmup, STEPS, rule)
         self.log: list[dict[str, Any]] = []
         torch.manual_seed(1)
         for step in range(1, DONE + 1):

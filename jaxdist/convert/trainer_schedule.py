@@ -1,7 +1,7 @@
-"""The schedule that the Hugging Face Trainer went by, found from the learning rates that it logged.
+"""The schedule of the Hugging Face Trainer, from its arguments or from the learning rates that it logged.
 
-Its scheduler.pt has no rule, and training_args.bin, which has one, is a pickle of classes and is not read. The rates
-tell it: of linear, cosine and constant after a linear warm-up (transformers' `get_scheduler`), the one that fits all.
+Its scheduler.pt has no rule. training_args.bin tells it; without that file the rates do: of linear, cosine and constant
+after a linear warm-up (transformers' `get_scheduler`), the one that fits all.
 """
 
 import math
@@ -56,6 +56,55 @@ def found_schedule(peak: float, steps: int, now: tuple[int, float], logged: Sequ
     ((name, warmup),) = fitting.items()
     end = {"decay_steps": steps + 1, "final": 0.0} if name != "constant" else {}
     return {"warmup": warmup + 1, "decay": name, **end}
+
+
+DECAYS = {
+    "linear": "linear", "polynomial": "linear", "constant": "constant", "constant_with_warmup": "constant",
+    "cosine": "cosine", "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+}  # fmt: skip
+USUAL = {"power": 1.0, "num_cycles": 0.5}  # of what transformers' schedules may be given: that of ours
+EARLY = "cosine_warmup_with_min_lr"  # its rates are those of one step later
+
+
+def argued_schedule(
+    arguments: Mapping[str, Any], peak: float, steps: int, now: tuple[int, float] | None
+) -> tuple[dict[str, Any], str]:
+    """The schedule's fields of an optimizer section by the arguments of a Trainer of so many steps, and an empty text;
+    or no fields, and why: of another schedule, or while it warms up, which ours does at other rates. Neither where
+    they tell none, or where the rate is that of another scheduler, which a Trainer may be given.
+
+    `now`: steps done and the rate of the next; None where no optimizer tells it. Formulas:
+    `transformers.optimization`.
+    """
+    kind, given = arguments.get("lr_scheduler_type"), arguments.get("lr_scheduler_kwargs", {})
+    if not kind:
+        return {}, ""
+    ends = {"min_lr", "min_lr_rate", "lr_end"}
+    if kind not in DECAYS or any(key not in ends and value != USUAL.get(key) for key, value in given.items()):
+        shown = ", ".join(f"{key} = {value!r:.20}" for key, value in given.items())
+        return {}, f"jaxdist has no schedule like its {kind}{f' ({shown})' if shown else ''}"
+    decay, later = DECAYS[kind], kind != EARLY
+    final = given.get("lr_end", 1e-7) / peak if kind == "polynomial" else 0.0
+    if kind.endswith("min_lr"):
+        final = given["min_lr_rate"] if given.get("min_lr_rate") is not None else given["min_lr"] / peak
+    warmup = _warmup_of(arguments, steps) if kind != "constant" else 0
+    fields: dict[str, Any] = {"warmup": warmup + later, "decay": decay}
+    fields |= {"decay_steps": steps + later, "final": float(final)} if decay != "constant" else {}
+    if now and now[0] < warmup:
+        return {}, (
+            f"it still warms up, at other rates than jaxdist does; from step {warmup + 1} on its {kind} is "
+            f"{', '.join(f'{name} = {value}' for name, value in fields.items())}, for --model and --peak schedule"
+        )
+    share = SHAPES[decay].share(now[0] + (not later), warmup, steps) if now else 1.0
+    other = now and abs(now[1] - peak * (final + (1 - final) * share)) > CLOSE * peak
+    return ({} if other else fields), ""
+
+
+def _warmup_of(arguments: Mapping[str, Any], steps: int) -> int:
+    """Steps of warm-up, which may be told as a share of all steps."""
+    told = arguments.get("warmup_steps", 0)
+    share = told or arguments.get("warmup_ratio", 0)
+    return int(min(told, steps)) if told >= 1 else math.ceil(steps * share)
 
 
 class Known(NamedTuple):
