@@ -32,7 +32,7 @@ from jaxdist.config.checkpoints import publish, sealed, unfinished
 from jaxdist.config.dcp import EXPERIMENT, nesting, read_index
 from jaxdist.config.display import say
 from jaxdist.config.foreign import read_json
-from jaxdist.convert import optimizers, rates, torch_files, torch_leaves
+from jaxdist.convert import fused, optimizers, rates, torch_files, torch_leaves
 from jaxdist.convert.boxes import blocks, tiled
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
@@ -217,6 +217,7 @@ def opened(
     if others:
         _check_alone(path, tensors, lambda name: full_name(name) in names)
     extras = tensors.extras(prefix) if others else {}
+    leaves, extras = (fused.unfused(str(path), part, experiment.model) for part in (leaves, extras))
     trained = list(groups_of(extras, f"{prefix}{GROUPS}.").values())
     updates, rule = None, None
     if states := states_of({**leaves, **extras}, prefix) if training else {}:
@@ -252,7 +253,11 @@ def opened(
             told = rates.Told(path, named, step, scheduler_of(extras))
             settings |= rates.going_on(told, experiment, rates.given(wanted), peak)
         experiment = torch_files.trained_by(experiment, settings, f"{path}: optimizer")
-    held, ways = tensors.extras if others else dict, nesting(tensors.index.planner_data)
+    ways = fused.ways(nesting(tensors.index.planner_data))
+
+    def held() -> dict[str, Any]:
+        return fused.unfused(str(path), tensors.extras(), experiment.model) if others else {}
+
     origin = Origin("dcp", naming, carries, tensors.prefixes, ways, held=held, step=step, left=folders.beside(found))
     return Content(experiment, naming, groups, step, updates, origin, checkpoint=sealed(found)).checked(path)
 

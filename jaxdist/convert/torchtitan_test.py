@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import checkpoint_in
+from jaxdist.config import ConfigError, Llama, checkpoint_in
 from jaxdist.config.dcp import read_index
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert.__main__ import main
-from jaxdist.convert.content import PARAMETERS, Content
+from jaxdist.convert.content import PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.foreign_sources_test import config
 from jaxdist.convert.formats_test import content_of
+from jaxdist.convert.fused import unfused
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.sources import kind_of
@@ -41,17 +42,36 @@ def drawn() -> dict[str, dict[str, Any]]:
     }
 
 
+def early_2026(name: str) -> str:
+    return re.sub(r"\.attention\.(w[qkv])\.", r".attention.qkv_linear.\1.", name)
+
+
 def now(name: str) -> str:
     """What torchtitan calls a parameter today."""
-    return re.sub(r"\.attention\.(w[qkv])\.", r".attention.qkv_linear.\1.", name)
+    return re.sub(r"^output\.", "lm_head.", early_2026(name))
 
 
 def same(name: str) -> str:
     return name
 
 
-def saved(folder: Path, names: Any, nested: bool = False, training: bool = True) -> Path:
-    """A checkpoint as torchtitan's CheckpointManager saves it; `nested`: weights below `model.`, as it once did."""
+def joined(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as `fuse_qkv` has it: of each group of heads the queries, the key and the value."""
+    assert isinstance(LLAMA, Llama)
+    groups, found = LLAMA.kv_heads, dict[str, Any]()
+    for key, value in state.items():
+        whole = re.sub(r"\.w[qkv]\.", ".wqkv.", key)
+        if key.endswith((".exp_avg", ".exp_avg_sq")) and whole != key:
+            parts = [state[whole.replace(".wqkv.", f".{w}.")] for w in ("wq", "wk", "wv")]
+            shaped = [part.reshape(groups, -1, part.shape[-1]) for part in parts]
+            value = torch.cat(shaped, dim=1).reshape(-1, parts[0].shape[-1])
+        found[whole] = value
+    return found
+
+
+def saved(folder: Path, names: Any, nested: bool = False, training: bool = True, fused: bool = False) -> Path:
+    """A checkpoint as torchtitan's CheckpointManager saves it; `nested`: weights below `model.`, as it once did;
+    `fused`: with the optimizer's state of `fuse_qkv`."""
     tensors = drawn()
     model = {names(name): tensor for name, tensor in tensors[PARAMETERS].items()}
     model["freqs_cis"] = torch.polar(torch.ones(12, 3), torch.arange(36.0).reshape(12, 3))
@@ -61,7 +81,7 @@ def saved(folder: Path, names: Any, nested: bool = False, training: bool = True)
         optimizer |= {f"state.{names(name)}.{kind}": tensors[kind][name] for kind in ("exp_avg", "exp_avg_sq")}
         optimizer |= {f"param_groups.{names(name)}.{key}": value for key, value in GROUP.items()}
     run = {
-        "optimizer": optimizer,
+        "optimizer": joined(optimizer) if fused else optimizer,
         "lr_scheduler": {"last_epoch": STEP, "base_lrs": [3e-4], "_step_count": STEP + 1, "_last_lr": [1e-4]},
         "dataloader": {"dp_rank_0": b"a pickle", "world_size": 1},
         "train_state": {"step": torch.tensor(STEP, dtype=torch.int32), "ntokens_seen": torch.tensor(1000)},
@@ -78,7 +98,7 @@ def opened(path: Path) -> Content:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("names", [now, same])
+@pytest.mark.parametrize("names", [now, early_2026, same])
 def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) -> None:
     content = opened(saved(tmp_path / "step-9", names, nested))
     for group, tensors in drawn().items():
@@ -91,6 +111,22 @@ def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) ->
     for group, leaves in expected.groups.items():
         for name, leaf in leaves.items():
             assert np.array_equal(ours.groups[group][name].read(), leaf.read()), (group, name)
+
+
+def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
+    """There and back."""
+    first = saved(tmp_path / "step-9", now, fused=True)
+    main([str(first), str(tmp_path / "there"), *config(tmp_path, LLAMA), "--to", "dcp"])
+    for content in (opened(first), opened(tmp_path / "there")):
+        assert content.updates == UPDATES
+        for group, tensors in drawn().items():
+            for name, tensor in tensors.items():
+                assert np.array_equal(content.groups[group][now(name)].read(), tensor.numpy()), (group, name)
+    index = read_index(checkpoint_in(tmp_path / "there"))
+    assert not any("wqkv" in name for name in {*index.state_dict_metadata, *index.planner_data})
+    odd = Leaf((30, 2), np.dtype(np.float32), lambda: np.ones((30, 2), np.float32))
+    with pytest.raises(ConfigError, match=r"30 rows, which are not those of model.heads .* --to hf"):
+        unfused("there", {"a.qkv_linear.wqkv.weight.exp_avg": odd}, LLAMA)
 
 
 def test_there_and_back(tmp_path: Path) -> None:

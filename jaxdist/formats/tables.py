@@ -309,16 +309,22 @@ META = {
     )
 }
 
-# torchtitan has Meta's names and rotations. Since 2026 queries, keys and values are within a module of their own.
-TORCHTITAN = {
-    family: table._replace(
-        rows=[
-            row._replace(theirs=re.sub(r"\.attention\.(?=w[qkv]\.)", ".attention.qkv_linear.", row.theirs))
-            for row in table.rows
-        ]
-    )
-    for family, table in META.items()
-}
+
+def _renamed(tables: Mapping[str, Table], pattern: str, now: str) -> dict[str, Table]:
+    """Tables in whose names `now` is in place of what matches the pattern."""
+    return {
+        family: table._replace(
+            rows=[row._replace(theirs=re.sub(pattern, now, row.theirs)) for row in table.rows],
+            head=re.sub(pattern, now, table.head),
+        )
+        for family, table in tables.items()
+    }
+
+
+# torchtitan has Meta's names and rotations. Since 2026 queries, keys and values are within a module of their own, and
+# later the head was renamed.
+TORCHTITAN_OUTPUT = _renamed(META, r"\.attention\.(?=w[qkv]\.)", ".attention.qkv_linear.")
+TORCHTITAN = _renamed(TORCHTITAN_OUTPUT, r"^output\.", "lm_head.")
 
 
 SAME = ("bias", *STATISTICS)
@@ -344,6 +350,7 @@ NAMINGS = {
     "torch_ref": TORCH_REF,
     "meta": META,
     "torchtitan": TORCHTITAN,
+    "torchtitan_output": TORCHTITAN_OUTPUT,
     "torchvision": TORCHVISION,
     "nanogpt": NANOGPT,
 }

@@ -1,0 +1,63 @@
+"""torchtitan's moments of queries, keys and values in one, as its default `fuse_qkv` trains them.
+
+It saves the weights of `qkv_linear.wqkv` as wq, wk and wv, and the optimizer's state as it is. Rows are those of each
+group of heads that has one key, one after the other: its queries, the key, the value
+(https://github.com/pytorch/torchtitan/blob/main/torchtitan/models/common/attention.py, `FusedQKVLinear`).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxdist.config import ConfigError, Decoder, Family
+from jaxdist.formats.leaves import Leaf
+
+WHOLE = ".qkv_linear.wqkv."
+PARTS = {".qkv_linear.wq.": (0, -2), ".qkv_linear.wk.": (-2, -1), ".qkv_linear.wv.": (-1, None)}  # of a group's heads
+
+
+def unfused(path: str, found: Mapping[str, Any], model: Family) -> dict[str, Any]:
+    """The entries of a checkpoint by their names, with those of `wqkv` as entries of wq, wk and wv: moments cut, and
+    what is no moment for each. Raises ConfigError where a moment is not of this model's heads."""
+    made: dict[str, Any] = {}
+    for name, value in found.items():
+        for part, heads in PARTS.items() if WHOLE in name else ():
+            large = isinstance(value, Leaf) and math.prod(value.shape) > 1
+            made[name.replace(WHOLE, part)] = _cut(f"{path}: {name}", value, heads, model) if large else value
+        if WHOLE not in name:
+            made[name] = value
+    return made
+
+
+def ways(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of the ways to entries in the tree that was saved."""
+    made: dict[str, Any] = {}
+    for name, way in found.items():
+        parts = PARTS if WHOLE in name else ("",)
+        made |= {name.replace(WHOLE, part): [_renamed(step, part) for step in way] for part in parts}
+    return made
+
+
+def _renamed(step: Any, part: str) -> Any:
+    return step.replace(WHOLE, part) if isinstance(step, str) and part else step
+
+
+def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Family) -> Leaf:
+    """The rows of these heads of each group."""
+    groups = model.kv_heads if isinstance(model, Decoder) else 0
+    each = model.heads // groups + 2 if isinstance(model, Decoder) and groups else 0
+    rows, rest = whole.shape[0], whole.shape[1:]
+    if not each or rows % (groups * each):
+        raise ConfigError(
+            f"{what} has {rows} rows, which are not those of model.heads and model.kv_heads; give --model those of the "
+            "run, or take the weights alone, --to hf"
+        )
+    first, last = heads
+
+    def read() -> np.ndarray:
+        return whole.read().reshape(groups, each, -1, *rest)[:, first:last].reshape(-1, *rest)
+
+    count = rows // each * len(range(each)[first:last])
+    return Leaf((count, *rest), whole.dtype, read, besides=whole.bytes + whole.besides)
