@@ -276,6 +276,11 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
         def lines(path: Path, conversion: Recut) -> Iterator[str]:
             yield from verify_tensors(conversion, {PARAMETERS: read(path)})
             yield said
+            if undecided := getattr(conversion, "undecided", ()):
+                yield (
+                    f"not verified: axis and transform of {len(undecided)} parameters, {undecided[0]} first: others "
+                    "fit their shapes too; compare logits of both models"
+                )
 
         return lines
 

@@ -56,7 +56,7 @@ def recut(
     held = {atom: tensors[source.name].dtype for source in sources.values() for atom in source.atoms}
     made: dict[str, np.ndarray] = {}
     for name, target in targets.items():
-        made[name] = np.empty(target.shape, np.result_type(*(held[atom] for atom in target.atoms)))
+        made[name] = np.zeros(target.shape, np.result_type(*(held[atom] for atom in target.atoms)))
         if sum(piece.size for piece in target.split(made[name])) != made[name].size:
             raise ConfigError(f"{name} {target.shape}: the mapping has not all pieces of it; add rows for the others")
     fill(made, targets.values(), sources.values(), lambda source: tensors[source.name])

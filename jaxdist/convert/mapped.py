@@ -1,7 +1,7 @@
 """Weights of a user's own model by a key mapping: an Orbax checkpoint of a pytree <-> safetensors of torch's names."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Remapping(Recut):
 
     leaves: Leaves
     cuts: tuple[Mapping[str, Entry], Mapping[str, Entry]]  # as they are, and as they will be
+    undecided: Sequence[str] = ()  # parameters of ours that fit by another axis or transform, too
 
     @property
     def given(self) -> dict[str, Leaves]:
@@ -107,9 +108,11 @@ def to_theirs(source: Path, mapping: KeyMapping, dtype: str | None, like: Path |
         mapping.check(shapes, {name: leaf.shape for name, leaf in read_theirs(like).items()})
     else:
         mapping.check(shapes, mapping.their_shapes(shapes) | dict.fromkeys(mapping.theirs_only, ()))
+    _check_scaled(mapping, tree.leaves)
     left = Counter(name.partition(".")[0] for name in tree.shapes.keys() - shapes.keys())
     leaves = {name: tree.leaves[name] for name in shapes}
-    return Remapping(leaves, mapping.cuts(shapes), dtype=dtype), [f"{top} ({n})" for top, n in sorted(left.items())]
+    conversion = Remapping(leaves, mapping.cuts(shapes), dtype=dtype, undecided=mapping.undecided(shapes))
+    return conversion, [f"{top} ({n})" for top, n in sorted(left.items())]
 
 
 def to_ours(source: Path, mapping: KeyMapping, dtype: str | None, like: Pytree) -> Remapping:
@@ -121,12 +124,25 @@ def to_ours(source: Path, mapping: KeyMapping, dtype: str | None, like: Pytree) 
     replace(mapping, ours_only=(*mapping.ours_only, *outside)).check(
         shapes, {name: leaf.shape for name, leaf in leaves.items()}
     )
+    _check_scaled(mapping, like.leaves)
     ours, theirs = mapping.cuts(shapes)
     kept = {name: f"{name} of --like" for name in shapes if name not in ours}  # no name of theirs
     ours |= {name: whole(name, (name, 0), shapes[name]) for name in kept}
     theirs |= {there: whole(there, (name, 0), shapes[name]) for name, there in kept.items()}
     leaves |= {there: like.leaves[name] for name, there in kept.items()}
-    return Remapping(leaves, (theirs, {name: ours[name] for name in shapes}), dtype=dtype)
+    cuts = theirs, {name: ours[name] for name in shapes}
+    return Remapping(leaves, cuts, dtype=dtype, undecided=mapping.undecided(shapes))
+
+
+def _check_scaled(mapping: KeyMapping, leaves: Leaves) -> None:
+    """Raises ConfigError where a row multiplies whole numbers."""
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    for pair in mapping.pairs(shapes):
+        if pair.row.scale and (dtype := leaves[pair.ours].dtype).kind in "iub":
+            raise ConfigError(
+                f"{mapping.source}: ours = {pair.ours!r} is {dtype}, which scale = {pair.row.scale!r} would round; "
+                "leave scale out"
+            )
 
 
 def check_theirs(conversion: Remapping) -> None:

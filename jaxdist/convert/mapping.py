@@ -11,7 +11,9 @@ Names are dotted, "ours" of the pytree and "theirs" of the state dict. It lives 
 `{layer}` stands for a number, the same on both sides. A row with it in `theirs` alone maps a parameter that holds all
 layers, stacked along its first axis, or along `axis = 1` or another (MaxText's param_scan_axis). Rows whose layers have
 the same name in `theirs` must agree on their number. `reshape` needs `shape`, which is theirs. `scale = "sqrt_last"`:
-theirs is ours times the square root of the size of our last axis, as MaxText divides queries by sqrt(head_dim).
+theirs is ours times the square root of the size of our last axis, as MaxText divides queries by sqrt(head_dim). That is
+computed in float32 at least and rounded once to the dtype: exact where the root is a power of two, else within 2^-23 of
+a float32 number (root and product are rounded), or half a unit in the last place of bfloat16 and float16.
 
 A row with `optional = true` is left out where ours has no such parameter, as a head that is the embedding.
 
@@ -98,7 +100,7 @@ class Pair(NamedTuple):
 
     def factor(self, shape: Shape) -> float:
         """By what ours, of this shape, is multiplied to be theirs."""
-        return SCALES[self.row.scale](shape)
+        return SCALES[self.row.scale](self.row.of_layer(shape))
 
     def whole(self, shape: Shape) -> Shape:
         """The shape of theirs, of which a chunk has this one."""
@@ -221,6 +223,11 @@ class KeyMapping:
                 f"{self.source}: row {number}: ours = {row.ours!r} {shape} has no axis = {row.axis} that layers could "
                 "be stacked along; give another, or remove {layer} from theirs"
             )
+        if row.scale and any(not row.of_layer(ours[name]) for name in found.values()):
+            raise ConfigError(
+                f"{self.source}: row {number}: ours = {row.ours!r} is a single number without a last axis for "
+                f"scale = {row.scale!r}; leave scale out"
+            )
         if row.stacked:
             for i in range(ours[row.ours][row.axis]):
                 yield Pair(row.ours, row.theirs.replace(LAYER, str(i)), row, i)
@@ -300,8 +307,10 @@ class KeyMapping:
             if set(factors) == {1}:
                 return made
             return made._replace(
-                split=lambda tensor: [piece / f for piece, f in zip(made.split(tensor), factors, strict=True)],
-                put=lambda out, i, atom: made.put(out, i, (atom * factors[i]).astype(out.dtype)),
+                split=lambda tensor: [
+                    times(piece, 1 / f) for piece, f in zip(made.split(tensor), factors, strict=True)
+                ],
+                put=lambda out, i, atom: made.put(out, i, times(atom, factors[i]).astype(out.dtype)),
                 order=(True, True),  # other numbers than any entry of ours
             )
 
@@ -344,6 +353,18 @@ class KeyMapping:
             found[pair.theirs] = pair.whole(there)
         return found
 
+    def undecided(self, ours: Shapes) -> list[str]:
+        """The parameters of ours whose rows other rows fit as well by all shapes: with another axis of layers, or with
+        another transform, as those of square matrices."""
+        there = self.their_shapes(ours)
+
+        def other_fits(pair: Pair) -> bool:
+            shape, row = ours[pair.ours], pair.row
+            axes = row.stacked and shape.count(shape[row.axis]) > 1
+            return axes or (not row.chunk and len(fitting(pair.piece(shape), there[pair.theirs])) > 1)
+
+        return [*dict.fromkeys(pair.ours for pair in self.pairs(ours) if other_fits(pair))]
+
     def modules(self, shapes: Shapes) -> dict[str, Module]:
         """Modules of ours by path, and their counterpart: the module that holds exactly the same parameters.
 
@@ -369,6 +390,12 @@ class KeyMapping:
                 theirs = candidates.pop(0)
                 found[path] = Module(theirs, kernels.get(path, "same"), LAYER in theirs)
         return found
+
+
+def times(array: np.ndarray, factor: float) -> np.ndarray:
+    """The product in float32, or in the dtype itself where that has more bits, rounded to the dtype."""
+    wide = np.result_type(array.dtype, np.float32) if array.dtype.itemsize > 2 else np.dtype(np.float32)
+    return (array.astype(wide) * wide.type(factor)).astype(array.dtype)
 
 
 def find_mapping(name: Path) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -302,6 +303,54 @@ def test_verify_says_what_it_did_not_compare(tmp_path: Path, capsys: pytest.Capt
         main([source, str(tmp_path / "b"), "--mapping", "maxtext", "--like", source])
     with pytest.raises(ConfigError, match=r"--mapping maxtex: neither a file nor a shipped mapping; did you mean"):
         main([source, str(tmp_path / "b"), "--mapping", "maxtex"])
+
+
+@pytest.mark.parametrize("shape", [(D, D, F), (L, D, D)], ids=["axes alike", "square matrices"])
+def test_verify_names_what_shapes_do_not_tell(shape: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many layers as rows, or square matrices: a wrong axis or transform has the same shapes."""
+    source = saved(tmp_path / "source", {"b": {"w": np.ones(shape, np.float32)}, "n": np.ones(3, np.float32)})
+    row, other = Row("b.w", "l.{layer}.w", "transpose"), Row("n", "n")
+    KeyMapping((row, other)).save(tmp_path / "m.toml")
+    main([source, str(tmp_path / "out"), "--mapping", str(tmp_path / "m.toml"), "--verify"])
+    said = "not verified: axis and transform of 1 parameters, b.w first"
+    assert said in capsys.readouterr().out
+    like = ["--like", str(tmp_path / "out")]
+    main([source, str(tmp_path / "again"), "--mapping", str(tmp_path / "m.toml"), "--verify", *like])
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", [64, 128, 96])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_a_scale_is_rounded_once(head: int, dtype: Any) -> None:
+    """As MaxText's converter does: in float32, and then to the dtype. Exact for a power of four, there and back."""
+    mapping = KeyMapping((Row("w", "w", scale="sqrt_last"),))
+    ours: Any = np.random.default_rng(0).normal(size=(100, head)).astype(dtype)
+    theirs: Any = mapping.to_theirs({"w": ours})["w"]
+    wide: Any = np.float64 if dtype == np.float64 else np.float32
+    assert theirs.dtype == dtype
+    assert np.array_equal(theirs, (ours.astype(wide) * wide(np.sqrt(head))).astype(dtype))
+    exact = ours.astype(np.longdouble) * np.sqrt(np.longdouble(head))
+    bound = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-11 if dtype == np.float16 else 2.0**-8}[theirs.itemsize]
+    normal = np.abs(exact) > 1e-3
+    assert np.max(np.abs(theirs.astype(np.longdouble) - exact)[normal] / np.abs(exact)[normal]) <= 1.01 * bound
+    if head == 64:
+        assert np.array_equal(mapping.to_ours({"w": theirs}, {"w": ours.shape})["w"], ours)
+
+
+def test_a_scale_is_that_of_a_layer() -> None:
+    """Where layers lie along the last axis, the size that counts is that of the one before."""
+    mapping = KeyMapping((Row("w", "l.{layer}.w", axis=1, scale="sqrt_last"),))
+    assert np.array_equal(mapping.to_theirs({"w": np.ones((16, 3), np.float32)})["l.2.w"], np.full(16, 4, np.float32))
+
+
+def test_what_has_no_scale(tmp_path: Path) -> None:
+    KeyMapping((Row("w", "w", scale="sqrt_last"),)).save(tmp_path / "m.toml")
+    for number, (array, says) in enumerate(
+        [(np.float32(3), "is a single number without a last axis"), (np.ones(3, np.int32), "is int32, which scale")]
+    ):
+        source = saved(tmp_path / str(number), {"w": array})
+        with pytest.raises(ConfigError, match=f"{says}.*leave scale out"):
+            main([source, str(tmp_path / "out"), "--mapping", str(tmp_path / "m.toml")])
 
 
 def test_shipped_files_are_whole() -> None:
