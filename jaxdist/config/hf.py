@@ -38,6 +38,7 @@ from jaxdist.config.hf_keys import (
     RESNET_KEYS,
     ROTARY_NAMES,
     TABLE,
+    WINDOW,
     WINDOWS,
     Architecture,
     Key,
@@ -257,8 +258,9 @@ def _window(settings: Settings, model_type: str, layers: int) -> int:
         return 0
     # A null means no window; only an absent key means the default.
     absent = None if model_type == "mixtral" else 4096
-    window = _value({"sliding_window": absent} | settings, "sliding_window", COUNT_OR_ZERO, 0)
-    if model_type in ("mistral", "mixtral") or not window:
+    always = model_type in ("mistral", "mixtral")  # where a window of 0 would leave attention nothing to see
+    window = _value({"sliding_window": absent} | settings, "sliding_window", WINDOW if always else COUNT_OR_ZERO, 0)
+    if always or not window:
         return window
     if not _value(settings, "use_sliding_window", FLAG, False):
         return 0

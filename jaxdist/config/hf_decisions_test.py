@@ -189,6 +189,7 @@ def test_a_top_level_original_length_has_priority(tmp_path: Path) -> None:
         ("qwen3_moe", {"layer_types": ["chunked_attention"] * 2}, r"layer_types = "),
         ("llama", {"per_layer_config": {"1": {"num_key_value_heads": 4}}}, r"per_layer_config = .* without it"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, r"pruned_heads = .* without it"),
+        ("mistral", {"sliding_window": 0}, r"sliding_window = 0; give a whole number from 1, or null for no window"),
         ("qwen2", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30.0"),
         ("llama", {"attention_bias": "qkv"}, r"attention_bias = 'qkv'; give true or false"),
         ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_fac"),

@@ -21,6 +21,7 @@ class Kind(NamedTuple):
 
 COUNT = Kind("a whole number from 1", lambda value: type(value) is int and 0 < value < 2**31)
 COUNT_OR_ZERO = Kind("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**31)
+WINDOW = Kind("a whole number from 1, or null for no window", COUNT.holds)
 LAYERS = Kind(f"a whole number from 1 to {MOST_LAYERS:,}", lambda value: COUNT.holds(value) and value <= MOST_LAYERS)
 COUNTS = Kind(
     f"a list of 1 to {MOST_BLOCKS:,} whole numbers from 1",

@@ -18,8 +18,8 @@ from jaxdist.config.model import Family
 HF_CONFIG, RUN_CONFIG, TOKENIZER = "config.json", "config.toml", "tokenizer.json"
 # Files that stand for their Hugging Face folder, as transformers writes it.
 SAFETENSORS, PICKLED = (SINGLE, INDEX), ("pytorch_model.bin",)
-# Tokenizers in other formats: SentencePiece, byte-level BPE. Of these transformers makes a tokenizer.json.
-OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "merges.txt")
+# Tokenizers in other formats: SentencePiece, byte-level BPE, WordPiece. Of these transformers makes a tokenizer.json.
+OLDER_TOKENIZERS = ("tokenizer.model", "spiece.model", "merges.txt", "vocab.txt")
 ORBAX_EXPERIMENT = "experiment/metadata"  # in a checkpoint of jaxdist's
 
 

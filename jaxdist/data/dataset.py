@@ -112,7 +112,7 @@ class Dataset(ABC):
         """Of `count` rows the last `held` are validation; without it the last data.validation of them, at least one
         where there are two."""
         self._data = data
-        share = held is None
+        share = self._share = held is None
         if held is None:
             held = min(count - 1, max(1, int(count * data.validation))) if data.validation else 0
         self._splits = {"train": (0, count - held), "validation": (count - held, held)}
@@ -189,10 +189,12 @@ class Dataset(ABC):
         """The numbers of the rows that these visits [B], counted from 0, meet. Raises ConfigError."""
         first, count = self._splits[split]
         if count == 0:
-            raise ConfigError(
-                f"data.validation = {self._data.validation} leaves no sequence for {split}; raise it, "
-                "give more text, or set train.validation_batches = 0"
+            why = (
+                f"data.validation = {self._data.validation} leaves no sequence for {split}; raise it, give more text"
+                if self._share
+                else f"data.path = {self._data.path!r}: the files of {split} hold no sequence; give longer ones"
             )
+            raise ConfigError(f"{why}, or set train.validation_batches = 0")
         epoch, place = np.divmod(visit, count if split == "validation" else self.visits(size))
         if split == "validation":
             seed, epoch = 0, np.zeros_like(epoch)

@@ -80,8 +80,11 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
 def _made_from(file: Path) -> str:
     """How to make a tokenizer.json of the older formats that lie in the folder of `file`; empty without any."""
     older = [name for name in OLDER_TOKENIZERS if file.with_name(name).is_file()]
-    if file.with_name("tokenizer.json").is_file() or not older:
+    others = [*file.parent.glob("*.tiktoken"), *file.parent.glob("tekken.json")] if file.parent.is_dir() else []
+    if file.with_name("tokenizer.json").is_file() or not (older or others):
         return ""
+    if not older:
+        return f"; {others[0].name} is in another format: look for a tokenizer.json of the same model"
     return (
         f"; {older[0]} is in another format, of which transformers makes one: "
         f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})"
@@ -119,12 +122,23 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
                 f"data.tokenizer = {str(file)!r}: {name} beside it gives {key} = {found!r}, which is no token of "
                 "it; set data.end_of_text to the token that ends a document, or none"
             )
-        return number, f"as {name} says"
+        return number, f"as {name} says{_others(tokenizer, file, name, number)}"
     known = [name for name in END_OF_TEXT if tokenizer.token_to_id(name) is not None]
     if not known:
         return None, ""
     others = f", as is {' and '.join(map(repr, known[1:]))}" if known[1:] else ""
     return tokenizer.token_to_id(known[0]), f"guessed: a usual name{others}; data.end_of_text sets another"
+
+
+def _others(tokenizer: Tokenizer, file: Path, decided: str, number: int) -> str:
+    """What to say of the files after the one that `decided` on `number` whose token, or tokens, are others."""
+    told = ""
+    for name in list(NAMED_IN)[list(NAMED_IN).index(decided) + 1 :]:
+        ids = [_id_of(tokenizer, token) for token in _all_named_in(file.with_name(name), NAMED_IN[name])]
+        if ids and number not in ids:
+            named = " and ".join("none of its" if i is None else repr(tokenizer.id_to_token(i)) for i in ids)
+            told += f"; {name} names {named}"
+    return told
 
 
 def _id_of(tokenizer: Tokenizer, token: str | int) -> int | None:
@@ -137,8 +151,13 @@ def _id_of(tokenizer: Tokenizer, token: str | int) -> int | None:
 
 
 def _named_in(file: Path, key: str) -> str | int | None:
-    """The token, or its id, under a key of a JSON file: a name, a table with `content`, an id, or the first of a list
-    of ids; None without. Raises ConfigError."""
+    """The first of `_all_named_in`; None without. Raises ConfigError."""
+    return next(iter(_all_named_in(file, key)), None)
+
+
+def _all_named_in(file: Path, key: str) -> list[str | int]:
+    """The tokens, or their ids, under a key of a JSON file: a name, a table with `content`, an id, or a list of these.
+    Raises ConfigError."""
     try:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
@@ -147,8 +166,8 @@ def _named_in(file: Path, key: str) -> str | int | None:
         ) from None
     value = found.get(key) if isinstance(found, dict) else None
     value = value.get("content") if isinstance(value, dict) else value
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, str | int) and not isinstance(value, bool) and value != "" else None
+    listed = value if isinstance(value, list) else [value]
+    return [one for one in listed if isinstance(one, str | int) and not isinstance(one, bool) and one != ""]
 
 
 def encode(

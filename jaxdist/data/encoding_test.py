@@ -99,6 +99,39 @@ def test_a_document_ends_as_its_tokenizer_says(folder: Path, case: str) -> None:
     assert opened(folder, file, end_of_text="none").read(0, 3).tolist() == [1, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ({"special_tokens_map": {"eos_token": "<f>"}}, "; special_tokens_map.json names '<f>'"),
+        ({"generation_config": {"eos_token_id": [7, 5]}}, "; generation_config.json names '<f>' and 'a'"),
+        ({"generation_config": {"eos_token_id": 99}}, "; generation_config.json names none of its"),
+        ({"generation_config": {"eos_token_id": [7, 6]}, "config": {"eos_token_id": 6}}, ""),
+        ({"special_tokens_map": {"eos_token": {"content": "<e>"}}, "generation_config": {"eos_token_id": None}}, ""),
+    ],
+)
+def test_files_that_name_another_end_are_told(folder: Path, beside: dict[str, Any], told: str) -> None:
+    """The first decides; a list with its token agrees."""
+    row = opened(folder, tokenizer(folder, "<e>", "<f>", **names("<e>"), **beside)).rows["end of document"]
+    assert row == f"'<e>', id 6, as tokenizer_config.json says{told}"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("vocab.txt", r"vocab\.txt is in another format, of which transformers makes one: AutoTokenizer"),
+        ("tokenizer.model", r"tokenizer\.model is in another format, of which"),
+        ("cl100k_base.tiktoken", r"cl100k_base\.tiktoken is in another format: look for a tokenizer\.json"),
+        ("tekken.json", r"tekken\.json is in another format: look for a tokenizer\.json"),
+    ],
+)
+def test_tokenizers_in_other_formats_are_named(folder: Path, name: str, told: str) -> None:
+    (folder / "older").mkdir()
+    (folder / "older" / name).write_text("{}")
+    for path in (folder / "older", folder / "older" / name):
+        with pytest.raises(ConfigError, match=told):
+            opened(folder, str(path))
+
+
 def test_where_there_is_none_the_table_says_so(folder: Path) -> None:
     stream = opened(folder, tokenizer(folder, "<stop>"))
     assert len(stream) == 7 and "none: documents run into one another" in stream.rows["end of document"]

@@ -27,6 +27,7 @@ NOT_DATA_NAMES = {
     "generation_config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
 }  # fmt: skip
 ABOUT = ("readme", "license")  # how names of files begin that are data only among other text
+SHARD = re.compile(r"(.*?)(\d+)-of-(\d{1,6})(\D.*|)")  # from 0 on, or from 1 to the count
 # Words in a file's name that say which split it is.
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -108,6 +109,8 @@ def find_files(path: Path, by_name: bool) -> Files:
     if (state := path / "state.json").is_file():
         _check_order(state)
     aside = [file.name for file in own if file not in found and not _is_index(file)]
+    if found[0].parent == path:
+        aside += [f"{folder.name}/" for folder in sorted(path.iterdir()) if folder.is_dir() and folder.name[0] != "."]
     return _files(path, found, aside, by_name)
 
 
@@ -242,6 +245,20 @@ def _ending(file: Path) -> str:
 def is_plain(file: Path) -> bool:
     """Whether its name says that it is text and nothing else."""
     return _ending(file) in PLAIN
+
+
+def missing_shards(files: Iterable[Path]) -> list[str]:
+    """Names of files that the names of others count, as a-00001-of-00003, and that are not there."""
+    held: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        if parts := SHARD.fullmatch(file.name):
+            before, number, count, after = parts.groups()
+            held.setdefault((before, count, after), set()).add(int(number))
+    return [
+        f"{before}{number:0{len(count)}}-of-{count}{after}"
+        for (before, count, after), numbers in held.items()
+        for number in sorted({*range(int(count) in numbers, int(count) + (int(count) in numbers))} - numbers)
+    ]
 
 
 def names(files: Iterable[Path], most: int = 3) -> str:

@@ -130,6 +130,18 @@ def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
         opened(tmp_path / "weights")
 
 
+def test_shards_that_are_not_there_are_told(tmp_path: Path) -> None:
+    """Counted from 0, as `datasets` does, or from 1; beside them folders that are not read."""
+    for name in ("a-00000-of-00003.npy", "a-00002-of-00003.npy", "b-1-of-2.npy", "b-2-of-2.npy"):
+        write(tmp_path / name, 1)
+    write(tmp_path / "more" / "a.npy", 1)
+    rows = opened(tmp_path).rows
+    assert rows["not there"] == "1 of the files that names count: a-00001-of-00003.npy"
+    assert rows["left alone"] == "more/"
+    write(tmp_path / "a-00001-of-00003.npy", 1)
+    assert "not there" not in opened(tmp_path).rows
+
+
 def test_a_file_twice_and_rows_in_another_order(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", 40)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
@@ -168,4 +180,7 @@ def test_splits_of_too_little(tmp_path: Path) -> None:
         opened(tmp_path)
     write(tmp_path / "train.bin", 1, 30)
     write(tmp_path / "val.bin", 1, 3)
-    assert "validation 0" in opened(tmp_path).rows["sequences"]
+    found = opened(tmp_path)
+    assert "validation 0" in found.rows["sequences"]
+    with pytest.raises(ConfigError, match=r"the files of validation hold no sequence; give longer ones, or set train"):
+        found.batch(1, 1, 0, split="validation")

@@ -17,7 +17,7 @@ from jaxdist.config.display import console
 from jaxdist.data.blocks import BLOCKS, Earlier, fingerprint_by_names, fingerprint_of
 from jaxdist.data.documents import BARE, Documents, text_start
 from jaxdist.data.encoding import Encoder, check_ids, encode, make_encoder
-from jaxdist.data.files import PACKED, Files, find_files, library_files, names
+from jaxdist.data.files import PACKED, Files, find_files, library_files, missing_shards, names
 from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, raw
 
 CHUNK = 1 << 22  # ids looked at together when a file is checked
@@ -113,6 +113,8 @@ def open_stream(data: Data, vocab: int) -> Stream:
     whose += f", for validation {names(files.validation)}" if files.validation else ""
     stream.rows = {"data": f"{len(stream):,} tokens: {of}; {whose}"}
     stream.rows["end of document"] = _end(data, encoder, joined)
+    if missing := missing_shards(files.all):
+        stream.rows["not there"] = f"{len(missing)} of the files that names count: {names(map(Path, missing))}"
     if files.aside:
         stream.rows["left alone"] = ", ".join(files.aside)
     identity = (
