@@ -101,6 +101,8 @@ def schedule(ours: np.ndarray, theirs: np.ndarray) -> str:
 
 
 def forward(e: Evidence) -> Seen:
+    if e.other_model:
+        return 1, e.other_model
     if e.fed_otherwise:
         return None
     if e.first["loss"] > 1:  # then gradients may tell, if rounding may hide it
@@ -240,8 +242,8 @@ def weight_decay(e: Evidence) -> Seen:
         along = float(np.vdot(off, x))
         if abs(along) <= ALONG * math.sqrt(size) * np.linalg.norm(off):
             continue
-        if x.ndim >= 2 or abs(abs(along / size / rates / (given or 1)) - 1) < LIKE:
-            shares[name] = along / size  # but a vector of ones differs along itself whatever moves it
+        if x.ndim >= 2 or abs(along / size / rates / (given or 1) + 1) < LIKE:
+            shares[name] = along / size  # but a vector of ones, which ours decays not, does whatever moves it
     if not shares:
         return None
     name, share = max(shares.items(), key=lambda item: abs(item[1]))
@@ -307,13 +309,13 @@ CAUSES: tuple[Cause, ...] = (
     Cause("other batches", ("batch",), "loss", lambda e: e.fed_otherwise),
     Cause("other starting weights", ("start",), "starting weights|loss", other_start),
     Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),
-    Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss", forward),
+    Cause("forward pass or loss", ("activation", "scalar", "loss"), "loss|model\\.", forward),
     Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
     Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
     Cause("precision", UPDATED, "in less than", narrower),
     Cause("clip", ("clipped", *KEPT), "exp_avg|momentum", clip),
-    Cause("weight decay", UPDATED, "weights", weight_decay),
     Cause("moments", KEPT, "exp_avg|momentum|_var|variance", moments),
+    Cause("weight decay", UPDATED, "weights", weight_decay),
     Cause("forward pass, backward pass or update", (), "cost to", hidden),
     Cause("update of the weights", UPDATED, "weights", update),
     Cause("precision", (), "cost to", policy),

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,6 +193,25 @@ def test_gradients_of_the_first_step_tell_what_rounding_hides_of_the_loss(
     assert not cause if found is None else found.cause == cause and how in found.how, found
     unkept = diagnose(evidence(exact, replace(theirs, gradients={}), bounds))
     assert unkept and "a run in fp64" in unkept.how
+
+
+@pytest.mark.parametrize(("loop", "holds"), [(loops.SmallSingle, True), (loops.SmallExactGelu, False)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_with_the_other_gelu_is_told_by_which_it_is_nearer_to(
+    documents: Path, small: tuple[Finished, Finished], loop: type[Loop], holds: bool, kept: bool
+) -> None:
+    other, theirs = loops.SmallExactInDouble(documents).run("ours"), loop(documents).run("theirs")
+    ours, exact, other, theirs = (
+        run if kept else replace(run, gradients={}) for run in (small[0], small[1], other, theirs)
+    )
+    pair: Any = (ours, theirs)
+    (check,) = levels.nearer(pair, exact, other, "model.gelu = exact", (compare.ZERO_GRADIENT,))  # type: ignore[arg-type]
+    assert check.holds is holds and (check.of == "gradients at step 1" or not kept), check
+    assert not list(levels.nearer(pair, exact, exact, "none", ()))  # type: ignore[arg-type]
+    told = diagnose(
+        replace(evidence(exact, theirs, {n: np.ones(STEPS) for n in compare.FLOOR}), other_model="as other")
+    )
+    assert told and told.cause == "forward pass or loss" and told.how == "as other"
 
 
 # ---- from the first tensor that differs

@@ -50,6 +50,7 @@ class Evidence:
     batch: Callable[[int], Search] = lambda step: Search()
     parting: Parting | None = None
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
+    other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
     narrow: str = ""  # what of theirs is in a narrower dtype than the policy says
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
 

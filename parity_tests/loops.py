@@ -46,6 +46,14 @@ class Finished:
     before: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)  # of step 1, as a record names them
 
+    @property
+    def gradient_steps(self) -> list[int]:
+        return [1] if self.gradients else []
+
+    @property
+    def state_kinds(self) -> list[str]:
+        return sorted({name.partition("/")[0] for name in self.kept_at_the_end})
+
     def kept_states(self, kind: str) -> dict[str, np.ndarray]:
         return {name: w for name, w in self.kept_at_the_end.items() if name.startswith(f"{kind}/")}
 
@@ -481,3 +489,7 @@ class SmallInDouble(SmallSingle):
 
 
 class SmallEps(SmallSingle, Eps): ...
+
+
+class SmallExactInDouble(SmallExactGelu):
+    dtype = torch.float64

@@ -21,7 +21,7 @@ from parity_tests.bisect import Parting
 from parity_tests.causes import diagnose
 from parity_tests.commands import TRAIN
 from parity_tests.evidence import Evidence, Search
-from parity_tests.reach import OTHERS, RECORDED
+from parity_tests.reach import GELU, OTHERS, RECORDED
 from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
 from parity_tests.scratch import Scratch
 from parity_tests.verdict import Cause, Check, Verdict
@@ -38,6 +38,7 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "reordered": {"parallel": {"mesh": "1x1"}},
     "norm_eps": {"precision": DOUBLE},
     "eps": {"precision": DOUBLE},
+    "gelu": {"precision": DOUBLE},
 }
 
 KIND_NAMES = {"one": "one device", "mesh": "the mesh"}
@@ -127,6 +128,8 @@ class Proof:
         reordered = self.noisy and self.reference in REFERENCES and self.other_sums is not None
         alone = self.reference not in REFERENCES and self.experiment.precision.compute == "float32"
         hidden = {kind for kind in OTHERS if not alone or (kind == "eps" and not self.experiment.optimizer.has_eps)}
+        if not alone or not hasattr(self.experiment.model, "gelu"):
+            hidden.add("gelu")
         left_out = {*(() if reordered else ("reordered",)), *hidden}
         return [kind for kind in KINDS if kind not in left_out]
 
@@ -169,6 +172,8 @@ class Proof:
             more = {**more, "train": {"skip": sorted(skip)}}
         if kind in OTHERS:
             more = {**more, OTHERS[kind]: {kind: values[OTHERS[kind]][kind] / 10}}
+        if kind == "gelu":
+            more = {**more, "model": {"gelu": GELU[values["model"]["gelu"]]}}
         for section, fields in [*KINDS[kind].items(), *more.items()]:
             values[section] = {n: x for n, x in values[section].items() if (section, n) not in REPLACED} | fields
         return Experiment.parse(values, source="arguments").to_toml()
@@ -199,12 +204,13 @@ class Proof:
                 save_file(off | counts, file)
         return folder
 
-    def with_norm_eps(self, start: Path) -> Path:
-        """The starting weights, as those of a model with a tenth of its norm_eps."""
-        folder = self.folder / "norm_eps"
+    def of_another_model(self, kind: str, start: Path) -> Path:
+        """The starting weights, as those of a model with a tenth of its norm_eps or with the other GELU."""
+        folder = self.folder / kind
         if not folder.exists():
             model, parameters = read_hf(start)
-            write_hf(folder, model.model_copy(update={"norm_eps": model.norm_eps / 10}), parameters)
+            value = model.norm_eps / 10 if kind == "norm_eps" else GELU[getattr(model, "gelu")]  # noqa: B009
+            write_hf(folder, model.model_copy(update={kind: value}), parameters)
         return folder
 
     def entry(self, side: str) -> tuple[str, ...]:
@@ -236,8 +242,11 @@ class Proof:
     def run(self, side: str, kind: str, start: Path) -> Run:
         """One run of one side. Raises ConfigError or TrainingError with its own message when it fails."""
         self.init = start
-        other = {"perturbed": self.perturbed, "norm_eps": self.with_norm_eps}.get(kind)
-        init = other(start) if other else start
+        init = start
+        if kind == "perturbed":
+            init = self.perturbed(start)
+        elif kind in ("norm_eps", "gelu"):
+            init = self.of_another_model(kind, start)
         path = self.folder / "runs" / f"{side}-{kind}"
         self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]
@@ -314,6 +323,16 @@ class Proof:
         return differ[0] if differ and own and min(own) <= differ[0] else 0
 
     @property
+    def other_gelu(self) -> Run | None:
+        """Our float64 run with the other GELU, where it was made."""
+        return self.done.get((JAX, "gelu"))
+
+    @property
+    def named_gelu(self) -> str:
+        """Its field and value."""
+        return f"model.gelu = {GELU[getattr(self.experiment.model, 'gelu')]}"  # noqa: B009
+
+    @property
     def double(self) -> tuple[Run, Run]:
         """The float64 runs on the mesh that the policy is held against; ours alone, where the other side has none."""
         ours = self.done[JAX, "mesh"]
@@ -327,6 +346,8 @@ class Proof:
         policy = self.pair("policy")
         if not self.overflows_by_chance:
             yield from levels.precision(policy, self.double, self.experiment.precision.compute, self.still)
+        if self.other_gelu:
+            yield from levels.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.still)
         for run, run64 in zip(policy, self.double, strict=True):
             yield levels.numbers(run)
             yield levels.digits(run, run64, self.experiment.precision.parameters)
@@ -431,10 +452,15 @@ class Proof:
             weights = {name.partition("/")[2]: w for name, w in before.items()}
             return batches.identify(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
 
+        other = [
+            f"{b.side} is {c.value:.2g} times nearer to our run with {c.about} than to ours, by its {c.of}"
+            for c in verdict.failed
+            if c.name == levels.NEARER
+        ]
         narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
         started = self.started if self.init else {}
         rounded = self.done[JAX, "policy"] if theirs[1] == "policy" and not self.exact else None
-        return Evidence(a, b, bounds, started, batch, verdict.parting, rounded, "; ".join(narrow))
+        return Evidence(a, b, bounds, started, batch, verdict.parting, rounded, "".join(other), "; ".join(narrow))
 
     def parting(self, verdict: Verdict, start: Path) -> Parting | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.

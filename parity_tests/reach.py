@@ -14,6 +14,7 @@ RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are 
 # Of a float32 run that is all there is of the other side, its noise may hide another of these: field -> section. A run
 # of ours with a tenth of it tells what that moves.
 OTHERS = {"norm_eps": "model", "eps": "optimizer"}
+GELU = {"tanh": "exact", "exact": "tanh"}  # model.gelu -> the other, which a loop of float32 may have unseen
 NARROW = 1e-5  # what training may make of roundings of float32; the planted mistakes move more
 DOUBLE = "README, 'A run of your own loop', says how float32 by name is made float64"
 
@@ -94,6 +95,8 @@ def hidden(proof: "Proof") -> list[str]:
         for kind, other in others.items()
         if levels.within_noise(other, ours, exact, proof.still)
     ]
+    if proof.other_gelu and not levels.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, proof.still):
+        found.append(f"{proof.named_gelu} (within the noise of float32)")
     if proof.exact or proof.noisy:
         return found
     decay = proof.experiment.optimizer.weight_decay
