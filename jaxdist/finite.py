@@ -1,4 +1,4 @@
-"""Weights and optimizer state are looked at for NaN and infinity when they are read, on the devices."""
+"""Weights and optimizer state are looked at for values that cannot be when they are read, on the devices."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxdist.config.finite import NotFinite, of_resume, of_start, refused
-from jaxdist.optim import kept_of
+from jaxdist.config.finite import BadValues, check_counts, of_kind, of_resume, of_weights, refused
+from jaxdist.optim import kept_of, updates_of
 from jaxdist.processes import on_host
 from jaxdist.program import Program
 from jaxdist.step import TrainState
@@ -15,31 +15,35 @@ from jaxdist.step import TrainState
 Arrays = Mapping[str, jax.Array]
 
 
-def check_start(program: Program, path: Path, weights: Arrays) -> None:
-    """Raises ConfigError where starting weights, read from `path`, are not finite."""
-    if found := not_finite(program, weights):
-        raise refused(path, found, of_start(path))
+def check_start(program: Program, path: Path, weights: Arrays, there: str | None) -> None:
+    """Raises ConfigError where starting weights, read from `path`, cannot be; `there` as `of_weights` takes it."""
+    if found := bad_values(program, weights):
+        raise of_weights(path, found, program.experiment.precision.parameters, there)
 
 
-def check_resumed(program: Program, path: Path, state: TrainState) -> None:
-    """Raises ConfigError where the state of the checkpoint `path` is not finite, also under train.nonfinite = skip, as
-    that passes over steps alone."""
-    weights = not_finite(program, state.parameters)
+def check_resumed(program: Program, path: Path, step: int, state: TrainState) -> None:
+    """Raises ConfigError where the state of the checkpoint `path` of `step` cannot be, also under train.nonfinite =
+    skip, as that passes over steps alone."""
+    weights = bad_values(program, state.parameters)
     found = dict(weights)
     for kind, arrays in kept_of(state.optimizer).items():
-        found |= {f"{name} ({kind})": what for name, what in not_finite(program, arrays).items()}
+        found |= bad_values(program, {of_kind(name, kind): array for name, array in arrays.items()})
     if found:
         raise refused(f"checkpoint {path}", found, of_resume(path, bool(weights)))
+    scale, good = map(float, state.scaling) if state.scaling else (None, None)
+    for updates in updates_of(state.optimizer):
+        check_counts(path, step, int(updates), scale, good)
 
 
-def not_finite(program: Program, arrays: Arrays) -> dict[str, NotFinite]:
-    """Those that are not, by name."""
-    finite = program.finite(dict(arrays))
-    return {name: _described(arrays[name]) for name in arrays if not finite[name]}
+def bad_values(program: Program, arrays: Arrays) -> dict[str, BadValues]:
+    """Those that cannot be, by name."""
+    sound = program.sound(dict(arrays))
+    return {name: _described(arrays[name]) for name in arrays if not sound[name]}
 
 
-def _described(array: jax.Array) -> NotFinite:
+def _described(array: jax.Array) -> BadValues:
     whole = on_host(array)
     wrong = ~np.isfinite(whole)
+    wrong = wrong if wrong.any() else whole < 0
     index = np.unravel_index(int(wrong.argmax()), whole.shape)
-    return NotFinite(int(wrong.sum()), whole.size, float(whole[index]), tuple(map(int, index)))
+    return BadValues(int(wrong.sum()), whole.size, float(whole[index]), tuple(map(int, index)))

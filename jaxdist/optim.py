@@ -233,6 +233,11 @@ def kept_of(state: Any) -> dict[str, Arrays]:
     return {kind: tree for part in state if isinstance(part, State) for kind, tree in part.kept.items()}
 
 
+def updates_of(state: Any) -> list[jax.Array]:
+    """How many updates the parts of a chain's state have made, which is none of steps that were passed over."""
+    return [part.updates for part in state if isinstance(part, State)]
+
+
 def steps_done(state: Any) -> jax.Array:
     """How many steps the schedule of a chain's state has made, those that were passed over too."""
     return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist import compiler, loss_scale, models, optim, sharding
 from jaxdist.collectives import Context, Parallel, Stages, vary_like
 from jaxdist.config import Experiment, ResNet
+from jaxdist.config.finite import is_square
 from jaxdist.config.model import Decoder
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.memory import Rematerialize, offloaded, on_device
@@ -304,9 +305,14 @@ class Program:
         return jax.jit(mapped, compiler_options=self.compiler_options)
 
     @cached_property
-    def finite(self) -> Any:
-        """parameters -> by name whether all of it is finite, jitted."""
-        return jax.jit(lambda parameters: {n: jnp.isfinite(w).all() for n, w in on_device(parameters).items()})
+    def sound(self) -> Any:
+        """arrays -> by name whether all of it is finite, and of a mean of squares not below zero, jitted."""
+
+        def of(name: str, array: jax.Array) -> jax.Array:
+            good = jnp.isfinite(array)
+            return (good & (array >= 0) if is_square(name) else good).all()
+
+        return jax.jit(lambda arrays: {name: of(name, array) for name, array in on_device(arrays).items()})
 
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""

@@ -136,7 +136,7 @@ def starting_state(
     if step is not None and checkpoints:
         say(f"resuming from step {step}")
         restored = checkpoints.restore(step, program.abstract)
-        check_resumed(program, checkpoints.folder / str(step), restored)
+        check_resumed(program, checkpoints.folder / str(step), step, restored)
         return step, program.placed(restored)
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
@@ -228,7 +228,7 @@ def keep(
     program: Program, step: int, state: TrainState, checkpoints: checkpoint.Checkpoints, folder: RunFolder | None
 ) -> None:
     """Begin to save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
-    if bad := next((name for name, finite in program.finite(state.parameters).items() if not finite), None):
+    if bad := next((name for name, sound in program.sound(state.parameters).items() if not sound), None):
         checkpoints.wait()
         raise overflown(step, bad, folder.newest if folder else None)
     if folder and first():

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdist import checkpoint, items
 from jaxdist.config import ConfigError, Experiment, same_model
@@ -63,20 +64,24 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     where a weight is not finite.
     """
     abstract, model = program.abstract.parameters, program.experiment.model
-    found = checkpoint.read_experiment(path).model if checkpoint.is_checkpoint(path) else None
-    if found and not ema and vocabulary_of(found) == vocabulary_of(model):
-        same_model(model, found, str(path))
+    found = checkpoint.read_experiment(path) if checkpoint.is_checkpoint(path) else None
+    if found and not ema and vocabulary_of(found.model) == vocabulary_of(model):
+        same_model(model, found.model, str(path))
         weights = items.restore(path, parameters=abstract).parameters
-        check_start(program, path, weights)
+        check_start(program, path, weights, found.precision.parameters)
         return program.placed(weights)
 
     def put(a: Any, array: Any) -> jax.Array:
-        return jax.make_array_from_callback(a.shape, a.sharding, lambda index: array[index].astype(a.dtype))
+        def part(index: Any) -> Any:
+            with np.errstate(over="ignore"):  # it is looked at below
+                return array[index].astype(a.dtype)
+
+        return jax.make_array_from_callback(a.shape, a.sharding, part)
 
     content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
     content = resized(content.averaged(path) if ema else content, model)
     conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
     weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
     conversion.refuse(path, of_start(path))
-    check_start(program, path, weights)  # again: in a narrower dtype a finite number may be infinite
+    check_start(program, path, weights, None)
     return program.placed(weights)

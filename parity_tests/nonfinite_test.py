@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxdist.config import ConfigError
+from jaxdist.config.finite import BadValues, check_counts, of_weights
 from jaxdist.config.foreign import SINGLE
 from jaxdist.convert.__main__ import main as convert
-from jaxdist.convert.finite import BLOCK, not_finite
+from jaxdist.convert.finite import BLOCK, bad_values
 from parity_tests import commands
 from torch_ref import finite
 
@@ -115,18 +116,87 @@ def test_moments_are_refused_and_the_advice_works(
     convert([str(run), str(file)])
     content = torch.load(file, weights_only=True)
     content["optimizer"]["state"][0]["exp_avg"][7, 1] = float("inf")
+    content["optimizer"]["state"][1]["exp_avg_sq"][0, 2:4] = -1e-9
     torch.save(content, file)
-    with pytest.raises(ConfigError, match=r"weight \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]\. .*--nonfinite keep"):
+    what = r"weight \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have \S+ \(exp_avg_sq\)\. .*--nonfinite keep"
+    with pytest.raises(ConfigError, match=what):
         convert([str(file), str(tmp_path / "bad"), "--to", kind])
     convert([str(file), str(tmp_path / "bad"), "--to", kind, "--nonfinite", "keep"])
     given = "--mesh=1x1", "--steps=3", "--train.nonfinite=skip"
     refused = train(side, *given, "--output", tmp_path / "bad", "--resume")
     assert refused.returncode == 2, refused.stderr
-    assert re.search(rf"embed\.{name} \((mu|exp_avg)\) has 1 of 4,800 .* inf at \[7, 1\]\.", refused.stderr)
+    what = rf"embed\.{name} \(exp_avg\) has 1 of 4,800 .* inf at \[7, 1\]; so have layers\.\S+ \(exp_avg_sq\)\."
+    assert re.search(what, refused.stderr), refused.stderr
     advised = re.search(r"(--init \S+) with another --output", refused.stderr)
     assert advised
     done = train(side, *given, *advised[1].split(), "--output", tmp_path / "other")
     assert done.returncode == 0, done.stderr
+
+
+def test_second_moments_below_zero_are_refused_and_the_advice_works(run: Path, tmp_path: Path) -> None:
+    """Also where zeros are asked for, by which first moments would be divided; -0 is none of them."""
+    file = tmp_path / "run.pt"
+    convert([str(run), str(file)])
+    content = torch.load(file, weights_only=True)
+    content["optimizer"]["state"][1]["exp_avg_sq"][0, 1:4] = torch.tensor([-0.0, -1e-9, -2.0])
+    torch.save(content, file)
+    says = r"\(exp_avg_sq\) has 2 of \d+ values that are below zero, .* the first -\S+e-10 at \[0, 2\]\. .*--to hf"
+    for asked in "refuse", "zero":
+        with pytest.raises(ConfigError, match=says):
+            convert([str(file), str(tmp_path / "bad"), "--to", "dcp", "--nonfinite", asked])
+    assert [*tmp_path.iterdir()] == [file]
+    convert([str(file), str(tmp_path / "weights"), "--to", "hf"])
+    convert([str(file), str(tmp_path / "bad"), "--to", "dcp", "--nonfinite", "keep"])
+
+
+@pytest.mark.parametrize(
+    "name", ["w (exp_avg_sq)", "w (row_var)", "w (variance)", "norm.running_var", "w (exp_avg)", "w"]
+)
+def test_which_tensors_are_squares(name: str) -> None:
+    """Both readers see the same."""
+    array = np.array([0.0, -0.0, 3.0, -1.5, -np.float64(5e-324)])
+    for dtype in (np.float16, np.float32, np.float64, ml_dtypes.bfloat16):
+        found = bad_values(array.astype(dtype), name)
+        assert (found and found.index) == ((3,) if name not in ("w (exp_avg)", "w") else None)
+    assert finite.bad_values(name, torch.from_numpy(array)) == bad_values(array, name)
+
+
+@pytest.mark.parametrize("there", [None, "float32", "float16"])
+def test_what_a_narrower_dtype_makes_infinite_is_not_blamed_on_the_file(there: str | None) -> None:
+    path, found = Path("folder"), {"w": BadValues(1, 16, np.inf, (5,)), "v": BadValues(2, 3, -np.inf, (0,))}
+    error = str(of_weights(path, found, "float16", there))
+    assert error.startswith("folder: tensor v has 2 of 3 values that are ")
+    assert ("Choose a wider one, as --precision bf16" in error) == (there != "float16")
+    nan = found | {"x": BadValues(1, 1, np.nan, ())}  # which no cast makes
+    assert "--nonfinite zero" in str(of_weights(path, nan, "float16", "float32"))
+
+
+def test_a_weight_beyond_float16_asks_for_a_wider_dtype(run: Path, tmp_path: Path, train: Train) -> None:
+    convert([str(run), str(tmp_path / "large"), "--to", "hf"])
+    tensors = load_file(tmp_path / "large" / SINGLE)
+    tensors["model.norm.weight"][5] = 1e5
+    save_file(tensors, tmp_path / "large" / SINGLE, {"format": "pt"})
+    for side, name in zip(SIDES, ("norm.scale", "norm.weight"), strict=True):
+        refused = train(side, "--mesh=1x1", "--steps=0", "--init", tmp_path / "large", "--precision=16-true")
+        assert refused.returncode == 2 and f"tensor {name} has 1 of 16 values that are infinite" in refused.stderr
+        assert "Choose a wider one, as --precision bf16" in refused.stderr and "Warning" not in refused.stderr
+    done = train("torch_ref", "--mesh=1x1", "--steps=1", "--init", tmp_path / "large", "--precision=bf16")
+    assert done.returncode == 0, done.stderr
+
+
+COUNTS: list[tuple[tuple[float, float | None, float | None], str]] = [
+    ((-1, None, None), "-1 updates after 2 steps"),
+    ((3, None, None), "3 updates after 2 steps"),
+    ((2, np.nan, 0), "a loss scale of nan"),
+    ((2, 0.0, -4), "a loss scale of 0 and -4 steps in a row"),
+]
+
+
+@pytest.mark.parametrize(("counts", "says"), COUNTS)
+def test_counts_that_cannot_be_are_refused(counts: tuple[float, float | None, float | None], says: str) -> None:
+    check_counts(Path("run/2"), 2, 0, 1.0, 0)
+    with pytest.raises(ConfigError, match=f"checkpoint run/2 has {says}"):
+        check_counts(Path("run/2"), 2, *counts)
 
 
 def test_convert_refuses_keeps_or_writes_zeros(bad: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,12 +231,12 @@ def test_where_the_first_is(dtype: Any, value: float) -> None:
     """Also in the last block, in a transposed array and in a number; the largest finite number is none."""
     array = np.zeros((3, BLOCK // 2), dtype)
     array[0, 0] = ml_dtypes.finfo(dtype).max
-    assert not_finite(array) is None and not_finite(np.ones((), dtype)) is None
+    assert bad_values(array) is None and bad_values(np.ones((), dtype)) is None
     array[2, -1] = array[1, 7] = value
-    found = not_finite(array)
+    found = bad_values(array)
     assert found and (found.count, found.size, found.index) == (2, array.size, (1, 7))
     assert np.array_equal(found.value, value, equal_nan=True)
-    assert (found := not_finite(array.T)) and found.index == (7, 1)
-    assert (found := not_finite(np.array(value, dtype))) and found.index == ()
-    assert (found := finite.not_finite(torch.from_numpy(array.astype(np.float64)))) and found.index == (1, 7)
-    assert not_finite(np.ones(3, np.int64)) is None
+    assert (found := bad_values(array.T)) and found.index == (7, 1)
+    assert (found := bad_values(np.array(value, dtype))) and found.index == ()
+    assert (found := finite.bad_values("w", torch.from_numpy(array.astype(np.float64)))) and found.index == (1, 7)
+    assert bad_values(np.ones(3, np.int64)) is None

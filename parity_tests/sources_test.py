@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jaxdist.config import GPT2, ConfigError, Experiment, Family, Llama, Mixture, ResNet, parse
-from jaxdist.config.finite import of_start
+from jaxdist.config.finite import is_square, of_start
 from jaxdist.config.finite import refused as refused_weights
 from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.config.hf import experiment_for
@@ -54,7 +54,8 @@ def folder_of(path: Path, model: Family) -> Tensors:
 
     def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
         counts = name.endswith("num_batches_tracked")
-        return np.asarray(7, np.int64) if counts else rng.standard_normal(shape).astype(np.float32)
+        array = rng.standard_normal(shape).astype(np.float32)
+        return np.asarray(7, np.int64) if counts else np.abs(array) if is_square(name) else array
 
     write_hf(path, model, {name: drawn(name, shape) for name, shape in shapes_of(model).items()})
     return load_file(path / SINGLE)
@@ -78,8 +79,8 @@ def read_by_torch_ref(path: Path, model: Family) -> dict[str, np.ndarray]:
     tensors = {name: extended(weights.read(name), torch.Size(shape)) for name, shape in shapes.items()}
     counts = {name: tensor.long() for name, tensor in tensors.items() if name.endswith("num_batches_tracked")}
     found = {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in (tensors | counts).items()}
-    if weights.not_finite:
-        raise refused_weights(path, weights.not_finite, of_start(path))
+    if weights.bad:
+        raise refused_weights(path, weights.bad, of_start(path))
     return found
 
 

@@ -69,27 +69,27 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -
     same_model(config, read_experiment(path).model, str(path))
     state = state_of(model, optimizer)
     load(path, state)
-    kept = {f"{name} ({kind})": t for name, of in state["optimizer"]["state"].items() for kind, t in of.items()}
-    check_resumed(path, state["model"], kept)
-    if scaling := state.get("scaling"):
+    scaling = state.get("scaling", {})
+    check_resumed(path, state["model"], state["optimizer"]["state"], scaling)
+    if scaling:
         optimizer.scaling = scaling
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
     """Starting weights from a source of any kind. Raises ConfigError."""
-    config = experiment.model
+    config, dtype = experiment.model, experiment.precision.parameters
     found = from_first(lambda: located(path, experiment.checkpoint.verify))
     if is_own(found):
-        theirs = read_experiment(found).model
-        same_model(config, theirs, str(found))
-        load_weights(found, model, config, theirs)
-        check_start(found, dict(held(model)))
+        theirs = read_experiment(found)
+        same_model(config, theirs.model, str(found))
+        load_weights(found, model, config, theirs.model)
+        check_start(found, dict(held(model)), dtype, theirs.precision.parameters)
     else:
         weights = hf.Weights(found, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
-        check_read(found, weights.not_finite)
-        check_start(found, dict(held(model)))  # again: in a narrower dtype a finite number may be infinite
+        check_read(found, weights.bad)
+        check_start(found, dict(held(model)), dtype, None)
 
 
 def is_own(path: Path) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jaxdist.config import ConfigError, Decoder, Family, same_model
-from jaxdist.config.finite import NotFinite
+from jaxdist.config.finite import BadValues
 from jaxdist.config.sources import Source, of_experiment, source_of
 from jaxdist.formats import models
 from jaxdist.formats.companions import CONFIG
@@ -17,7 +17,7 @@ from jaxdist.formats.plan import plan_of, untied
 from jaxdist.formats.sources import found
 from jaxdist.formats.tables import EXPERTS, Stored, stored
 from torch_ref.arrays import to_torch
-from torch_ref.finite import not_finite
+from torch_ref.finite import bad_values
 from torch_ref.reader import READER
 from torch_ref.weights import VOCABULARY
 
@@ -34,7 +34,7 @@ class Weights:
         own = READER.shapes(self.model)
         self.headers = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in self.leaves.items()}
         self.plan = plan_of(str(self.path), self.headers, self.model, own)
-        self.not_finite: dict[str, NotFinite] = {}  # of the tensors read so far, by their names
+        self.bad: dict[str, BadValues] = {}  # of the tensors read so far, by their names
         self.atoms, self.targets = self.plan.atoms(), stored("torch_ref", self.model, own)
 
     def check(self) -> None:
@@ -51,8 +51,8 @@ class Weights:
         places = [self.atoms[atom] for atom in target.atoms]
         sources = {tensor.name: self._theirs(self.plan.names[tensor.name]) for tensor, _ in places}
         for source, theirs in sources.items():
-            if found := not_finite(theirs):
-                self.not_finite[self.plan.names[source]] = found
+            if found := bad_values(source, theirs):
+                self.bad[self.plan.names[source]] = found
         parts = [self._part(sources[tensor.name], tensor, i, target) for tensor, i in places]
         whole = torch.stack(parts) if EXPERTS in name else parts[0]
         return whole[: self.tokens] if name in VOCABULARY else whole

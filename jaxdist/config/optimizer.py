@@ -46,6 +46,7 @@ STATES: dict[str, dict[str, Of]] = {
     "muon": {"momentum_buffer": INNER, "exp_avg": OUTER, "exp_avg_sq": OUTER},
 }
 ROWS, COLUMNS = "row_var", "col_var"  # which have one number of each row, and of each column
+SQUARES = ("exp_avg_sq", ROWS, COLUMNS, "variance")  # means of squares
 TAKEN = {ROWS: -1, COLUMNS: -2}  # the dimension, in torch's order, that such means are taken over
 EMA = "ema"  # what `optimizer.ema` keeps besides
 KEPT = (*dict.fromkeys(kind for kinds in STATES.values() for kind in kinds), EMA)

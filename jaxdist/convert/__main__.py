@@ -212,7 +212,8 @@ def arguments(argv: Sequence[str]) -> Any:
         "--nonfinite",
         choices=get_args(NonFinite),
         default="refuse",
-        help="values that are NaN or infinite: refuse (default), keep, or write zero in their place",
+        help="values that are NaN or infinite, and second moments below zero: refuse (default), keep, or write zero in "
+        "place of the former",
     )
     parser.add_argument(
         "--adapter", type=user_path, metavar="FOLDER", help="merge a LoRA adapter of PEFT into the weights of SOURCE"

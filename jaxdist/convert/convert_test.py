@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
+from jaxdist.config.finite import is_square
 from jaxdist.config.hf import from_settings, to_settings
 from jaxdist.config.hf_keys import ARCHITECTURES
 from jaxdist.convert import experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
@@ -55,7 +56,8 @@ MODELS: dict[str, Family] = {
 
 def draw(model: Family, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    return {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
+    drawn = {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
+    return {name: np.abs(array) if is_square(name) else array for name, array in drawn.items()}
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:

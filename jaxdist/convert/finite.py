@@ -1,21 +1,29 @@
-"""Values of an array that are NaN or infinite."""
+"""Values of an array that cannot be: NaN, infinity, and of a mean of squares those below zero."""
 
 import numpy as np
 
-from jaxdist.config.finite import NotFinite
+from jaxdist.config.finite import BadValues, is_square
 
 BLOCK = 1 << 18  # numbers that are looked at together: they stay in a core's cache
 # bits of the exponent, which are all set in what is not finite
 EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
 
 
-def not_finite(array: np.ndarray) -> NotFinite | None:
-    """How many there are and which comes first; None where there are none, as in arrays of whole numbers."""
-    if array.dtype.name not in EXPONENTS or all(_finite(block) for block in _blocks(array)):
+def bad_values(array: np.ndarray, name: str = "") -> BadValues | None:
+    """How many there are and which comes first; None where there are none, as in arrays of whole numbers. A tensor's
+    `name` tells whether it is a mean of squares, as `is_square` knows."""
+    if array.dtype.name not in EXPONENTS:
         return None
-    wrong = ~np.isfinite(array)
+    if not all(_finite(block) for block in _blocks(array)):
+        return _described(array, ~np.isfinite(array))
+    if is_square(name) and not all(_positive(block) for block in _blocks(array)):
+        return _described(array, array < 0)
+    return None
+
+
+def _described(array: np.ndarray, wrong: np.ndarray) -> BadValues:
     index = np.unravel_index(int(wrong.argmax()), array.shape)
-    return NotFinite(int(wrong.sum()), array.size, float(array[index]), tuple(map(int, index)))
+    return BadValues(int(wrong.sum()), array.size, float(array[index]), tuple(map(int, index)))
 
 
 def _blocks(array: np.ndarray) -> list[np.ndarray]:
@@ -27,3 +35,8 @@ def _finite(block: np.ndarray) -> bool:
     """By bits: of 16 bits numpy has no fast arithmetic."""
     exponent = np.array(EXPONENTS[block.dtype.name], f"u{block.itemsize}")
     return bool((block.view(exponent.dtype) & exponent).max() != exponent)
+
+
+def _positive(block: np.ndarray) -> bool:
+    """Whether none is below zero, by bits: -0 is the least that has the sign's."""
+    return bool(block.view(f"u{block.itemsize}").max() <= 1 << (8 * block.itemsize - 1))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError, checkpoints
+from jaxdist.config.finite import is_square, of_kind
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import stream, verify
 from jaxdist.convert.__main__ import main
@@ -51,6 +52,9 @@ def content_of(model: Family, dtype: Any = np.float32, naming: str = OWN, **opti
         kind = np.dtype(dtype if group == PARAMETERS else np.float32)
         entries = entries_of(OWN, experiment, group).items()
         arrays = {name: random.normal(size=e.shape).astype(kind if e.shape else np.int32) for name, e in entries}
+        for name, array in arrays.items():
+            if is_square(name if group == PARAMETERS else of_kind(name, group)):
+                np.abs(array, out=array)
         groups[group] = {n: Leaf(a.shape, a.dtype, partial(np.asarray, a)) for n, a in arrays.items()}
     ours = Content(experiment, OWN, groups, 7, 6)
     if naming == OWN:

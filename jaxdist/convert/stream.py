@@ -19,10 +19,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.config.finite import NotFinite, refused
+from jaxdist.config.finite import BadValues, is_second_moment, of_kind, refused
 from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
-from jaxdist.convert.finite import not_finite
+from jaxdist.convert.finite import bad_values
 from jaxdist.formats import buffers
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
@@ -31,6 +31,10 @@ BLOCK = 1_000_000  # numbers that are rounded at a time
 KEPT = "iubc"  # numpy's kinds of numbers that stay as they are: whole ones, and what would lose a part
 AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
 NonFinite = Literal["refuse", "keep", "zero"]
+WITHOUT_STATE = (
+    "Give a source without them; or --to hf, which takes the weights alone; or --nonfinite keep. --nonfinite zero is "
+    "of weights and first moments, which would be divided by the root of a second moment of 0"
+)
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
 
 
@@ -62,15 +66,15 @@ class Recut(ABC):
     """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are.
 
     `widen`: parameters that become one and have several dtypes take one that holds all of their values, and are not
-    refused. `nonfinite` says what becomes of values that are NaN or infinite: they are kept, are 0, or are refused,
-    when all tensors have been looked at.
+    refused. `nonfinite` says what becomes of values that cannot be, as NaN and infinity: they are kept, are 0, or are
+    refused, when all tensors have been looked at. Second moments are not made 0: the first would be divided by it.
     """
 
     dtype: str | None = None
     widen: bool = False
     nonfinite: NonFinite = "keep"
     report: Callable[[int], None] = lambda count: None  # is told the bytes of each tensor that is taken
-    found: dict[str, NotFinite] = field(default_factory=dict, compare=False)  # by name, of the tensors read so far
+    found: dict[str, BadValues] = field(default_factory=dict, compare=False)  # by name, of the tensors read so far
 
     @property
     @abstractmethod
@@ -138,10 +142,11 @@ class Recut(ABC):
 
     def _looked_at(self, group: str, name: str, array: np.ndarray) -> np.ndarray:
         """A tensor that was read, as `nonfinite` says."""
-        found = None if self.nonfinite == "keep" else not_finite(array)
+        label = name if group == PARAMETERS else of_kind(name, group)
+        found = None if self.nonfinite == "keep" else bad_values(array, label)
         if found is None:
             return array
-        self.found[self.called(name) if group == PARAMETERS else f"{name} ({group})"] = found
+        self.found[self.called(name) if group == PARAMETERS else label] = found
         return np.where(np.isfinite(array), array, array.dtype.type(0))
 
     def called(self, name: str) -> str:
@@ -150,8 +155,9 @@ class Recut(ABC):
 
     def refuse(self, source: object, fix: str) -> None:
         """Raises ConfigError naming the tensors that were read and have values that are to be refused."""
-        if self.nonfinite == "refuse" and self.found:
-            raise refused(source, self.found, fix)
+        moments = {name: bad for name, bad in self.found.items() if is_second_moment(name)}
+        if wrong := self.found if self.nonfinite == "refuse" else moments:
+            raise refused(source, wrong, WITHOUT_STATE if moments else fix)
 
     def stream(self, *groups: str) -> Iterator[tuple[str, str, np.ndarray]]:
         """(group, name, tensor) of all tensors of these groups, by units, which are made ahead.
