@@ -70,15 +70,16 @@ def start_of(file: Path) -> Start:
         head = stream.read(HEAD)
     if what := signature(head):
         raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what.title}; {what.fix}")
+    more = len(head) == HEAD
     for mark, encoding in MARKS.items():
         if head.startswith(mark):
-            return Start(packed, encoding, len(mark), begins_with_record(head.decode(encoding, "ignore")))
+            return Start(packed, encoding, len(mark), begins_with_record(head.decode(encoding, "ignore"), more))
     if head.count(0) * 10 > len(head):
         raise ConfigError(
             f"data.path = {str(file)!r}: {head.count(0)} of its first {len(head)} bytes are zero, as in UTF-16 without "
             "a byte order mark, or in no text at all; convert it to UTF-8"
         )
-    return Start(packed, "utf-8", 0, begins_with_record(head.decode("utf-8", "ignore")))
+    return Start(packed, "utf-8", 0, begins_with_record(head.decode("utf-8", "ignore"), more))
 
 
 def text_start(file: Path, field: str) -> Start:

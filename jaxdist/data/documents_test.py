@@ -44,6 +44,7 @@ FILES: dict[str, bytes] = {
     "two members.jsonl.gz": gzip.compress(LINES[:1000].encode()) + gzip.compress(LINES[1000:].encode()),
     "a.jsonl.zst": zst(RAW.encode()),
     "two frames.json.zst": zst(LINES[:1000].encode()) + zst(LINES[1000:].encode()),
+    "of pzstd.jsonl.zst": b"\x50\x2a\x4d\x18\4\0\0\0\1\2\3\4" + zst(LINES.encode()),
     "a.jsonl.bz2": bz2.compress(LINES.encode()),
     "a.ndjson.xz": lzma.compress(LINES.encode()),
     "packed, whatever its name.jsonl": gzip.compress(LINES.encode()),
@@ -108,9 +109,15 @@ def test_json_that_is_called_text_is_named_and_both_fixes_work(tmp_path: Path, n
     (tmp_path / name).rename(tmp_path / "a.jsonl")
     assert read(tmp_path / "a.jsonl") == WANTED
     assert read(tmp_path / "a.jsonl", text_field="") == content.encode()
+    (tmp_path / name).write_text(json.dumps({"id": 1, "text": "long" * 50_000}))
+    with pytest.raises(ConfigError, match="JSON by its content"):
+        read(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", ["{name} is a template", "{'a': 1}", "[1, 2]", '{"a": 1} and text', "{}", "[a] b"])
+@pytest.mark.parametrize(
+    "content",
+    ["{name} is a template", "{'a': 1}", "[1, 2]", '{"a": 1} and text', "{}", "[a] b", '{"a": ' + "b\n" * 50_000],
+)
 def test_text_that_begins_like_json(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.txt").write_text(content)
     assert read(tmp_path / "a.txt") == content.encode()

@@ -133,7 +133,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
-    text = (JSON if begins_with_record(content.decode("utf-8", "ignore")) else TEXT) if is_text(content) else None
+    text = (JSON if begins_with_record(content.decode("utf-8", "ignore"), True) else TEXT) if is_text(content) else None
     if what := signature(content) or packed or text:
         raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what.title}; {what.fix}")
     least = 2 if declared == "auto" else np.dtype(declared).itemsize

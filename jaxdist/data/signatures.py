@@ -29,6 +29,7 @@ SIGNATURES = {
 TAR = Foreign("a tar archive", UNPACK)
 CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # characters that text has not
 BEFORE = re.compile(r"\ufeff?\s*(\[\s*)?")  # the first object
+KEYED = re.compile(r'\{\s*"[^"\\]*"\s*:')
 LEAST = 32  # bytes that tell text from ids
 
 
@@ -46,13 +47,13 @@ def is_text(content: bytes) -> bool:
     return content.decode("utf-8", "replace").count("\ufffd") * 100 <= len(content)  # a block may begin in a character
 
 
-def begins_with_record(head: str) -> bool:
-    """Whether text begins with a whole JSON object, alone or in an array, and goes on as JSON."""
+def begins_with_record(head: str, cut: bool) -> bool:
+    """Whether text begins with a JSON object, alone or in an array, and goes on as JSON. `cut`: there is more text."""
     text = BEFORE.sub("", head, count=1)
-    if not text.startswith("{"):
+    if not KEYED.match(text):
         return False
     try:
-        found, end = json.JSONDecoder().raw_decode(text)
+        _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and bool(found) and text[end:].lstrip()[:1] in ("", "{", ",", "]")
+        return cut and "\n" not in text.strip()  # one line, of which the rest is not seen
+    return text[end:].lstrip()[:1] in ("", "{", ",", "]")

@@ -52,7 +52,11 @@ class _Frames(io.RawIOBase):
         return count
 
 
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz"}
+# The third is a frame to be skipped, with which files of pzstd begin.
+PACKED = {
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x50\x2a\x4d\x18": "zstd", b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+}  # fmt: skip
 UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
     "": lambda raw: raw, "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
     "zstd": lambda raw: io.BufferedReader(_Frames(raw)), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
