@@ -21,7 +21,7 @@ from jaxdist.convert.torch_parts import first_count, is_count
 from jaxdist.convert.trainer_schedule import deepspeed_schedule
 from jaxdist.formats import deepspeed
 from jaxdist.formats.companions import companions
-from jaxdist.formats.deepspeed import Saved, Whole, Zero, config_around, is_whole
+from jaxdist.formats.deepspeed import Saved, Universal, Whole, Zero, config_around, is_universal, is_whole
 from jaxdist.formats.folders import DEEPSPEED_OPTIMIZER
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, reading
@@ -37,7 +37,7 @@ def opened(
 ) -> Content:
     """The content of a folder; its model is that of config.json in it or around it, or `wanted`; `peak` decides as in
     `rates`. Raises ConfigError."""
-    saved, around = (TrainedWhole if is_whole(path) else TrainedZero)(path, READER), config_around(path)
+    saved, around = saved_at(path), config_around(path)
     trainer = trainer_folders.trainer_state(saved.folder.parent)
     found = trainer_folders.found_in(around, trainer, {})
     weights = Weights(path, agreed(str(path), found, wanted), saved.weights)
@@ -58,6 +58,12 @@ def opened(
         return content
     experiment = amp.going_on(path, content.experiment, scaler, bool(wanted))
     return replace(content, experiment=experiment, scaling=amp.scaling(scaler, {})).checked(path)
+
+
+def saved_at(path: Path) -> "TrainedUniversal | TrainedWhole | TrainedZero":
+    """The checkpoint at `path`. Raises ConfigError."""
+    kind = TrainedUniversal if is_universal(path) else TrainedWhole if is_whole(path) else TrainedZero
+    return kind(path, READER)
 
 
 def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:
@@ -173,11 +179,7 @@ class TrainedZero(Zero):
             entries = [[*held["state"].items()] for held in ranks]
             if not all(entries):
                 return None
-            if frozen := self.model.get("frozen_param_shapes"):
-                raise self.wrong(
-                    f"{next(iter(frozen))} and {len(frozen) - 1} more were not trained; jaxdist trains all parameters",
-                    "take the weights alone, --to hf",
-                )
+            self.refuse_frozen()
             groups = self.groups(ranks[0], weights)
             rule = optimizers.rule_of(str(self.path), entries[0][0][1], groups)
             moments: dict[str, Leaves] = {}
@@ -189,6 +191,14 @@ class TrainedZero(Zero):
                 moments[kind] = {weights.full_name(name): there for name, there in self.gathered(vectors).items()}
             counts = [torch_files.number(self.files[0], count) for count in optimizers.steps_of(ranks[0])]
         return State(rule, moments, groups, counts, weights.shapes)
+
+    def refuse_frozen(self) -> None:
+        """Raises ConfigError where some parameters were not trained."""
+        if frozen := self.model.get("frozen_param_shapes"):
+            raise self.wrong(
+                f"{next(iter(frozen))} and {len(frozen) - 1} more were not trained; jaxdist trains all parameters",
+                "take the weights alone, --to hf",
+            )
 
     def groups(self, optimizer: Mapping[str, Any], weights: Weights) -> list[dict[str, Any]]:
         """The optimizer's groups, with the names of their parameters: each of its own is a vector of some of them.
@@ -206,6 +216,34 @@ class TrainedZero(Zero):
             | {"params": [weights.full_name(name) for number in group["params"] for name in held[number]]}
             for group in groups
         ]
+
+
+class TrainedUniversal(Universal, TrainedZero):
+    """A universal checkpoint, with the optimizer's state."""
+
+    def state(self, weights: Weights) -> State | None:
+        """The optimizer's state by parameter; None where it has made no step. Raises ConfigError."""
+        names = [name for group in self.shapes for name in group]
+        kinds = {file.stem for name in names for file in self.file(name, "fp32").parent.glob("*.pt")} - {"fp32"}
+        if not kinds:
+            return None
+        self.refuse_frozen()
+        if not isinstance(self.states[0].get(GROUPS), list):
+            raise self.wrong(f"{self.files[0].name} has no {GROUPS}", "take the weights alone, --to hf")
+        with reading(self.files[0], "optimizer"):
+            groups = self.groups(self.states[0], weights)
+            rule = optimizers.rule_of(str(self.path), kinds, groups)
+            steps = [self.file(name, "step") for name in names] if rule.counts else []
+            counts = [torch_files.number(file, torch_files.load(file)) for file in steps]
+        moments: dict[str, Leaves] = {
+            kind: {weights.full_name(name): leaf for name, leaf in self.kept(kind).items()}
+            for kind in rule.kinds(groups)
+        }
+        return State(rule, moments, groups, counts, weights.shapes)
+
+    def left(self, training: bool) -> list[str]:
+        """What is not read, in words."""
+        return super().left(True) if training else ["the moments"]
 
 
 def _is_copy(value: Any) -> bool:

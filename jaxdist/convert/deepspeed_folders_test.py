@@ -408,12 +408,12 @@ def test_numbers_that_do_not_add_up(tmp_path: Path) -> None:
             opened(tag)
 
 
-@pytest.mark.parametrize("name", ["layer_00-model_states.pt", "zero/a.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"])
+@pytest.mark.parametrize("name", ["layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_01_model_states.pt"])
 def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / name).parent.mkdir(exist_ok=True)
     (tag / name).touch()
-    with pytest.raises(ConfigError, match="which are not read; gather the weights by DeepSpeed"):
+    with pytest.raises(ConfigError, match=r"which are not read; (load it|merge them) by "):
         opened(tag)
 
 

@@ -31,6 +31,7 @@ from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
+UNIVERSAL = "zero"  # the folder of a universal checkpoint
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
 
@@ -51,7 +52,8 @@ Flat = Sequence[Vector]  # which follow each other
 
 def read(path: Path, reader: Reader) -> Leaves:
     """Every tensor of the model, from the fp32 masters. Raises ConfigError."""
-    return (Whole if is_whole(path) else Zero)(path, reader).weights
+    kind = Universal if is_universal(path) else Whole if is_whole(path) else Zero
+    return kind(path, reader).weights
 
 
 def config_around(path: Path) -> Path:
@@ -64,6 +66,12 @@ def is_whole(path: Path) -> bool:
     """Whether a checkpoint was saved without ZeRO: in one file, the optimizer in it too."""
     folder = deepspeed_tag(path) or path
     return (folder / DEEPSPEED_WHOLE).is_file() and not any(folder.glob(DEEPSPEED_OPTIMIZER))
+
+
+def is_universal(path: Path) -> bool:
+    """Whether a checkpoint is a universal one, as `ds_to_universal` makes it of another."""
+    folder = deepspeed_tag(path) or path
+    return (folder / DEEPSPEED_WHOLE).is_file() and (folder / UNIVERSAL).is_dir()
 
 
 class Saved:
@@ -205,19 +213,17 @@ class Zero(Saved):
 
     def refuse_others(self) -> None:
         """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
+        load = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
+        merge = "merge them by python -m deepspeed.checkpoint.ds_to_universal, and give its --output_folder"
         there = {
-            "layer_*-model_states.pt": "layers of DeepSpeed's pipeline",
-            "layer_*_expert_*_model_states.pt": "experts of DeepSpeed's mixtures",
-            "expp_rank_*_optim_states.pt": "experts of DeepSpeed's mixtures",
-            "*mp_rank_01_model_states.pt": "tensors cut by model parallelism",
-            "zero": "DeepSpeed's universal checkpoint",
+            "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
+            "layer_*_expert_*_model_states.pt": ("experts of DeepSpeed's mixtures", load),
+            "expp_rank_*_optim_states.pt": ("experts of DeepSpeed's mixtures", load),
+            "*mp_rank_01_model_states.pt": ("tensors cut by model parallelism", merge),
         }
-        for pattern, what in there.items():
+        for pattern, (what, fix) in there.items():
             if any(self.folder.glob(pattern)):
-                raise self.wrong(
-                    f"{pattern} are {what}, which are not read",
-                    "gather the weights by DeepSpeed (zero_to_fp32.py, or save_16bit_model) and give their folder",
-                )
+                raise self.wrong(f"{pattern} are {what}, which are not read", fix)
 
     def ranked(self, pattern: str) -> list[Path]:
         """Files in the order of their ranks. Raises ConfigError for links that lead outside."""
@@ -268,12 +274,16 @@ class Zero(Saved):
     @property
     def weights(self) -> Leaves:
         """Name -> weights: the masters, what was not trained, buffers, other names of the same. Raises ConfigError."""
-        found = self.buffers() | self.frozen() | self.gathered(self.masters)
+        found = self.buffers() | self.frozen() | self.trained()
         shared = self.model.get("shared_params")
         for name, of in shared.items() if isinstance(shared, dict) else ():
             if of in found:
                 found[name] = found[of]
         return found
+
+    def trained(self) -> dict[str, Leaf]:
+        """The fp32 weights. Raises ConfigError."""
+        return self.gathered(self.masters)
 
     def buffers(self) -> dict[str, Leaf]:
         """Those of the model. Raises ConfigError."""
@@ -348,6 +358,44 @@ class Zero(Saved):
             return flat.reshape(shape)
 
         return Leaf(shape, dtype, read, besides=max(piece.bytes for piece in pieces))
+
+
+class Universal(Zero):
+    """A checkpoint with a folder of each parameter in `zero`: fp32.pt, a file of each moment, step.pt; and with
+    optimizer_state.pt, which has the groups."""
+
+    def __init__(self, path: Path, reader: Reader) -> None:
+        """Raises ConfigError where a file is missing."""
+        Saved.__init__(self, path, reader)
+        self.model_files = [self.folder / DEEPSPEED_WHOLE]
+        self.models = [self.loaded(self.model_files[0])]
+        self.files = [self.folder / UNIVERSAL / "optimizer_state.pt"]
+        self.states = [self.loaded(self.files[0])]
+        self.stage = 2  # its groups are those of param_shapes
+
+    def file(self, name: str, kind: str) -> Path:
+        """The file with that kind of numbers of a parameter. Raises ConfigError."""
+        try:
+            found = within(self.folder, f"{UNIVERSAL}/{name}/{kind}.pt")
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
+        if not found.is_file():
+            raise self.wrong(f"it has no {UNIVERSAL}/{name}/{kind}.pt")
+        return found
+
+    def kept(self, kind: str) -> dict[str, Leaf]:
+        """Name -> that kind of numbers of each trained parameter. Raises ConfigError."""
+        found: dict[str, Leaf] = {}
+        for name in (name for group in self.shapes for name in group):
+            file = self.file(name, kind)
+            if not is_tensor(tensor := self.loaded(file).get("param")):
+                raise self.wrong(f"{UNIVERSAL}/{name}/{kind}.pt has no tensor param")
+            found[name] = self.reader.leaf(file, f"{kind} of {name}", tensor)
+        return found
+
+    def trained(self) -> dict[str, Leaf]:
+        """The fp32 weights. Raises ConfigError."""
+        return self.kept("fp32")
 
 
 def cut(vectors: Flat, start: int, size: int) -> Iterator[Leaf]:
