@@ -110,6 +110,8 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
         raise ConfigError(f"--peak: SOURCE {a.source} is a {source.title}; it belongs to {having}; leave it out")
     decided = {"peak": a.peak} if a.peak else {}
     content = source.format.opened(a.source, wanted, training=target.state or a.ema, **decided)
+    if a.peak and content.updates is None:
+        raise ConfigError(f"--peak {a.peak}: of {a.source} no optimizer is read, which has a rate; leave it out")
     if a.adapter:
         content = peft.merged(content, a.source, a.adapter, lambda file: KINDS["torch"].format.described(file))
     if a.ema:

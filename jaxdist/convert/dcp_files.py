@@ -207,7 +207,8 @@ def opened(
     leaves, model = tensors.leaves, tensors.parameters
     if not model:
         raise no_weights(path, found)
-    said = _experiment(found)
+    if said := _experiment(found):
+        rates.check_unasked(path, peak)
     experiment = agreed(str(path), said, wanted)
     naming, names = recognized(str(path), model, experiment.model)
     full_name = renaming(names, naming, experiment.model)

@@ -17,6 +17,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
 from jaxdist.convert.stream import cast
 from jaxdist.formats.adapters import CONFIG, settings_of
 from jaxdist.formats.safetensors_files import Tensors, leaves
+from jaxdist.formats.tables import NAMINGS
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -79,8 +80,10 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
     _check(adapter, settings)
     weights = dict(base.groups[PARAMETERS])
     inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
+    model = base.experiment.model
+    tied = NAMINGS["huggingface"][model.family].head if model.tied else ""
     for name, change in _changes(adapter, settings, tensors):
-        target = _target(adapter, name, inside)
+        target = _target(adapter, name, inside, tied)
         before = weights[target]
         if change.shape != before.shape:
             raise ConfigError(
@@ -109,11 +112,19 @@ def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:
     return cast(name, np.ascontiguousarray(change.change(before.read())), before.dtype)
 
 
-def _target(adapter: Path, name: str, inside: Mapping[str, str]) -> str:
+def _target(adapter: Path, name: str, inside: Mapping[str, str], tied: str) -> str:
+    """The tensor of the base that a tensor of the adapter changes. `tied`: the head of a base that ties it, or empty.
+
+    Raises ConfigError where there is none."""
     bare = name.removeprefix(PREFIX).replace(".base_layer.", ".")  # a table that is saved beside its factors
     for found in (bare, f"{bare}.weight"):
         if found in inside:
             return inside[found]
+    if tied and tied in (bare, f"{bare}.weight"):
+        raise ConfigError(
+            f"{adapter}: {name} is of a head that the base model ties to its embedding: not merged here; merge it by "
+            "PEFT's merge_and_unload into a model with tie_word_embeddings = false"
+        )
     raise ConfigError(f"{adapter}: tensor {name} belongs to no tensor of the base model; give the adapter's own base")
 
 

@@ -138,6 +138,14 @@ def test_adapters_that_do_not_fit(tensors: Any, settings: Any, says: str, llama:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_that_the_base_ties_is_named(gpt2: Path, tmp_path: Path) -> None:
+    """Saved whole, or changed by factors: neither is put into the embedding."""
+    for name, tensors in (("whole", {"lm_head.weight": drawn(96, 32)}), ("factors", pair("lm_head", 96, 32))):
+        given = adapter(tmp_path / name, tensors)
+        with pytest.raises(ConfigError, match="is of a head that the base model ties to its embedding: not merged"):
+            main([str(gpt2), str(tmp_path / "merged"), "--to", "hf", "--adapter", str(given)])
+
+
 def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
     """The message's fix, followed, merges it."""
     folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))

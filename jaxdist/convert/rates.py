@@ -44,6 +44,12 @@ def given(wanted: Experiment | None, own: str = "") -> str:
     return MODEL if wanted and wanted.optimizer.model_fields_set & FIELDS else own
 
 
+def check_unasked(path: Path, peak: Peak | None) -> None:
+    """Raises ConfigError for --peak on a checkpoint of ours, whose experiment has its schedule."""
+    if peak:
+        raise ConfigError(f"--peak {peak}: {path} is jaxdist's own, and its config has its schedule; leave it out")
+
+
 def rate_at(experiment: Experiment, step: int) -> float:
     """The learning rate of a step, counted from 1."""
     with jax.enable_x64(True):

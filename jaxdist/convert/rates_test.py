@@ -191,6 +191,17 @@ def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
     main([str(source), str(tmp_path / "hf"), "--to", "hf", "--model", str(section(tmp_path))])
     with pytest.raises(ConfigError, match=r"--peak: SOURCE .* it belongs to deepspeed, trainer, dcp, torch; leave it"):
         main([str(tmp_path / "hf"), str(tmp_path / "run"), "--peak", "now"])
+    with pytest.raises(ConfigError, match=r"--peak now: of .* no optimizer is read, which has a rate; leave it out"):
+        main([str(source), str(tmp_path / "more"), "--to", "hf", "--model", str(section(tmp_path)), "--peak", "now"])
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_checkpoint_of_ours_has_its_schedule(kind: str, tmp_path: Path) -> None:
+    source = written(tmp_path / ("a.pt" if kind == "torch" else "a"), kind, content_of(MODELS["LlamaForCausalLM"]))
+    command = [str(source), str(tmp_path / "run"), "--to", "orbax"]
+    with pytest.raises(ConfigError, match=r"--peak now: .* is jaxdist's own, and its config has its schedule; leave"):
+        main([*command, "--peak", "now"])
+    main(command)
 
 
 def section(folder: Path) -> Path:

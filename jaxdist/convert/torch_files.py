@@ -128,7 +128,8 @@ def opened(
     """The content of a file. Its model is `wanted`, or what lies in or beside it says; `peak` decides as in `rates`.
 
     Raises ConfigError."""
-    own = is_own(tree := load(path))
+    if own := is_own(tree := load(path)):
+        rates.check_unasked(path, peak)
     if isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT:
         say(f"{path}: its state_dict has averages of the weights, which stay behind; {CURRENT} has the weights")
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
