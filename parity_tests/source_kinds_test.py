@@ -41,6 +41,7 @@ from parity_tests.sources_test import (
     read_by_torch_ref,
     refused,
 )
+from torch_ref import hf
 from torch_ref.hf import lies_beside as ref_beside
 
 Tensors = dict[str, Tensor]
@@ -246,6 +247,21 @@ def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
     jax_side, ref = read_by_jaxdist(path, model), read_by_torch_ref(path, model)
     assert {*jax_side} == {*ref} and len({array.tobytes() for array in ref.values()}) > len(ref) / 2
     assert all(bits(jax_side[n]) == ref[n].tobytes() for n in ref)
+
+
+def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shape is right, so that nothing but the numbers tells."""
+    _, write, model, _ = SOURCES["a run of jaxdist, qwen2"]
+    path = write(tmp_path, as_it_is)
+    right, to_torch = read_by_jaxdist(path, model), hf.to_torch
+
+    def turned(array: np.ndarray) -> Tensor:
+        return to_torch(array.T if array.ndim == 2 and array.shape[0] == array.shape[1] else array)
+
+    monkeypatch.setattr(hf, "to_torch", turned)
+    found = read_by_torch_ref(path, model)
+    wrong = {name for name in right if bits(right[name]) != found[name].tobytes()}
+    assert wrong and all(right[name].shape[0] == right[name].shape[1] for name in wrong)
 
 
 def test_every_kind_is_there() -> None:
