@@ -129,6 +129,23 @@ def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
         unfused("there", {"a.qkv_linear.wqkv.weight.exp_avg": odd}, LLAMA)
 
 
+def test_its_qwen3(tmp_path: Path) -> None:
+    """It has norms of queries and keys, and rotates as Hugging Face does: heads are not reordered."""
+    model = MODELS["Qwen3ForCausalLM"]
+    content = content_of(model)
+    given = Conversion(content, "torchtitan_qwen3").groups[PARAMETERS]
+    tensors = {name: torch.from_numpy(np.array(leaf.read())) for name, leaf in given.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        dcp.save(tensors, checkpoint_id=tmp_path / "step-9", no_dist=True)
+    read = KINDS["dcp"].format.opened(tmp_path / "step-9", experiment_for(model.model_dump(), "test"))
+    assert read.naming == "torchtitan_qwen3"
+    ours, expected = (Conversion(c, "huggingface").groups[PARAMETERS] for c in (read, content))
+    assert all(np.array_equal(ours[name].read(), leaf.read()) for name, leaf in expected.items())
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert np.array_equal(expected[query].read(), tensors["layers.0.attention.qkv_linear.wq.weight"].numpy())
+
+
 def test_there_and_back(tmp_path: Path) -> None:
     """The same entries under the same names, buffer and counters too."""
     first = saved(tmp_path / "step-9", now)

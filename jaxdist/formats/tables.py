@@ -325,6 +325,17 @@ def _renamed(tables: Mapping[str, Table], pattern: str, now: str) -> dict[str, T
 # later the head was renamed.
 TORCHTITAN_OUTPUT = _renamed(META, r"\.attention\.(?=w[qkv]\.)", ".attention.qkv_linear.")
 TORCHTITAN = _renamed(TORCHTITAN_OUTPUT, r"^output\.", "lm_head.")
+# Its Qwen3 norms queries and keys, and turns halves of a head as Hugging Face does.
+TORCHTITAN_QWEN3 = {
+    family: table._replace(
+        rows=[
+            *(row._replace(interleaved=False) for row in table.rows),
+            *_norm("layers.attention.q_norm", "layers.{layer}.attention.q_norm"),
+            *_norm("layers.attention.k_norm", "layers.{layer}.attention.k_norm"),
+        ]
+    )
+    for family, table in TORCHTITAN.items()
+}
 
 
 SAME = ("bias", *STATISTICS)
@@ -351,6 +362,7 @@ NAMINGS = {
     "meta": META,
     "torchtitan": TORCHTITAN,
     "torchtitan_output": TORCHTITAN_OUTPUT,
+    "torchtitan_qwen3": TORCHTITAN_QWEN3,
     "torchvision": TORCHVISION,
     "nanogpt": NANOGPT,
 }
