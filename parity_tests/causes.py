@@ -237,13 +237,16 @@ def weight_decay(e: Evidence) -> Seen:
         return None
     given = e.ours.experiment.optimizer.weight_decay
     shares: dict[str, float] = {}  # of itself, by which a tensor differs along itself
+    vectors: dict[str, float] = {}  # one of ones does whatever moves it: by decay, of which ours have none, all do
     for name, x, y in e.states("weights"):
         off, size = y - x, float(np.vdot(x, x))
         along = float(np.vdot(off, x))
-        if abs(along) <= ALONG * math.sqrt(size) * np.linalg.norm(off):
-            continue
-        if x.ndim >= 2 or abs(along / size / rates / (given or 1) + 1) < LIKE:
-            shares[name] = along / size  # but a vector of ones, which ours decays not, does whatever moves it
+        if x.ndim < 2 and np.any(e.start.get(f"weights/{name}", 0)):
+            vectors[name] = along / size
+        elif x.ndim >= 2 and abs(along) > ALONG * math.sqrt(size) * np.linalg.norm(off):
+            shares[name] = along / size
+    if all(abs(share / rates / (given or 1) + 1) < LIKE for share in vectors.values()):
+        shares |= vectors
     if not shares:
         return None
     name, share = max(shares.items(), key=lambda item: abs(item[1]))

@@ -129,6 +129,15 @@ def test_a_mistake_that_begins_where_the_clip_is_first_reached_is_named(
     assert found and (found.cause, found.step) == (cause, step) and how in found.how, found
 
 
+def test_a_vector_that_differs_along_itself_by_chance_is_not_called_decayed(documents: Path, right: Finished) -> None:
+    """As vectors of ones do: all of them must have lost what our decay takes."""
+    theirs, rates = loops.Eps(documents).run("theirs"), sum(record["learning_rate"] for record in right.metrics)
+    name, decay = "weights/norm.weight", right.experiment.optimizer.weight_decay
+    theirs.kept_at_the_end[name] = right.kept_at_the_end[name] * (1 - decay * rates)
+    found = diagnose(evidence(right, theirs, {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}))
+    assert found and found.cause == "update of the weights", found
+
+
 def test_a_schedule_that_ends_at_zero_is_compared_at_its_peak() -> None:
     ours = np.array([0.001, 0.002, 0.003, 0.002, 0.001, 0.0])
     assert schedule(ours, 0.1 * ours) == ": 0.1 times ours at every step"
