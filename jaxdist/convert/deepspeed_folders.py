@@ -39,7 +39,7 @@ def opened(
     `rates`. Raises ConfigError."""
     saved, around = saved_at(path), config_around(path)
     trainer = trainer_folders.trainer_state(saved.folder.parent)
-    found = trainer_folders.found_in(around, trainer, {})
+    found = trainer_folders.found_in(around, trainer_folders.sections(around, trainer, {}))
     weights = Weights(path, agreed(str(path), found, wanted), saved.weights)
     state = saved.state(weights) if training else None
     kept = saved.model.get("lr_scheduler")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from jaxdist.config import Experiment
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.trainer_folders_test import DONE, STEPS, Trained, huggingface, rates, scheduled
@@ -82,6 +83,17 @@ def test_what_does_not_go_on_is_named(
     now = trained.optimizer.param_groups[0]["lr"]
     assert rates(KINDS["trainer"].format.opened(folder), FUTURE) == pytest.approx([now] * len(FUTURE))
     assert says in capsys.readouterr().out
+
+
+def test_a_model_that_is_given_is_completed(tmp_path: Path) -> None:
+    """Without config.json: what --model does not set is what the Trainer was told, and what it sets is not."""
+    folder = arguments(huggingface(tmp_path / "checkpoint-9", Trained(tmp_path)))
+    whole = KINDS["trainer"].format.opened(folder).experiment
+    (folder / "config.json").unlink()
+    values = {"model": whole.model.model_dump(exclude_none=True), "optimizer": {"clip": 2.0}}
+    values["data"] = {"sequence": whole.data.sequence}
+    found = KINDS["trainer"].format.opened(folder, Experiment.parse(values, "test")).experiment
+    assert found.train == whole.train and found.optimizer == whole.optimizer.model_copy(update={"clip": 2.0})
 
 
 def test_another_scheduler_than_the_arguments_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert import amp, dcp_files, optimizers, rates, torch_files
 from jaxdist.convert.assembled import State, Weights
 from jaxdist.convert.content import Content, Leaf, Origin, agreed
+from jaxdist.convert.nanogpt import filled
 from jaxdist.convert.reader import READER
 from jaxdist.convert.torch_parts import first_count, is_count
 from jaxdist.convert.trainer_schedule import argued_schedule, found_schedule
@@ -51,7 +52,9 @@ def opened(
     there, read = trainer.read(path, READER)
     logged = trainer_state(path)
     arguments = trainer_arguments.read(path) if training else {}
-    weights = Weights(path, agreed(str(path), found_in(path, logged, arguments), wanted), there)
+    told = sections(path, logged, arguments)
+    completed = filled({"model": {"family": wanted.model.family}, **told}, wanted, str(path)) if wanted else None
+    weights = Weights(path, agreed(str(path), found_in(path, told), completed), there)
     state, by = _state(path, weights) if training else (None, "")
     scheduler = _plain(path, SCHEDULERS) if state else {}
     counted = scheduler.get("last_epoch") if state and not state.rule.counts else None
@@ -70,22 +73,24 @@ def opened(
     return _scaled(path, content, bool(wanted)) if state else content
 
 
-def found_in(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> Experiment | None:
-    """The experiment around the model of config.json, with what trainer_state.json and training_args.bin say of its
-    steps, batch, clip and precision; None without config.json. Raises ConfigError."""
+def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | None:
+    """The experiment around the model of config.json, with the sections that are `told`; None without config.json.
+    Raises ConfigError."""
     if not (path / CONFIG).is_file():
         return None
-    found = experiment_for(read_model(path).model_dump(), str(path))
-    changed: dict[str, dict[str, Any]] = (
-        {"train": {"steps": int(logged["max_steps"])}} if logged.get("max_steps") else {}
-    )
-    if arguments:
-        with reading(path / trainer_arguments.FILE, "batch or schedule"):
-            told = _told(path, logged, arguments)
-        changed = {name: changed.get(name, {}) | fields for name, fields in told.items()}
-    values = found.model_dump(exclude_none=True)
+    values = experiment_for(read_model(path).model_dump(), str(path)).model_dump(exclude_none=True)
     source = f"{path}: {TRAINER_STATE}, {trainer_arguments.FILE}"
-    return Experiment.parse(values | {name: values[name] | fields for name, fields in changed.items()}, source)
+    return Experiment.parse(values | {name: values[name] | fields for name, fields in told.items()}, source)
+
+
+def sections(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What trainer_state.json and training_args.bin say of steps, batch, optimizer, precision. Raises ConfigError."""
+    steps: dict[str, Any] = {"steps": int(logged["max_steps"])} if logged.get("max_steps") else {}
+    if not arguments:
+        return {"train": steps} if steps else {}
+    with reading(path / trainer_arguments.FILE, "batch or schedule"):
+        told = _told(path, logged, arguments)
+    return told | {"train": steps | told["train"]}
 
 
 ADAMW = {
