@@ -77,6 +77,20 @@ def several(path: Path, holds: Callable[[Path], object]) -> ConfigError | None:
     return ConfigError(f"{path}: it is no checkpoint, and has {len(found)} in it; give one, as {last}")
 
 
+# Where Orbax and TensorStore keep what describes a tree of arrays: the second is Levanter's, below its `model`.
+OF_TREES = ("_METADATA", "*/_METADATA", "manifest.ocdbt", "*/manifest.ocdbt", "model/**/.zarray", "model/**/zarr.json")
+
+
+def mapped(path: Path) -> str:
+    """How a tree of arrays that another program wrote is read, for the end of a message; empty of all else."""
+    if not path.is_dir() or not any(next(path.glob(pattern), None) for pattern in OF_TREES):
+        return ""
+    return (
+        f"; it is a tree of arrays by Orbax or TensorStore: `python -m jaxdist.convert {path} OUT --mapping FILE` "
+        "makes a Hugging Face folder of one by a mapping of its names, yours or a shipped one, as maxtext or levanter"
+    )
+
+
 def no_model(path: Path) -> ConfigError:
     """The error of a file of torch's without the weights of a model."""
     return ConfigError(f"{path}: no state dict of a model; give one, or a dict that has it as {', '.join(MODEL)}")

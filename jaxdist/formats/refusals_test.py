@@ -50,3 +50,11 @@ def test_formats_that_are_not_read(name: str, content: bytes, says: str, tmp_pat
     source = tmp_path / name.partition("/")[0]
     with pytest.raises(ConfigError, match=f"{source.name} is {says}.*; give the weights as safetensors"):
         main([str(source), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("file", ["_METADATA", "items/_METADATA", "manifest.ocdbt", "model/lm_head/weight/.zarray"])
+def test_a_tree_of_arrays_is_told_of_mappings(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=r"it is a tree of arrays by Orbax or TensorStore: .* --mapping FILE"):
+        main([str(tmp_path), str(tmp_path / "out")])

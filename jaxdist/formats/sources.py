@@ -27,7 +27,7 @@ from jaxdist.formats.dcp import no_weights
 from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
 from jaxdist.formats.leaves import Leaves, Reader
 from jaxdist.formats.own_files import files_of
-from jaxdist.formats.refusals import is_torch_zip, refusal, several
+from jaxdist.formats.refusals import is_torch_zip, mapped, refusal, several
 from jaxdist.formats.torch_files import SUFFIXES
 
 
@@ -85,7 +85,7 @@ def kind_of(path: Path) -> str:
         raise ConfigError(
             f"{path}: {missing}; give a run folder, its checkpoints/<step>, a folder with config.json and "
             "*.safetensors or pytorch_model.bin, a torch file, or a folder with .metadata of "
-            "torch.distributed.checkpoint"
+            "torch.distributed.checkpoint" + mapped(path)
         )
     return found
 
