@@ -30,6 +30,17 @@ SECOND = 1.0  # between two looks at whether a rank is stopped
 SILENT_SECONDS = 40  # for which a rank may be
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
+# What collectives of gloo and NCCL, and torch's store, say when another rank does not answer, or has ended.
+SILENCE = ("Timed out waiting", "timed out", "Application timeout", "wait timeout")
+LOSS = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "remote process exited",
+    "Read error",
+    "Write error",
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -99,10 +110,38 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     if not store:  # else `start` watches
         threading.Thread(target=watch, args=(ranks_of_this_host(), rank), daemon=True).start()
     try:
-        yield init_device_mesh(plan.device, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
-        dist.barrier()  # no rank leaves while another still needs it
+        with without_the_others(rank, of_start=bool(store)):
+            yield init_device_mesh(plan.device, tuple(plan.axes.values()), mesh_dim_names=tuple(plan.axes))
+            dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
+    """Around collectives: where one fails for want of another rank, one line in place of the backend's stack trace.
+
+    Raises TrainingError, which the first rank says; the second does so as well, as the first may be the one that is
+    gone. Of ranks `of_start`, one that ends says why itself, or `start` does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        of_collective = isinstance(error, dist.DistError) or "gloo" in text
+        if not (of_collective and any(sign in text for sign in (*SILENCE, *LOSS))):
+            raise
+        silent = any(sign in text for sign in SILENCE)
+        if of_start and not silent:
+            sys.exit(1)
+        what = "does not answer: it stands still, or its machine cannot be reached" if silent else "is gone"
+        lost = TrainingError(
+            f"rank {rank} waited in a collective for another rank, which {what}; the run ends, and --resume goes on "
+            "from its newest checkpoint"
+        )
+        if rank == 1:
+            print(f"error: {lost}", file=sys.stderr, flush=True)
+        raise lost from None
 
 
 def from_first(function: Callable[[], Result]) -> Result:

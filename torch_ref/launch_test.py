@@ -6,6 +6,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from jaxdist.config import TrainingError
+from torch_ref import launch
+
 STOPPED = """
 import os, signal, time
 from jaxdist.config import exit_codes
@@ -87,3 +92,57 @@ def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
         [],
     ]
     assert not any("Traceback" in line or "terminate" in line for lines in told for line in lines)
+
+
+PEER = "[gloo/transport/tcp/pair.cc:553] {} [127.0.0.1]:1958. This is typically caused by a remote worker crashing."
+LOST = [PEER.format(what) for what in ("Connection closed by peer", "Read error: Connection reset by peer")]
+SILENT = ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"]
+
+
+@pytest.mark.parametrize("text", [*LOST, *SILENT])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_collective_that_lost_a_rank_is_told_in_one_line(
+    rank: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the first, and by the second too, as the first may be the one that is gone."""
+    what = "which does not answer: it stands still" if text in SILENT else "which is gone"
+    says = f"rank {rank} waited in a collective for another rank, {what}"
+    with pytest.raises(TrainingError, match=says), launch.without_the_others(rank, of_start=False):
+        raise RuntimeError(text)
+    assert capsys.readouterr().err.count("error: rank 1 waited") == (rank == 1)
+
+
+@pytest.mark.parametrize("text", LOST)
+def test_where_start_says_which_rank_ended_the_others_are_silent(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, launch.without_the_others(1, of_start=True):
+        raise RuntimeError(text)
+    assert ended.value.code == 1 and not capsys.readouterr().err
+    with pytest.raises(TrainingError, match="does not answer"), launch.without_the_others(0, of_start=True):
+        raise RuntimeError(SILENT[0])
+
+
+def test_other_errors_keep_their_trace() -> None:
+    for text in ("mat1 and mat2 shapes cannot be multiplied", "the data timed out"):
+        with pytest.raises(RuntimeError, match=text), launch.without_the_others(0, of_start=False):
+            raise RuntimeError(text)
+
+
+def test_a_killed_rank_ends_one_that_another_launcher_started() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    script = JOINED.replace("3}", "2}").replace('== "0"', '== "1"').replace("SIGSTOP", "SIGKILL")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert said[0][-1:] == [
+        "error: rank 0 waited in a collective for another rank, which is gone; the run ends, and --resume goes on from "
+        "its newest checkpoint"
+    ]
+    assert not any("Traceback" in line for line in said[0])
