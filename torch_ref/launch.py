@@ -144,6 +144,23 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         raise lost from None
 
 
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Ends a rank that a launcher started as soon as it has an exit code, as `start` ends its own.
+
+    gloo's threads free the tensors of collectives after these have returned; one that does so while Python is being
+    finalized aborts the process (pytorch/pytorch#179291).
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if launched():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(end.code or 0))
+        raise
+
+
 def from_first(function: Callable[[], Result]) -> Result:
     """On every rank what `function` returns, or raises, on the first, the only one to call it."""
     found: list[Any] = [None]

@@ -146,3 +146,17 @@ def test_a_killed_rank_ends_one_that_another_launcher_started() -> None:
         "its newest checkpoint"
     ]
     assert not any("Traceback" in line for line in said[0])
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_rank_of_a_launcher_ends_before_python_is_finalized(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit) as own, launch.ended_at_once():
+        sys.exit(code)
+    assert own.value.code == code and ended == []  # `start` ends its own
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit), launch.ended_at_once():
+        sys.exit(code)
+    assert ended == [code]

@@ -266,4 +266,5 @@ def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> I
 
 
 if __name__ == "__main__":
-    exit_codes(main, quiet=launch.quiet())
+    with launch.ended_at_once():
+        exit_codes(main, quiet=launch.quiet())
