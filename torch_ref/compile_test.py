@@ -37,22 +37,21 @@ nn.Module.compile = refused
 @pytest.mark.parametrize(
     "line",
     [
-        ONE,
         f"{ONE} {CHUNKS}",
+        pytest.param(ONE, marks=pytest.mark.slow),
         *(pytest.param(f"--mesh 2x1 --strategy {s}", marks=pytest.mark.slow) for s in ("ddp", "fsdp")),
         pytest.param(f"--mesh 2x1 {CHUNKS}", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_model_has_the_numbers_of_an_eager_one(train: Train, line: str) -> None:
-    curves, states = distance(train(f"{line} --train.compile true", before=COMPILING), train(ONE))
+def test_a_compiled_model_stays_compiled_and_has_the_numbers_of_an_eager_one(train: Train, line: str) -> None:
+    compiled = train(f"{line} --train.compile true", before=COMPILING + STAYS)
+    curves, states = distance(compiled, train(ONE))
     assert curves < 1e-12 and states < 1e-10
     with pytest.raises(AssertionError, match="compiles"):  # it is asked for
         train(f"{line} --train.compile true", before=COMPILING + UNCOMPILED)
 
 
-def test_it_stays_compiled_after_the_measured_step(train: Train) -> None:
-    for line in (ONE, f"{ONE} {CHUNKS}"):
-        train(f"{line} --train.compile true", before=COMPILING + STAYS)
+def test_a_model_that_does_not_stay_compiled_is_seen(train: Train) -> None:
     with pytest.raises(AssertionError, match="not compiled"):
         train(f"{ONE} --train.compile true", before=COMPILING + WITHOUT_STANCE + STAYS)
 
