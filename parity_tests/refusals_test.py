@@ -28,6 +28,9 @@ from parity_tests.sources_test import (
 BAD: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "missing": ("llama", lambda t: {n: x for n, x in t.items() if n != Q}, f"{Q} is absent there"),
     "two missing": ("llama", lambda t: {n: x for n, x in t.items() if n not in (Q, NORM)}, "1 more differ"),
+    "a layer is missing": (
+        "gpt2", lambda t: {n: x for n, x in t.items() if ".h.0." not in n}, r"has nothing of transformer\.h\.0; give"
+    ),
     "no untied head": ("llama", lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, "lm_head"),
     "unexpected": ("llama", lambda t: t | {"model.extra.weight": torch.ones(2)}, "model.extra.weight is"),
     "a bias": ("llama", lambda t: t | {Q.replace("weight", "bias"): torch.ones(8)}, "absent in the model"),

@@ -3,8 +3,9 @@
 import ast
 import inspect
 import math
+import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -379,7 +380,7 @@ def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
 
 def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
     """Raises ConfigError naming the first tensor of `source` that is transposed, missing, unexpected or of another
-    shape."""
+    shape, and the layers that are missing as a whole."""
     bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
     turned = [name for name in bad if len(found.get(name, ())) == 2 and wanted.get(name) == found[name][::-1]]
     if turned:
@@ -393,7 +394,16 @@ def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, S
     if bad:
         there, here = (str(tuple(shapes[bad[0]])) if bad[0] in shapes else "absent" for shapes in (found, wanted))
         more = f" ({len(bad) - 1} more differ)" if len(bad) > 1 else ""
+        layers = sorted(_layers(wanted) - _layers(found))
+        lacking = "".join(f"{', ' if i else ''}{name}{number}" for i, (name, number) in enumerate(layers[:5]))
+        more += f"; it has nothing of {lacking}{', ...' if layers[5:] else ''}" if layers else ""
         raise ConfigError(
             f"{source}: tensor {bad[0]} is {there} there, and {here} in the model{more}; "
             "give weights that belong to their config"
         )
+
+
+def _layers(names: Iterable[str]) -> set[tuple[str, int]]:
+    """The numbered parts of a model, by the first number in its tensors' names: what stands before it, and it."""
+    matches = (re.match(r"(\D*)(\d{1,9})\.", name) for name in names)
+    return {(match[1], int(match[2])) for match in matches if match}

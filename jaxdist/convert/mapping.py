@@ -27,7 +27,6 @@ array's first axis (the layers not counted), `chunk = [0, 3]` the first of three
     { ours = "attn.query.kernel", theirs = "attn.in_proj_weight", chunk = [0, 3], transform = "heads_out" },
 """
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,37 +40,12 @@ from jaxdist.config import ConfigError
 from jaxdist.config.errors import nearest
 from jaxdist.config.experiment import read_toml
 from jaxdist.convert.atoms import Entry, Shape, by_views, recut
+from jaxdist.convert.mapping_rows import LAYER, SCALES, Row, check_row, missing_layers, only_keys, read_row, toml
 from jaxdist.convert.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
-LAYER = "{layer}"
-MOST_AXES = 32  # numpy's arrays have no more
-# By what a row's parameter of ours, of a shape, is multiplied to be theirs.
-SCALES: Mapping[str, Callable[[Shape], float]] = {"": lambda shape: 1, "sqrt_last": lambda shape: shape[-1] ** 0.5}
 MAPPINGS = {file.stem: file for file in (Path(__file__).parent / "mappings").glob("*.toml")}  # shipped, by name
 Shapes = Mapping[str, Shape]
 View = Callable[["Pair", np.ndarray], np.ndarray]
-
-
-class Row(NamedTuple):
-    """One parameter of each side, or with `{layer}` one for every number, or of either side a piece of it."""
-
-    ours: str
-    theirs: str
-    transform: str = SAME
-    shape: Shape = ()
-    part: int | None = None
-    chunk: tuple[int, int] | None = None
-    axis: int = 0
-    scale: str = ""
-    optional: bool = False
-
-    @property
-    def stacked(self) -> bool:
-        return LAYER in self.theirs and LAYER not in self.ours
-
-    def of_layer(self, shape: Shape) -> Shape:
-        """The shape of one layer of a parameter of ours; that of the parameter itself where it is not stacked."""
-        return (*shape[: self.axis], *shape[self.axis + 1 :]) if self.stacked else shape
 
 
 class Pair(NamedTuple):
@@ -129,14 +103,14 @@ class KeyMapping:
 
     def __post_init__(self) -> None:
         for i, row in enumerate(self.rows, 1):
-            _check_row(f"{self.source}: row {i}", row)
+            check_row(f"{self.source}: row {i}", row)
 
     @classmethod
     def load(cls, path: Path | str) -> "KeyMapping":
         """Read a file. Raises ConfigError naming the row and the fix."""
         path = Path(path)
         values = read_toml(path, "mapping")
-        _only_keys(str(path), values, ("rows", "ours_only", "theirs_only"))
+        only_keys(str(path), values, ("rows", "ours_only", "theirs_only"))
         lists = {name: values.get(name, []) for name in ("ours_only", "theirs_only")}
         for name, given in lists.items():
             if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
@@ -144,7 +118,7 @@ class KeyMapping:
         rows = values.get("rows", [])
         if not isinstance(rows, list):
             raise ConfigError(f"{path}: rows = {rows!r}; give a list of tables with ours, theirs and transform")
-        read = tuple(_row(f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
+        read = tuple(read_row(f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
         return cls(read, tuple(lists["ours_only"]), tuple(lists["theirs_only"]), str(path))
 
     def save(self, path: Path | str, notes: Mapping[Row, str] | None = None, head: Iterable[str] = ()) -> None:
@@ -156,8 +130,8 @@ class KeyMapping:
             lines += [f"  # unsure: {notes[row]}"] if row in notes else []
             defaults = Row._field_defaults | {"transform": None}  # which a file always says
             fields = {name: value for name, value in row._asdict().items() if value != defaults.get(name)}
-            lines.append("  { " + ", ".join(f"{name} = {_toml(value)}" for name, value in fields.items()) + " },")
-        lines += ["]", f"ours_only = {_toml(self.ours_only)}", f"theirs_only = {_toml(self.theirs_only)}"]
+            lines.append("  { " + ", ".join(f"{name} = {toml(value)}" for name, value in fields.items()) + " },")
+        lines += ["]", f"ours_only = {toml(self.ours_only)}", f"theirs_only = {toml(self.theirs_only)}"]
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def below(self, names: Collection[str]) -> str:
@@ -183,13 +157,25 @@ class KeyMapping:
         return found
 
     def _check_layers(self, ours: Shapes) -> None:
-        """Raises ConfigError where rows of the same layers, those with one name before `{layer}` in theirs, have
-        different numbers of them: then some are stacked along another axis than the row says."""
+        """Raises ConfigError where rows of the same layers, those with one name before `{layer}` in theirs, lack one
+        between the first and the last, or have different numbers of them: then some are stacked along another axis than
+        the row says."""
         alike: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # layers -> count -> rows
+        there: dict[str, set[int]] = defaultdict(set)  # layers -> their numbers
         for number, row in enumerate(self.rows, 1):
             if LAYER in row.theirs and (found := _numbered(row.ours, ours)):
                 count = ours[row.ours][row.axis] if row.stacked else len(found)
-                alike[row.theirs.partition(LAYER)[0]][count].append(number)
+                layers = row.theirs.partition(LAYER)[0]
+                alike[layers][count].append(number)
+                there[layers] |= {*range(count)} if row.stacked else found.keys()
+        for layers, numbers in there.items():
+            if numbers and (missing := missing_layers(layers, numbers)):
+                lacking = ", ".join(f"{layers}{number}" for number in missing[:5])
+                raise ConfigError(
+                    f"{self.source}: ours has layers up to {layers}{max(numbers)}, but no {lacking}"
+                    f"{', ...' if missing[5:] else ''}. Give the whole model; or, if it has no such layers, write the "
+                    f"rows out one by one, without {LAYER}"
+                )
         for layers, counts in alike.items():
             if len(counts) > 1:
                 told = "; ".join(f"{n} in row {', '.join(map(str, rows))}" for n, rows in sorted(counts.items()))
@@ -268,7 +254,7 @@ class KeyMapping:
         for side, name, field, pieces in (("ours", pair.ours, "part", parts), ("theirs", pair.theirs, "chunk", chunks)):
             if missing := [piece for piece in pieces if piece not in seen[side][name]]:
                 raise ConfigError(
-                    f"{self.source}: {side} = {name!r}: {field} = {_toml(missing[0])} is in no row; give all of them"
+                    f"{self.source}: {side} = {name!r}: {field} = {toml(missing[0])} is in no row; give all of them"
                 )
 
     def _check_complete(self, side: str, mapped: set[str], only: set[str], known: set[str]) -> None:
@@ -439,66 +425,3 @@ def _check_fit(place: str, pair: Pair, ours: Shapes, theirs: Shape) -> None:
         advice = f"transform = {' or '.join(map(repr, others))} fits" if others else "map it to another tensor"
         turned = f"{pair.ours} {shape} by transform = {pair.row.transform!r}"
         raise ConfigError(f"{place}: {turned} is not {pair.theirs} {theirs}; {advice}")
-
-
-def _row(place: str, values: Any) -> Row:
-    """A row of the file. Raises ConfigError."""
-    if not isinstance(values, dict):
-        raise ConfigError(f"{place}: {values!r}; give a table with ours, theirs and transform")
-    _only_keys(place, values, Row._fields)
-    for name in ("ours", "theirs", "transform"):
-        if not isinstance(values.get(name), str):
-            raise ConfigError(f"{place}: {name} = {values.get(name)!r}; give a text")
-    shape = values.get("shape", [])
-    if not isinstance(shape, list) or not all(isinstance(size, int) for size in shape):
-        raise ConfigError(f"{place}: shape = {shape!r}; give a list of sizes")
-    part, chunk = values.get("part"), values.get("chunk")
-    if part is not None and type(part) is not int:
-        raise ConfigError(f"{place}: part = {part!r}; give a whole number from 0")
-    if chunk is not None and not (isinstance(chunk, list) and len(chunk) == 2 and {*map(type, chunk)} == {int}):
-        raise ConfigError(f"{place}: chunk = {chunk!r}; give [which, of how many], as [0, 3]")
-    axis, scale = values.get("axis", 0), values.get("scale", "")
-    if type(axis) is not int or not 0 <= axis < MOST_AXES:
-        raise ConfigError(f"{place}: axis = {axis!r}; give the axis of ours along which layers are stacked, from 0")
-    if not isinstance(scale, str) or scale not in SCALES:
-        raise ConfigError(f"{place}: scale = {scale!r}; give 'sqrt_last', or leave it out")
-    if type(optional := values.get("optional", False)) is not bool:
-        raise ConfigError(f"{place}: optional = {optional!r}; give true or false")
-    which = None if chunk is None else (chunk[0], chunk[1])
-    row = Row(values["ours"], values["theirs"], values["transform"], tuple(shape), part, which, axis, scale, optional)
-    _check_row(place, row)
-    if (row.transform == RESHAPE) != ("shape" in values):
-        raise ConfigError(
-            f"{place}: shape belongs to transform = {RESHAPE!r} alone, which needs it: the shape of theirs"
-        )
-    return row
-
-
-def _check_row(place: str, row: Row) -> None:
-    """What can be said of a row without the models. Raises ConfigError."""
-    if row.transform not in TRANSFORMS:
-        raise ConfigError(f"{place}: transform = {row.transform!r}: unknown; {nearest(row.transform, TRANSFORMS)}")
-    if row.part is not None and row.part < 0:
-        raise ConfigError(f"{place}: part = {row.part}; give a whole number from 0")
-    if row.chunk and not 0 <= row.chunk[0] < row.chunk[1]:
-        which, count = row.chunk
-        raise ConfigError(f"{place}: chunk = {[which, count]}: of {count} they are 0 to {count - 1}")
-    for name in ("ours", "theirs"):
-        text = getattr(row, name)
-        if text.count(LAYER) > 1:
-            raise ConfigError(f"{place}: {name} = {text!r} has {LAYER} twice; write the rows out one by one")
-    if row.axis and not row.stacked:
-        raise ConfigError(f"{place}: axis = {row.axis} belongs to rows with {LAYER} in theirs alone; leave it out")
-    if LAYER in row.ours and LAYER not in row.theirs:
-        raise ConfigError(f"{place}: {LAYER} in ours alone; theirs needs it too, or write the rows out one by one")
-
-
-def _only_keys(place: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{place}: {name}: no such field; {nearest(name, known)}")
-
-
-def _toml(value: Any) -> str:
-    """A text or a list as TOML, whose texts are JSON's."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

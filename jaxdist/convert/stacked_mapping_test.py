@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.mapping import KeyMapping, Row
+from jaxdist.convert.suggest import suggest
 
 D, L, H, K, C, F, V = 32, 3, 4, 2, 8, 48, 96
 Arrays = dict[str, np.ndarray]
@@ -244,6 +245,29 @@ def test_other_stacks_that_disagree(shapes: dict[str, Any], says: str) -> None:
     rows = Row("a", "h.{layer}.a"), Row("b" if "b" in shapes else "b_{layer}", "h.{layer}.b")
     with pytest.raises(ConfigError, match=says):
         KeyMapping(rows).pairs(shapes)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"), [((0, 1, 3), "but no h.2. Give"), ((1, 2), "but no h.0. Give"), ((0, 9), "but no h.1, h.2, ")]
+)
+def test_layers_that_are_missing(numbers: tuple[int, ...], says: str) -> None:
+    """Written out one by one, as the message says, the same layers are accepted."""
+    shapes = {f"b_{i}": (D,) for i in numbers}
+    with pytest.raises(ConfigError, match=says):
+        KeyMapping((Row("b_{layer}", "h.{layer}.b"),)).pairs(shapes)
+    assert len(KeyMapping(tuple(Row(f"b_{i}", f"h.{i}.b") for i in numbers)).pairs(shapes)) == len(numbers)
+
+
+def test_layers_that_are_of_two_kinds_in_turns_or_counted_from_one_are_whole() -> None:
+    rows = Row("a_{layer}", "h.{layer}.a"), Row("b_{layer}", "h.{layer}.b"), Row("c_{layer}", "stage{layer}.c")
+    assert len(KeyMapping(rows).pairs(dict.fromkeys(("a_0", "b_1", "a_2", "b_3", "c_1", "c_2"), (D,)))) == 6
+
+
+def test_suggested_rows_of_layers_with_a_gap_are_accepted() -> None:
+    """As the Linear layers of a Sequential, between which others have no parameters."""
+    names = [f"net.{i}.weight" for i in (0, 2, 4)]
+    rows = suggest(dict.fromkeys(names, (D, F)), dict.fromkeys(names, (D, F))).mapping.rows
+    assert sorted(row.ours for row in rows) == names
 
 
 def test_stacks_of_two_kinds_may_have_two_sizes() -> None:

@@ -18,6 +18,7 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxdist.convert.atoms import Shape
 from jaxdist.convert.mapping import LAYER, KeyMapping, Row, Shapes
+from jaxdist.convert.mapping_rows import missing_layers
 from jaxdist.convert.transforms import RESHAPE, fitting
 
 LEAST = 0.2  # of the score of a folded pair; a poorer one may fit better name by name
@@ -134,11 +135,16 @@ def fold(shapes: Shapes) -> list[Node]:
         for match in re.finditer(r"\d+", name):
             template = name[: match.start()] + LAYER + name[match.end() :]
             groups[template, shape, template.index(LAYER)].append((int(match[0]), name))
+    numbered: dict[str, set[int]] = defaultdict(set)  # what stands before a number -> the numbers
+    for (template, _, _), members in groups.items():
+        numbered[template.partition(LAYER)[0]].update(number for number, _ in members)
     taken: dict[str, Node] = {}
     for (template, shape, _), members in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0][2])):
         members = sorted(members)
         plain = all(template.replace(LAYER, str(number)) == name for number, name in members)  # no leading zeros
-        if len(members) > 1 and plain and not any(name in taken for _, name in members):
+        before = template.partition(LAYER)[0]
+        whole = plain and not missing_layers(before, numbered[before])
+        if len(members) > 1 and whole and not any(name in taken for _, name in members):
             numbers, names = zip(*members, strict=True)
             taken |= dict.fromkeys(names, Node(template, shape, numbers, names, 0.0))
     nodes = [taken.get(name, Node(name, shape, (), (name,), 0.0)) for name, shape in shapes.items()]
