@@ -9,13 +9,15 @@ packs documents with positions of their own: that a document is indifferent to i
 | other padding | padding of other ids in place of 0 |
 | order of rows | the batch's rows reversed |
 | microbatches | two in place of one, which differ in how many targets count |
-| moved | as before, each row in the next place, so that one is in the other microbatch |
+| equal microbatches | two of the same rows in place of one |
+| moved | as `microbatches`, each row in the next place, so that one is in the other microbatch |
 | alone | each row's loss and gradient without the others, weighed by its targets and summed |
 | unused rows | other embeddings of ids that the batch has not, whose gradient is 0 |
 | renamed ids | the ids permuted, and with them the rows of embedding and head |
 
 A mixture's load-balance loss is of a microbatch, so where rows are balanced with others it is left out. A ResNet has no
-padding, and its batch norm is of all images of a microbatch: its order and its classes remain.
+padding, and its batch norm is of all images of a microbatch: it is cut into microbatches of the same images, without
+the running statistics, which each microbatch moves.
 """
 
 import json
@@ -156,6 +158,15 @@ def microbatches(case: Case) -> float:
     return difference(taken(with_sections(case, train={"accumulation": 2})), taken(case))
 
 
+def equal_microbatches(case: Case) -> float:
+    case = replace(case, batch=Images(*(np.concatenate((x[:2], x[:2])) for x in case.batch)))
+
+    def trained(found: Step) -> Step:
+        return replace(found, weights={name: found.weights[name] for name in found.gradients})
+
+    return difference(trained(taken(with_sections(case, train={"accumulation": 2}))), trained(taken(case)))
+
+
 def moved(case: Case) -> float:
     rolled = replace(case, batch=Batch(*(np.roll(x, 1, axis=0) for x in case.batch)))
     return difference(taken(with_sections(rolled, train={"accumulation": 2})), taken(case))
@@ -209,6 +220,7 @@ TABLE: dict[Callable[[Case], float], list[str]] = {
     other_padding: DECODERS,
     order_of_rows: [*FAMILIES],
     microbatches: DECODERS,
+    equal_microbatches: ["resnet"],
     moved: DECODERS,
     alone: DECODERS,
     unused_rows: DECODERS,
@@ -273,8 +285,10 @@ MISTAKES: list[tuple[Any, str, Any, Callable[[Case], float], str]] = [
     (Capped, "rooms", room_of_padding, more_padding, "mixtral"),
     (step, "IGNORED", mean_of_all_tokens, more_padding, "llama"),
     (step, "cross_entropy", mean_of_microbatch_means, microbatches, "llama"),
+    (step, "cross_entropy", mean_of_microbatch_means, moved, "gpt2"),
     (step, "cross_entropy", mean_of_microbatch_means, alone, "llama"),
     (step, "cross_entropy", first_row_twice, order_of_rows, "gpt2"),
+    (step, "cross_entropy", first_row_twice, equal_microbatches, "resnet"),
     (Parallel, "lookup", mean_embedding_added, unused_rows, "llama"),
     (step, "cross_entropy", higher_ids_weigh_more, renamed_ids, "llama"),
     (Parallel, "attend", padding_attended, other_padding, "llama"),
