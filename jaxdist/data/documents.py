@@ -134,16 +134,26 @@ class Documents:
                     yield from self._json_whole(file, b"".join([line, *lines]), number)
                     return
                 try:
-                    text = self._text_of(json.loads(line.decode()))
+                    text = self._text_of(json.loads(line.decode(), object_pairs_hook=self._object))
                 except (ValueError, RecursionError) as error:
                     raise self._bad(f"{file}:{number}", error) from None
                 now = place()
                 yield from cut(text, file, now - before)
                 before = now
 
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """A JSON object. Raises ValueError where it has the text's key twice, of which Python would take the last."""
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            given = [key for key, _ in pairs]
+            for key in (self._field, *self._field.split(".")):
+                if given.count(key) > 1:
+                    raise ValueError(f"the key {key!r} is there {given.count(key)} times; give it once")
+        return found
+
     def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
         """The elements of arrays, or objects that take several lines each. `line`: where they begin."""
-        number, decoder = line, json.JSONDecoder()
+        number, decoder = line, json.JSONDecoder(object_pairs_hook=self._object)
         try:
             whole = content.decode()
             array, place, done, counted = False, _after_space(whole, 0), 0, 0
@@ -197,7 +207,8 @@ class Documents:
         return found
 
     def _csv(self, file: Path) -> Iterator[Piece]:
-        """One document for each row below that of the columns' names, which tells the delimiter too."""
+        """One document for each row below that of the columns' names, which tells the delimiter too, and whether spaces
+        follow it that belong to no value."""
         start = start_of(file)
         csv.field_size_limit(2**31 - 1)  # the module's own is 131,072 characters
         with unpacked(file) as (_, stream, place):
@@ -206,12 +217,21 @@ class Documents:
             try:
                 lines.read(bool(start.mark))
                 first = lines.readline()
-                heads = {mark: next(csv.reader([first], delimiter=mark), []) for mark in DELIMITERS}
-                mark = next((mark for mark, names in heads.items() if self._field in names), DELIMITERS[0])
-                names = heads[mark]
+                heads = {
+                    mark: [
+                        next(csv.reader([first], delimiter=mark, skipinitialspace=spaced), [])
+                        for spaced in (False, True)
+                    ]
+                    for mark in DELIMITERS
+                }
+                fitting = (mark for mark, both in heads.items() if any(self._field in names for names in both))
+                mark = next(fitting, DELIMITERS[0])
+                exact, trimmed = heads[mark]
+                spaced = self._field in trimmed and exact != trimmed
+                names = trimmed if spaced else exact
                 if self._field not in names:
                     raise self._no("column", names)
-                rows = csv.reader(lines, delimiter=mark, strict=True)
+                rows = csv.reader(lines, delimiter=mark, skipinitialspace=spaced, strict=True)
                 for row in rows:
                     number = rows.line_num + 1
                     if row and len(row) != len(names):
