@@ -95,6 +95,7 @@ class Content:
     metrics: bytes = b""  # the lines that the run logged
     scaling: LossScale | None = None
     checkpoint: Path | None = None  # one with a manifest, with which its large files are still to be compared
+    averages: Leaves = field(default_factory=dict)  # of the weights, with which no training goes on here
 
     def entries(self, group: str) -> dict[str, Entry]:
         """The tensors of a group. Raises ConfigError as `kept` does."""
@@ -106,10 +107,14 @@ class Content:
 
     def averaged(self, source: Path) -> "Content":
         """The moving average of the weights in their place. Raises ConfigError where there is none."""
-        if EMA not in self.groups:
+        averages, weights = self.groups.get(EMA, self.averages), self.groups[PARAMETERS]
+        if not averages:
             raise ConfigError(f"--ema: {source} has no average of its weights; train with --optimizer.ema 0.999")
         # Of running statistics there is none, as in torch's AveragedModel, which copies them.
-        return replace(self, groups={PARAMETERS: {**self.groups[PARAMETERS], **self.groups[EMA]}}).weights()
+        taken = {name: averages.get(name, leaf) for name, leaf in weights.items()}
+        if other := [name for name, leaf in taken.items() if leaf.shape != weights[name].shape]:
+            raise ConfigError(f"--ema: {source}: the average of {other[0]} has another shape; use a whole copy")
+        return replace(self, groups={PARAMETERS: taken}).weights()
 
     def checked(self, source: Path) -> "Content":
         """Itself, its buffers apart, and with a first loss scale where its experiment needs one and it has none.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from jaxdist.config import ConfigError
 from jaxdist.config.arguments import load
@@ -198,3 +199,7 @@ def test_averages_are_not_taken_for_the_weights(tmp_path: Path, capsys: pytest.C
     torch.save(found | {"state_dict": averages, "current_model_state": current}, tmp_path / "a.ckpt")
     same_as_without(tmp_path)
     assert "its state_dict has averages of the weights, which stay behind" in capsys.readouterr().out
+    main([str(tmp_path / "a.ckpt"), str(tmp_path / "ema"), "--to", "hf", "--ema", *config(tmp_path)])
+    written = load_file(tmp_path / "ema" / "model.safetensors")
+    ours = {name.removeprefix("net."): tensor for name, tensor in averages.items()}
+    assert len(written) > 10 and all(torch.equal(tensor, ours[name]) for name, tensor in written.items())

@@ -79,6 +79,7 @@ from jaxdist.formats.torch_files import (
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
 from jaxdist.formats.torch_zips import Place, is_zip
 
+AVERAGES = "state_dict"  # of Lightning's WeightAveraging
 AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's AveragedModel
 
 
@@ -130,8 +131,12 @@ def opened(
     Raises ConfigError."""
     if own := is_own(tree := load(path)):
         rates.check_unasked(path, peak)
-    if isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT:
-        say(f"{path}: its state_dict has averages of the weights, which stay behind; {CURRENT} has the weights")
+    is_average = isinstance(tree, dict) and key_of(tree, MODEL) == CURRENT
+    if is_average:
+        say(
+            f"{path}: its state_dict has averages of the weights, which stay behind without --ema; {CURRENT} has the "
+            "weights"
+        )
     tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
@@ -186,12 +191,20 @@ def opened(
             experiment = amp.going_on(path, experiment, scaler, bool(wanted))
     extras = _extras(path, tree, order, kinds, averaged)
     files = neighbours(path) | files_of(path, tree, leaf)
-    left = [*copies(tree, part(tree, MODEL)), *beside(path)]
+    others = {key: value for key, value in tree.items() if not (is_average and key == AVERAGES)}
+    left = [*copies(others, part(tree, MODEL)), *beside(path)]
     origin = Origin("torch", naming, carries, files=files, held=lambda: extras, step=step, own=own, left=left)
     if own and ORIGIN in tree:
         origin = replace(origin_of(path, tree), files=files, held=partial(_own_extras, path))
     logged = log_of(path, tree) if training and own else b""
-    return Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
+    content = Content(experiment, naming, groups, step, updates, origin, logged, scaling).checked(path)
+    return replace(content, averages=_averages(path, tree[AVERAGES], names)) if is_average else content
+
+
+def _averages(path: Path, averages: Any, names: Mapping[str, str]) -> dict[str, Leaf]:
+    """Those of Lightning's WeightAveraging, by full name; `names` are the weights' in the file."""
+    with reading(path, AVERAGES):
+        return {full: leaf(path, f"{name} of {AVERAGES}", averages[name]) for full, name in names.items()}
 
 
 def _own_extras(path: Path) -> Any:
