@@ -10,8 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jaxdist.config import ConfigError
 from jaxdist.config.foreign import INDEX, SINGLE
+from jaxdist.convert import torch_files
 from jaxdist.convert.deepspeed_folders_test import Trained, zero_2
+from jaxdist.convert.torch_records_test import rezipped, with_content
 from parity_tests.sources_test import (
     MODELS,
     NORM,
@@ -24,12 +27,16 @@ from parity_tests.sources_test import (
     refused,
     save,
 )  # fmt: skip
+from torch_ref import reader
 
 BAD: dict[str, tuple[str, Callable[[Tensors], Tensors], str]] = {
     "missing": ("llama", lambda t: {n: x for n, x in t.items() if n != Q}, f"{Q} is absent there"),
     "two missing": ("llama", lambda t: {n: x for n, x in t.items() if n not in (Q, NORM)}, "1 more differ"),
     "a layer is missing": (
         "gpt2", lambda t: {n: x for n, x in t.items() if ".h.0." not in n}, r"has nothing of transformer\.h\.0; give"
+    ),
+    "torchtitan's experts": (
+        "llama", lambda t: t | {"layers.0.moe.experts.w1": torch.ones(2, 8, 8)}, r"convert_to_hf\.py, put the model's"
     ),
     "no untied head": ("llama", lambda t: {n: x for n, x in t.items() if n != "lm_head.weight"}, "lm_head"),
     "unexpected": ("llama", lambda t: t | {"model.extra.weight": torch.ones(2)}, "model.extra.weight is"),
@@ -186,3 +193,17 @@ def test_both_refuse_what_is_no_source_in_the_same_words(name: str, tmp_path: Pa
     message = refused(read_by_jaxdist, path, MODELS["llama"])
     assert re.search(words, message), message
     assert refused(read_by_torch_ref, path, MODELS["llama"]) == message
+
+
+@pytest.mark.parametrize("load", [torch_files.load, reader.load], ids=["jaxdist", "torch_ref"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn])
+def test_a_storage_beyond_its_record(load: Callable[[Path], Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Mapped into memory, it would have others' numbers at its end."""
+    torch.save({"a": torch.arange(5.0).to(dtype), "b": torch.arange(100.0)}, tmp_path / "a.pt")
+    load(tmp_path / "a.pt")
+    size = 5 * dtype.itemsize
+    rezipped(tmp_path / "a.pt", with_content("data/0", bytes(size - 1)))
+    count = size if dtype == torch.float8_e4m3fn else 5  # it is stored as bytes
+    with pytest.raises(ConfigError, match=rf"data/0 is to have {count} torch\.") as e:
+        load(tmp_path / "a.pt")
+    assert str(e.value).endswith(f"and has {size - 1} bytes; give a file that torch.save wrote")

@@ -32,8 +32,8 @@ def load(path: Path) -> Any:
         if not (size := size_of(path)):
             raise ValueError("it is empty")
         if zipped := is_zip(path):
-            pickle, _ = opened(path)
-            rehearse(BytesIO(pickle), len(pickle))
+            pickle, places = opened(path)
+            rehearse(BytesIO(pickle), len(pickle), places=places)
         else:
             check_torch(path)
             with path.open("rb") as file:

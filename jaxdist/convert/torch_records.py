@@ -13,7 +13,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from jaxdist.convert import torch_numpy
 from jaxdist.formats.torch_pickles import rehearse
-from jaxdist.formats.torch_zips import STORAGES, Place, opened
+from jaxdist.formats.torch_zips import Place, opened, storage_of
 
 
 class Records:
@@ -39,11 +39,7 @@ class Records:
         """What a pickle says of a storage: its type, its key, where it was, and how many numbers it has."""
         _, kind, key, _, count = said
         dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
-        there = self.places.get(f"{STORAGES}{key}") if type(key) is str else None
-        if type(count) is not int or not there or not 0 <= count * dtype.itemsize <= there.size:
-            has = f"{there.size:,} bytes" if there else "none"
-            raise ValueError(f"its record {STORAGES}{key!s:.50} is to have {count!s:.50} {dtype}, and has {has}")
-        asked = Place(there.start, count * dtype.itemsize)
+        asked = storage_of(self.places, key, str(dtype), dtype.itemsize, count)
         if asked not in self.storages:
             self.storages[asked] = made(asked)
             self.storages[asked].place = asked  # type: ignore[attr-defined]

@@ -214,7 +214,10 @@ class Zero(Saved):
     def refuse_others(self) -> None:
         """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
         load = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
-        merge = "merge them by python -m deepspeed.checkpoint.ds_to_universal, and give its --output_folder"
+        merge = (
+            "merge them by python -m deepspeed.checkpoint.ds_to_universal, with --inject_missing_state where there is "
+            "no universal_checkpoint_info, as those of the plain engine, and give its --output_folder"
+        )
         there = {
             "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
             "layer_*_expert_*_model_states.pt": ("experts of DeepSpeed's mixtures", load),

@@ -3,6 +3,7 @@
 Both sides follow it, so that what one takes the other takes, and what one refuses the other refuses in the same words.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from jaxdist.formats.tables import EXPERTS, NAMINGS, STACKED, TORCH_REF, TURNED,
 
 WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # others hold quantized weights, whose scales lie elsewhere
 COUNTED, COUNTS = "num_batches_tracked", ("int64", "int32")  # of batches, in torch and in JAX
+
+TITAN_MIXTURE = re.compile(r"\.moe\.(experts\.w\d|router\.gate)")
 
 
 class Parts(NamedTuple):
@@ -44,6 +47,12 @@ def untied(source: str, head: str) -> ConfigError:
 
 def check_tensors(source: str, found: Mapping[str, Header], wanted: Mapping[str, Shape]) -> None:
     """Raises ConfigError naming a tensor of `source` that is missing, unexpected, of another shape, or no weights."""
+    if name := next(filter(TITAN_MIXTURE.search, found), None):
+        raise ConfigError(
+            f"{source}: {name} is of torchtitan's mixtures, whose layout is not supported; export it by torchtitan's "
+            "scripts/checkpoint_conversion/convert_to_hf.py, put the model's config.json beside what that writes, and "
+            "give that folder"
+        )
     check_shapes(source, {name: header.shape for name, header in found.items()}, wanted)
     for name, header in found.items():
         if header.dtype not in (COUNTS if name.endswith(COUNTED) else WEIGHTS):

@@ -4,11 +4,13 @@ It would make a bytearray of a number of bytes, for one. Here small classes stan
 nothing is imported, called or made but what Python's plain values take. What else than these it may call is refused.
 """
 
+from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any
 
 from jaxdist.config.pickles import Careful
 from jaxdist.formats.stand_ins import STAND_INS
+from jaxdist.formats.torch_zips import Place, storage_of
 
 PICKLES = 5  # in a file of before torch 1.6: magic, protocol, system, the tree, keys of the storages that follow
 PROTOCOL = 3  # the newest whose operations torch's own reader knows
@@ -19,6 +21,16 @@ _REBUILT = ("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_sta
 QUANTIZED = "torch._utils._rebuild_qtensor"
 TENSORS = {"torch.nn.parameter.Parameter", *(f"torch._utils._rebuild_{name}" for name in _REBUILT)}
 PLAIN = {"builtins.complex", "torch.Size", "torch.device", "torch.serialization._get_layout"}
+
+STORED = {  # torch's classes of storages: the dtype, and the bytes of a number
+    "DoubleStorage": ("torch.float64", 8), "FloatStorage": ("torch.float32", 4), "HalfStorage": ("torch.float16", 2),
+    "BFloat16Storage": ("torch.bfloat16", 2), "LongStorage": ("torch.int64", 8), "IntStorage": ("torch.int32", 4),
+    "ShortStorage": ("torch.int16", 2), "CharStorage": ("torch.int8", 1), "ByteStorage": ("torch.uint8", 1),
+    "BoolStorage": ("torch.bool", 1), "ComplexDoubleStorage": ("torch.complex128", 16),
+    "ComplexFloatStorage": ("torch.complex64", 8), "UntypedStorage": ("torch.uint8", 1),
+    "QInt8Storage": ("torch.qint8", 1), "QUInt8Storage": ("torch.quint8", 1), "QInt32Storage": ("torch.qint32", 4),
+    "QUInt4x2Storage": ("torch.quint4x2", 1), "QUInt2x4Storage": ("torch.quint2x4", 1),
+}  # fmt: skip
 
 
 class Named:
@@ -46,7 +58,10 @@ class Bytes(Made):
 
 
 class Rehearsal(Careful):
-    """Goes through a pickle as torch will. Raises UnpicklingError for what it may not call."""
+    """Goes through a pickle as torch will. Raises UnpicklingError for what it may not call, and ValueError for storages
+    of more numbers than their records have, where it knows the `places` of those."""
+
+    places: Mapping[str, Place] | None = None
 
     def load_proto(self) -> None:
         super().load_proto()
@@ -57,6 +72,12 @@ class Rehearsal(Careful):
         return Named(f"{'builtins' if module == '__builtin__' else module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
+        if self.places is not None:
+            match pid:
+                case (_, Named(name=name), key, _, count) if (kind := name.rpartition(".")[2]) in STORED:
+                    storage_of(self.places, key, *STORED[kind], count)
+                case _:
+                    raise UnpicklingError("it has a storage of no known kind")
         return Made(0)
 
     def load_reduce(self) -> None:
@@ -95,8 +116,10 @@ class Rehearsal(Careful):
         raise UnpicklingError(f"it has a {called.name}, which is neither a tensor nor a plain value")
 
 
-def rehearse(file: Any, size: int, pickles: int = 1) -> None:
-    """Go through the pickles that lie in a file of so many bytes, one after the other. Raises ValueError or
-    UnpicklingError for a hostile one, and whatever else a damaged one leads to."""
+def rehearse(file: Any, size: int, pickles: int = 1, places: Mapping[str, Place] | None = None) -> None:
+    """Go through the pickles that lie in a file of so many bytes, one after the other; `places` are those of a zip's
+    records. Raises ValueError or UnpicklingError for a hostile one, and whatever else a damaged one leads to."""
     for _ in range(pickles):
-        Rehearsal(file, size).load()
+        rehearsal = Rehearsal(file, size)
+        rehearsal.places = places
+        rehearsal.load()

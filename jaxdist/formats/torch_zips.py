@@ -7,6 +7,7 @@ records they lie elsewhere. So each record's place is taken from its own header.
 import io
 import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -79,6 +80,16 @@ def records(file: IO[bytes]) -> dict[str, Place]:
             raise ValueError(f"its record {name} is there twice, or shares bytes with another")
         after, found[name] = record.header_offset, Place(begin, record.file_size)
     return found
+
+
+def storage_of(places: Mapping[str, Place], key: Any, dtype: str, itemsize: int, count: Any) -> Place:
+    """Where the numbers of a storage lie, of which a pickle says this. Raises ValueError where its record is missing,
+    or holds fewer: behind its end lie those of others."""
+    there = places.get(f"{STORAGES}{key}") if type(key) is str else None
+    if type(count) is not int or not there or not 0 <= count * itemsize <= there.size:
+        has = f"{there.size:,} bytes" if there else "none"
+        raise ValueError(f"its record {STORAGES}{key!s:.50} is to have {count!s:.50} {dtype}, and has {has}")
+    return Place(there.start, count * itemsize)
 
 
 def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
