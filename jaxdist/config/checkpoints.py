@@ -73,7 +73,10 @@ class Saves:
         except TrainingError:
             raise
         except Exception as error:  # many types: Orbax, TensorStore and torch raise their own
-            self.failed[step] = cause(error)
+            reason = cause(error)
+            if reason not in SYSTEM_REASONS and not self.checkpoints.is_dir():
+                reason = "it is not a folder"  # the libraries name a file that they miss in it
+            self.failed[step] = reason
             if self.first:
                 settle(self.checkpoints)
             message = f"the checkpoint of step {step} could not be written to {self.checkpoints}: {self.failed[step]}"

@@ -342,6 +342,21 @@ def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.Mon
         saves.check_latest()
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "8.unfinished/_METADATA"), "it is not a folder"),
+        (ValueError("No ArrayMetadata found for process_index=0"), "it is not a folder"),
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES), "checkpoints"), os.strerror(errno.EACCES)),
+    ],
+)
+def test_a_folder_that_is_gone_is_the_reason(tmp_path: Path, error: Exception, reason: str) -> None:
+    saves = Saves(tmp_path / "removed", Checkpoint(failure="go on"))
+    with saves.writing(8):
+        raise error
+    assert saves.failed == {8: reason}
+
+
 def test_a_run_whose_last_step_is_not_to_be_saved(tmp_path: Path) -> None:
     """What the last line says is there is there."""
     run, why = Path("run"), "; checkpoint.final = false leaves out the last"
