@@ -156,7 +156,7 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
         raise ConfigError(
             f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}"
         )
-    experiment.check_times(f"--tokens {path}: {tokens.shape[1]} tokens a row", tokens.shape[1], axes_of(program.mesh))
+    experiment.check_times(tokens.shape[1], axes_of(program.mesh), f"--tokens {path}: tokens a row")
     ways = math.prod(axes_of(program.mesh)[axis] for axis in BATCH)
     if tokens.shape[0] % ways:
         raise ConfigError(

@@ -35,7 +35,7 @@ from jaxdist.config.model import (
     Seed,
 )
 from jaxdist.config.optimizer import Optimizer
-from jaxdist.config.parallel import Parallel
+from jaxdist.config.parallel import Parallel, resized, written
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 
@@ -160,7 +160,7 @@ class Memory(Section):
         if "activations" in self.offload and self.remat == "none":
             raise ValueError(
                 "memory.offload = activations with memory.remat = none: it is what remat keeps of a block that goes to "
-                "the host; use memory.remat = selective or full, or leave activations out"
+                "the host; use memory.remat = selective or full, or leave it out"
             )
         return self
 
@@ -217,7 +217,7 @@ class Experiment(Section):
         elif self.data.sequence > model.positions:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
-                "shorten the sequence or raise the positions"
+                f"use data.sequence = {model.positions}, or model.positions = {self.data.sequence}"
             )
         if model.layers % self.memory.remat_every:
             raise ValueError(
@@ -227,7 +227,8 @@ class Experiment(Section):
         if train.batch % train.accumulation:
             raise ValueError(
                 f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} "
-                "equal microbatches; make the batch a multiple"
+                f"equal microbatches; use train.batch = {_multiple(train.accumulation, train.batch)}, or "
+                f"train.accumulation = {math.gcd(train.batch, train.accumulation)}"
             )
         return self
 
@@ -239,10 +240,12 @@ class Experiment(Section):
                 "logits for each image; leave it out"
             )
         if self.memory.remat != "none" or self.memory.offload:
-            field, value = ("remat", self.memory.remat) if self.memory.remat != "none" else ("offload", "...")
+            given = f"memory.remat = {self.memory.remat}"
+            if self.memory.remat == "none":
+                given = f"memory.offload = {','.join(self.memory.offload)}"
             raise ValueError(
-                f"memory.{field} = {value} with model.family = resnet: a batch norm that is computed again would move "
-                "its running statistics twice, as in torch; use memory.remat = none without offload, and strategy fsdp"
+                f"{given} with model.family = resnet: a batch norm that is computed again would move its running "
+                "statistics twice, as in torch, and nothing of an image model waits on the host; leave it out"
             )
         for field, values in (("pixel_mean", self.data.pixel_mean), ("pixel_std", self.data.pixel_std)):
             if len(values) not in (1, model.channels):
@@ -253,7 +256,7 @@ class Experiment(Section):
         if self.optimizer.name == "muon":
             raise ValueError("optimizer.name = muon with model.family = resnet: it is of matrices alone; use adamw")
         if not all(self.data.pixel_std):
-            raise ValueError("data.pixel_std = 0 divides by nothing; use 1 for pixels as they are")
+            raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for pixels as they are")
 
     @property
     def per_row(self) -> int:
@@ -266,16 +269,18 @@ class Experiment(Section):
             self._check_images(self.model, axes)
             return
         self._check_experts(axes)
-        self._check_stages(axes["pipeline"])
+        self._check_stages(axes)
         self._check_rows(axes, "sequences")
-        self.check_times(f"data.sequence = {self.data.sequence}", self.data.sequence, axes)
+        self.check_times(self.data.sequence, axes)
         self._check_chunks(axes)
         for field, size, parameter, over in self._splits(self.model):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
-                fix = f"change the mesh, or the size to a multiple of {parts}"
+                fix = f"use --mesh {resized(axes, over, size)}"
                 if field == "vocab":
                     fix = f"pad it by model.vocab_multiple = {math.lcm(parts, self.model.vocab_multiple)}"
+                elif "×" not in field:
+                    fix += f", or a multiple of {parts}, as model.{field} = {_multiple(parts, size)}"
                 raise ConfigError(
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; {fix}"
@@ -288,7 +293,8 @@ class Experiment(Section):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
             raise ConfigError(
                 f"train.batch = {train.batch} {rows} cannot be divided over {named} = {ways} devices and "
-                f"train.accumulation = {train.accumulation} microbatches; use a multiple of {ways * train.accumulation}"
+                f"train.accumulation = {train.accumulation} microbatches; use a multiple of "
+                f"{(least := ways * train.accumulation)}, as train.batch = {_multiple(least, train.batch)}"
             )
 
     def _check_chunks(self, axes: Mapping[str, int]) -> None:
@@ -307,7 +313,7 @@ class Experiment(Section):
             if size > 1 and axis not in ("data", "fsdp"):
                 raise ConfigError(
                     f"parallel.mesh: axis {axis} = {size} with model.family = resnet, which is split by rows of the "
-                    f"batch alone; use the axis fsdp = {size}, or data with --strategy ddp"
+                    f"batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
                 )
         if self.parallel.sequence:
             raise ConfigError(
@@ -327,7 +333,7 @@ class Experiment(Section):
             if width % axes["fsdp"]:
                 raise ConfigError(
                     f"model.widths: {width} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; "
-                    "change the mesh, or the widths to multiples of it"
+                    f"use --mesh {resized(axes, ['fsdp'], width)}, or multiples of it"
                 )
 
     def _check_experts(self, axes: Mapping[str, int]) -> None:
@@ -337,61 +343,64 @@ class Experiment(Section):
             if n > 1:
                 raise ConfigError(
                     f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
-                    "the axis fsdp or data, or family = mixtral or qwen3_moe"
+                    f"--mesh {written({**axes, 'expert': 1, 'fsdp': axes['fsdp'] * n})}, or model.family = mixtral or "
+                    "qwen3_moe"
                 )
             return
         if model.experts % n:
-            fitting = min((d for d in range(1, model.experts + 1) if model.experts % d == 0), key=lambda d: abs(d - n))
             raise ConfigError(
-                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; the nearest size "
-                f"that divides them is {fitting}"
+                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; use --mesh "
+                f"{resized(axes, ['expert'], model.experts)}, or model.experts = {_multiple(n, model.experts)}"
             )
 
-    def _check_stages(self, stages: int) -> None:
+    def _check_stages(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the axis `pipeline` does not divide the layers, or with what it cannot serve."""
-        layers, chunks = self.model.layers, self.parallel.virtual_stages
+        layers, chunks, stages = self.model.layers, self.parallel.virtual_stages, axes["pipeline"]
         if stages == 1:
             return
         parts, named = stages * chunks, f"the mesh axis pipeline = {stages}"
         if chunks > 1:
             named += f" × parallel.virtual_stages = {chunks}"
         if layers % parts:
-            fitting = [n for n in range(1, layers + 1) if layers % (n * chunks) == 0] or [1]
-            nearest_size = min(fitting, key=lambda n: abs(n - stages))
-            also = f", the nearest number of layers {max(1, round(layers / parts)) * parts}"
-            without = "" if layers % chunks == 0 else " with 1F1B"
+            mesh, without = resized(axes, ["pipeline"], layers // chunks), ""
+            if layers % chunks:
+                mesh = resized(axes, ["pipeline"], layers)
+                without = " --parallel.pipeline_schedule 1F1B --parallel.virtual_stages 1"
             raise ConfigError(
-                f"model.layers = {layers} cannot be divided over {named}; the nearest size of the axis that divides "
-                f"them is {nearest_size}{without}{also}"
+                f"model.layers = {layers} cannot be divided over {named}; use --mesh {mesh}{without}, or model.layers "
+                f"= {max(1, round(layers / parts)) * parts}"
             )
         every = self.memory.remat_every
         if layers // parts % every:
             raise ConfigError(
                 f"memory.remat_every = {every} does not divide the {layers // parts} layers of a stage: model.layers = "
-                f"{layers} over {named}; use {math.gcd(every, layers // parts)}"
+                f"{layers} over {named}; use memory.remat_every = {math.gcd(every, layers // parts)}"
             )
         if moved := [part for part in self.memory.offload if part != "optimizer"]:
             raise ConfigError(
                 f"memory.offload = {','.join(self.memory.offload)} with {named}: {' and '.join(moved)} cannot wait on "
-                "the host while a stage picks its own; use memory.offload = optimizer, or the axis fsdp in its place"
+                "the host while a stage picks its own; use memory.offload = optimizer, or --mesh "
+                f"{written({**axes, 'pipeline': 1, 'fsdp': axes['fsdp'] * stages})}"
             )
 
-    def check_times(self, field: str, times: int, axes: Mapping[str, int]) -> None:
+    def check_times(self, times: int, axes: Mapping[str, int], field: str = "data.sequence") -> None:
         """Raises ConfigError, naming `field`, where the mesh does not divide sequences of so many times."""
-        context, tensor, how = axes["context"], axes["tensor"], self.parallel.context
-        splits = []
+        context, how = axes["context"], self.parallel.context
+        splits: list[tuple[tuple[str, ...], int, str]] = []
         if context > 1:
             chunks = CHUNKS[how]
             why = f"in {chunks} chunks each" if chunks > 1 else "in one chunk each"
-            splits.append((f"context = {context}", chunks * context, f"{why} under parallel.context = {how}"))
+            splits.append((("context",), chunks, f"{why} under parallel.context = {how}"))
         if self.parallel.sequence:
-            axis = f"context × tensor = {context * tensor}" if context > 1 else f"tensor = {tensor}"
-            splits.append((axis, context * tensor, "under parallel.sequence"))
-        for axis, parts, why in splits:
-            if times % parts:
+            splits.append((("context", "tensor") if context > 1 else ("tensor",), 1, "under parallel.sequence"))
+        for over, chunks, why in splits:
+            size = math.prod(axes[axis] for axis in over)
+            if times % (parts := chunks * size):
+                mesh = resized(axes, over, 1 if times % chunks else times // chunks)
                 raise ConfigError(
-                    f"{field} cannot be divided over the mesh axis {axis}, which splits it {why}; change the mesh, or "
-                    f"the length to a multiple of {parts}"
+                    f"{field} = {times} cannot be divided over the mesh axis {' × '.join(over)} = {size}, which splits "
+                    f"it {why}; use --mesh {mesh}, or a multiple of {parts}, as {field.rpartition(': ')[2]} = "
+                    f"{_multiple(parts, times)}"
                 )
 
     def _splits(self, m: Llama | GPT2 | Mixture) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
@@ -440,6 +449,11 @@ class Experiment(Section):
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _multiple(of: int, number: int) -> int:
+    """The least multiple of `of` that is not below `number`."""
+    return math.ceil(number / of) * of
 
 
 def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:

@@ -12,7 +12,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
     [
         (
             {"parallel": {"mesh": "1x2"}},
-            r"axis tensor = 2 with model.family = resnet, .*; use the axis fsdp = 2, or data",
+            r"axis tensor = 2 with model.family = resnet, .*; use --mesh fsdp=2, or --mesh data=2",
         ),
         ({"parallel": {"mesh": "context=2"}}, r"axis context = 2 with model.family = resnet"),
         ({"parallel": {"mesh": "expert=2"}}, r"axis expert = 2 with model.family = resnet"),
@@ -28,7 +28,7 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
         ),
         ({"optimizer": {"name": "muon"}}, r"optimizer.name = muon with model.family = resnet: .*; use adamw"),
         ({"memory": {"loss_chunks": 4}}, r"memory.loss_chunks = 4 with model.family = resnet, .*; leave it out"),
-        ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; use memory.remat = none"),
+        ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; leave it out"),
         ({"model": {"widths": "16"}}, r"model.widths = 16 are not as many as model.depths = 1,1; give one of each"),
         ({"model": {"depths": "1000,1"}}, r"model.depths = \[1000, 1\] are 1,001 blocks; use at most 1,000"),
         ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is no multiple of 4"),

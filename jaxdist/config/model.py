@@ -160,12 +160,14 @@ class Rotary(Decoder):
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
-                "each key/value head serves a whole number of query heads"
+                "each key and value head serves a whole number of query heads; use model.kv_heads = "
+                f"{_divisor(self.heads, self.kv_heads)}, or model.heads = {self.kv_heads}"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
                 f"model.rope_low_freq_factor = {self.rope_low_freq_factor} must be below "
-                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}"
+                f"model.rope_high_freq_factor = {self.rope_high_freq_factor}; Llama 3.1 has "
+                "model.rope_low_freq_factor = 1.0 and model.rope_high_freq_factor = 4.0"
             )
         return self
 
@@ -209,8 +211,8 @@ class Mixture(Rotary):
             raise ValueError(f"model.experts = {self.experts} is absurd; use at most {MOST_EXPERTS:,}")
         if (total := self.layers * self.experts) > MOST_EXPERTS_IN_ALL:
             raise ValueError(
-                f"model.experts = {self.experts} in each of model.layers = {self.layers} are {total:,} experts; use at "
-                f"most {MOST_EXPERTS_IN_ALL:,}"
+                f"model.experts = {self.experts} in each of model.layers = {self.layers} are {total:,} experts, "
+                f"more than {MOST_EXPERTS_IN_ALL:,}; use at most model.experts = {MOST_EXPERTS_IN_ALL // self.layers}"
             )
         return self
 
@@ -238,7 +240,8 @@ class GPT2(Decoder):
         if self.dim % self.heads:
             raise ValueError(
                 f"model.heads = {self.heads} does not divide model.dim = {self.dim}; "
-                "GPT-2 splits its width evenly among the heads"
+                f"GPT-2 splits its width evenly among the heads; use model.heads = {_divisor(self.dim, self.heads)}, "
+                f"or model.dim = {math.ceil(self.dim / self.heads) * self.heads}"
             )
         return self
 
@@ -299,7 +302,7 @@ class ResNet(Model):
         if self.block == "bottleneck" and (odd := [width for width in self.widths if width % 4]):
             raise ValueError(
                 f"model.widths = {listing(self.widths)}: {odd[0]} is no multiple of 4, a bottleneck's width within; "
-                "use one"
+                f"use model.widths = {listing(tuple(math.ceil(width / 4) * 4 for width in self.widths))}"
             )
         return self
 
@@ -335,6 +338,11 @@ class ResNet(Model):
         while len(found) < len(self.depths):
             found.append(halved(found[-1]))
         return found
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def halved(size: int) -> int:

@@ -102,7 +102,9 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "Optimizer":
         if self.nesterov and not self.momentum:
-            raise ValueError("optimizer.nesterov = true with optimizer.momentum = 0.0: give a momentum, as 0.9")
+            raise ValueError(
+                "optimizer.nesterov = true with optimizer.momentum = 0.0; give a momentum, as optimizer.momentum = 0.9"
+            )
         return self
 
     @property

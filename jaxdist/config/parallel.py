@@ -1,6 +1,7 @@
 """How the work is laid out over devices: the mesh, the strategy, and how each axis works."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -66,18 +67,23 @@ class Parallel(Section):
         if self.reduce == "microbatch" and self.strategy in ("ddp", "zero1"):
             raise ValueError(
                 f"parallel.reduce = microbatch with parallel.strategy = {self.strategy} would only repeat the "
-                "sum; use auto, or zero2 or fsdp"
+                "sum; use parallel.reduce = auto, or parallel.strategy = zero2 or fsdp"
             )
         if not self.reshard_after_forward and self.strategy != "fsdp":
             raise ValueError(
                 f"parallel.reshard_after_forward = false with parallel.strategy = {self.strategy}: only fsdp gathers "
-                "parameters that it could keep; leave it out, or use fsdp"
+                "parameters that it could keep; leave it out, or use parallel.strategy = fsdp"
             )
         if (self.virtual_stages > 1) != (self.pipeline_schedule == "Interleaved1F1B"):
             raise ValueError(
                 f"parallel.virtual_stages = {self.virtual_stages} with parallel.pipeline_schedule = "
-                f"{self.pipeline_schedule}: Interleaved1F1B alone has several, and has to; use "
-                + ("Interleaved1F1B" if self.virtual_stages > 1 else "virtual_stages = 2, or 1F1B")
+                f"{self.pipeline_schedule}: Interleaved1F1B has several virtual stages, the other schedules have one; "
+                "use "
+                + (
+                    "parallel.pipeline_schedule = Interleaved1F1B"
+                    if self.virtual_stages > 1
+                    else "parallel.virtual_stages = 2, or parallel.pipeline_schedule = 1F1B"
+                )
             )
         return self
 
@@ -106,7 +112,7 @@ class Parallel(Section):
                     hint = f"{axis} is {ours} here" if ours else nearest(axis, AXES)
                     raise ConfigError(f"{field}: unknown axis {axis!r}; {hint}")
                 if names.count(axis) > 1:
-                    raise ConfigError(f"{field}: axis {axis!r} is given twice; give each axis once")
+                    raise ConfigError(f"{field}: axis {axis!r} is given twice; give it once")
         else:
             batch_axis = "data" if self.strategy == "ddp" else "fsdp"
             parts = self.mesh.split("x")
@@ -122,19 +128,48 @@ class Parallel(Section):
                 raise ConfigError(f"{field}: size {text!r} of axis {axis.strip()!r} must be a number from 1, or -1")
             sizes[axis.strip()] = size
         if list(sizes.values()).count(-1) > 1:
-            raise ConfigError(f"{field}: only one axis can be -1; give the size of the others")
+            raise ConfigError(
+                f"{field}: only one axis can be -1; give the sizes of the others, as --mesh {written(sizes, one=True)}"
+            )
         if -1 in sizes.values():
             known = -math.prod(sizes.values())
             if devices is None:
                 raise ConfigError(f"{field}: -1 needs a known number of devices; write the size out")
             if devices % known:
-                raise ConfigError(f"{field}: {devices} devices are no multiple of {known}; change the given sizes")
+                raise ConfigError(
+                    f"{field}: {devices} devices are no multiple of {known}; give sizes that divide {devices}, as "
+                    f"--mesh {resized(sizes, [axis for axis in AXES if sizes[axis] > 1], devices)}"
+                )
             sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
         if self.strategy == "ddp" and sizes["fsdp"] > 1:
-            raise ConfigError(f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp")
+            named = written(sizes | {"data": sizes["data"] * sizes["fsdp"], "fsdp": 1})
+            raise ConfigError(
+                f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp: --mesh {named}"
+            )
         if self.strategy != "ddp" and sizes["fsdp"] * sizes["expert"] * sizes["context"] == 1 and sizes["data"] > 1:
+            named = written(sizes | {"fsdp": sizes["data"], "data": 1})
             raise ConfigError(
                 f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "
-                "name the axis fsdp, or use --strategy ddp"
+                f"use --mesh {named}, or --strategy ddp"
             )
         return sizes
+
+
+def written(sizes: Mapping[str, int], one: bool = False) -> str:
+    """The axes of a mesh as --mesh takes them. `one`: only the first -1 stays, the others become 1."""
+    left = [axis for axis, size in sizes.items() if size == -1][one:]
+    kept = {axis: 1 if one and axis in left else size for axis, size in sizes.items() if size != 1}
+    return ",".join(f"{axis}={size}" for axis, size in kept.items()) or "1x1"
+
+
+def resized(sizes: Mapping[str, int], over: Sequence[str], count: int) -> str:
+    """The mesh, as --mesh takes it, with axes of `over` made smaller, the last ones first, until they divide `count`
+    together."""
+    fitting = dict(sizes)
+    for axis in reversed(over):
+        others = math.prod(fitting[other] for other in over if other != axis)
+        divides = [size for size in range(1, fitting[axis] + 1) if count % (others * size) == 0]
+        fitting[axis] = max(divides, default=1)
+        if divides:
+            break
+    return written(fitting)

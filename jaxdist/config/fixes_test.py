@@ -1,0 +1,128 @@
+"""The fix that a message on the config gives is followed literally, each of several, until the config is accepted."""
+
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxdist.config import ConfigError, parse
+from jaxdist.config.arguments import SHORTCUTS
+from jaxdist.config.config_test import BAD, INTERLEAVED, MIXED
+from jaxdist.config.experiment import Experiment
+
+Line = dict[str, str]
+Checks = Callable[[Experiment, dict[str, int]], None]
+DEVICES = 16
+ROUNDS = 8  # fixes that may be needed one after another; more are a circle
+ASSIGNED = re.compile(r"(?:--)?([a-z]+\.[a-z_0-9]+|(?<=--)[a-z]+)(?: = | )([^\s,;:]+(?:,[^\s,;:]+)*)")
+RESNET = ["--model.family", "resnet"]
+GPT2 = ["--model.family", "gpt2"]
+ULYSSES = ["--parallel.context", "ulysses", "--parallel.sequence", "true"]
+
+# Of the table of bad input, those that no value stands for: of misspelt names and values of another kind the message
+# names what is known, which `aliases_test` follows.
+KINDS = {"gpt3", "three", "fp8", "weights", "fsdp2", "2x4x2", "2xfour", "fsdp=2,fsdp=4", "fsdp=2,tenser=4"}
+NAMES = ("--resume", "--init", "--config", "--steps", "--data.path", "--model.layrs", "--model.window")
+BAD_VALUES = [argv for argv, _ in BAD if len(argv) > 1 and not {*argv} & {*NAMES, *KINDS}]
+FURTHER = [
+    ["--mesh", "tensor=12,fsdp=2"],
+    ["--mesh", "fsdp=3,tensor=5"],
+    ["--mesh", "fsdp=-1,tensor=3,expert=7", *MIXED],
+    ["--mesh", "data=-1,tensor=-1", "--strategy", "ddp"],
+    ["--mesh", "context=3", "--data.sequence", "100"],
+    ["--mesh", "context=3,tensor=2", *ULYSSES],
+    ["--mesh", "data=2,fsdp=3,tensor=2", "--strategy", "ddp"],
+    ["--mesh", "data=4,tensor=3"],
+    ["--mesh", "expert=5", *MIXED],
+    ["--mesh", "pipeline=5", *INTERLEAVED],
+    ["--mesh", "pipeline=3", "--model.layers", "7", *INTERLEAVED],
+    ["--mesh", "pipeline=2,tensor=2", "--memory.offload", "parameters"],
+    ["--mesh", "7x1", "--train.accumulation", "4"],
+    ["--train.batch", "9", "--train.accumulation", "6"],
+    ["--model.heads", "6", "--model.kv_heads", "4"],
+    ["--model.rope_low_freq_factor", "5"],
+    ["--parallel.reduce", "microbatch", "--strategy", "zero1"],
+    ["--parallel.reshard_after_forward", "false", "--strategy", "zero2"],
+    ["--optimizer.name", "sgd", "--optimizer.nesterov", "true", "--optimizer.momentum", "0"],
+    ["--precision", "fp32", "--precision.parameters", "float64"],
+    [*GPT2, "--model.heads", "7"],
+    [*RESNET, "--memory.remat", "full", "--memory.offload", "optimizer"],
+    [*RESNET, "--memory.loss_chunks", "4"],
+    [*RESNET, "--mesh", "tensor=2", "--parallel.sequence", "true"],
+    [*RESNET, "--mesh", "fsdp=16", "--model.stem", "24"],
+    [*RESNET, "--model.widths", "30,64", "--model.depths", "1,1"],
+    [*RESNET, "--optimizer.name", "muon"],
+    [*RESNET, "--data.pixel_std", "0"],
+]
+
+
+def line_of(argv: list[str]) -> Line:
+    """Field, or flag without one -> value."""
+    return {SHORTCUTS.get(flag[2:], flag[2:]): value for flag, value in zip(argv[::2], argv[1::2], strict=True)}
+
+
+def refusal(line: Line, *checks: Checks) -> str:
+    """The message that a command line gets; empty where it is accepted."""
+    try:
+        argv = [text for name, value in line.items() for text in (f"--{name}", value)]
+        experiment = parse(argv, "jaxdist.train", "").experiment
+        axes = experiment.parallel.axes(DEVICES)
+        experiment.check_mesh(axes)
+        for check in checks:
+            check(experiment, axes)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def ways(message: str) -> Iterator[Line]:
+    """What each fix of the first line of a message sets; a field that is to be left out has no value."""
+    problem, _, fix = message.splitlines()[0].rpartition("; ")
+    if " should be " in fix:  # pydantic's: what is right is its message
+        problem, fix = message.split(": ")[-2:]
+    subject = next((m[1] for m in ASSIGNED.finditer(problem or message)), "")
+    if limit := re.search(r"should be (greater|less) than (or equal to )?(\d+)$", fix):
+        yield {subject: str(int(limit[3]) - (limit[1] == "less"))}
+        return
+    field = subject
+    for way in re.split(r",? or ", fix):
+        if found := {SHORTCUTS.get(name, name): value for name, value in ASSIGNED.findall(way)}:
+            *_, field = found
+            yield found
+        elif named := re.search(r"leave (?:it|\S+) out$", way):
+            yield {subject if "leave it" in named[0] else SHORTCUTS.get(named[0].split()[1], field): ""}
+        elif chosen := re.search(r"(?:^|use |at most |as |')([\w,.=-]+)'?$", way):
+            yield {field: chosen[1] if re.search(r"[a-z]", chosen[1]) else chosen[1].replace(",", "")}
+
+
+def followed(line: Line, *checks: Checks) -> int:
+    """How many fixes it takes, one after another, until the line is accepted; each of several is tried first."""
+    message, most = refusal(line, *checks), 0
+    assert message
+    firsts = list(ways(message))
+    assert firsts, f"no fix that can be followed: {message}"
+    for first in firsts:
+        now, told, way = line, [message], first
+        while told[-1]:
+            assert len(told) <= ROUNDS, told
+            now = {name: value for name, value in (now | way).items() if value}
+            told.append(refusal(now, *checks))
+            assert told[-1] not in told[:-1], f"following {way} led to the same: {told[-1]}"
+            way = next(ways(told[-1]), {}) if told[-1] else {}
+            assert way or not told[-1], f"no fix that can be followed: {told[-1]}"
+        most = max(most, len(told) - 1)
+    return most
+
+
+@pytest.mark.parametrize("argv", [*BAD_VALUES, *FURTHER], ids=" ".join)
+def test_each_fix_is_followed_until_it_works(argv: list[str]) -> None:
+    assert followed(line_of(argv)) >= 1
+
+
+def test_words_that_change_are_seen() -> None:
+    line = line_of(["--mesh", "1x3"])
+    assert list(ways(refusal(line))) == [{"parallel.mesh": "tensor=2"}, {"model.heads": "9"}]
+    assert not list(ways("model.heads = 8 cannot be divided; change the mesh"))
+    for told in ("model.heads = 8; use model.heads = 5", "model.heads = 8; use model.haeds = 9"):
+        (way,) = ways(told)
+        assert refusal(line | way)
