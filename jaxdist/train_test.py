@@ -235,7 +235,7 @@ BAD_EVALUATION: dict[str, tuple[list[str], str]] = {
     "rows": (["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "2x1"], r"1 rows cannot be divided .* = 2"),
     "times": (
         ["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "context=4"],
-        r"row.npy: 10 tokens a row cannot be divided over the mesh axis context = 4",
+        r"row.npy: tokens a row = 10 cannot be divided over the mesh axis context = 4",
     ),
     "data": (["--data", "empty.txt"], r"data.path"),
 }
