@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jaxdist import optim
 from jaxdist.checkpoint import Checkpoints
-from jaxdist.config import GPT2, Checkpoint, Family
+from jaxdist.config import GPT2, Checkpoint, Family, checkpoint_in
 from jaxdist.config.foreign import SINGLE
 from jaxdist.config.hf import experiment_for
 from jaxdist.convert import deepspeed_folders_test as deepspeed
@@ -28,6 +28,7 @@ from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.formats_test import content_of, written
 from jaxdist.convert.stream import Conversion
+from jaxdist.formats.orbax import arrays, numbers_of
 from jaxdist.formats.sources import RECOGNIZED, kind_of
 from jaxdist.step import TrainState
 from jaxdist.weights import lies_beside as jax_beside
@@ -318,6 +319,15 @@ def test_both_refuse_it_in_the_same_words(name: str, damage: str, tmp_path: Path
     message = refused(read_by_jaxdist, path, model)
     assert words in message, message
     assert refused(read_by_torch_ref, path, model) == message
+
+
+def test_a_layer_of_an_orbax_checkpoint_is_named_as_the_array_that_holds_all(tmp_path: Path) -> None:
+    """As `jaxdist.train --init` names it, which has all layers in one array."""
+    _, write, model, _ = SOURCES["the Trainer"]
+    convert([str(write(tmp_path, not_finite)), str(tmp_path / "run"), "--nonfinite", "keep"])
+    (name,) = (n for n, a in arrays(checkpoint_in(tmp_path / "run")).items() if np.isnan(numbers_of(tmp_path, a)).any())
+    says = rf"tensor {re.escape(name)} has 1 of \d+ values that are NaN or infinite, the first nan at \[1, 1, 1\]\."
+    assert re.search(says, refused(read_by_torch_ref, tmp_path / "run", model))
 
 
 def state(folder: Path, tree: Any = None, **options: Any) -> Path:

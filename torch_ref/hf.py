@@ -52,10 +52,18 @@ class Weights:
         sources = {tensor.name: self._theirs(self.plan.names[tensor.name]) for tensor, _ in places}
         for source, theirs in sources.items():
             if found := bad_values(source, theirs):
-                self.bad[self.plan.names[source]] = found
+                self._note(source, found)
         parts = [self._part(sources[tensor.name], tensor, i, target) for tensor, i in places]
         whole = torch.stack(parts) if EXPERTS in name else parts[0]
         return whole[: self.tokens] if name in VOCABULARY else whole
+
+    def _note(self, source: str, found: BadValues) -> None:
+        """Keep what was found in a tensor, or in the array of the file that it is a part of, by the name there."""
+        name = self.plan.names[source]
+        if (part_of := self.leaves[name].part_of) is not None:
+            name, whole = part_of
+            found = bad_values(name, to_torch(whole.read())) or found
+        self.bad[name] = found
 
     def _part(self, theirs: Tensor, tensor: Stored, atom: int, target: Stored) -> Tensor:
         """One atom of a tensor of the folder, in the layout of `target`."""

@@ -313,7 +313,8 @@ RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,),
         (MIXTRAL | {"num_hidden_layers": MOST_LAYERS, "num_local_experts": 10}, "absent there"),
         (
             MIXTRAL | {"num_hidden_layers": 11, "num_local_experts": MOST_EXPERTS},
-            "num_local_experts = 10000 in each of num_hidden_layers = 11 are 110,000 experts; use at most 100,000",
+            "num_local_experts = 10000 in each of num_hidden_layers = 11 are 110,000 experts, more than 100,000; use "
+            "at most num_local_experts = 9090",
         ),
         (QWEN3_MOE | {"num_experts": 300_000}, "num_experts = 300000 is absurd"),
         (RESNET | {"depths": [10_000] * 4, "hidden_sizes": [8] * 4}, "are 40,000 blocks; use at most 1,000"),

@@ -23,6 +23,7 @@ class Leaf:
     read: Callable[[], np.ndarray]
     place: Any = None  # where it lies, if that is known
     besides: int = 0  # bytes that are in memory beside it while it is read
+    part_of: "tuple[str, Leaf] | None" = None  # the array of the file that it is cut from, with its name there
 
     @property
     def bytes(self) -> int:

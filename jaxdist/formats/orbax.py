@@ -121,4 +121,6 @@ def _leaf(checkpoint: Path, tensor: Stored, array: "ts.TensorStore") -> Leaf:
         turned = [part.transpose(RETURNED[part.ndim]) if tensor.row.transpose else part for part in parts]
         return np.stack(turned) if EXPERTS in name else turned[0]
 
-    return Leaf(tensor.shape, np.dtype(array.dtype.numpy_dtype), read)
+    dtype = np.dtype(array.dtype.numpy_dtype)
+    whole = Leaf(tuple(array.shape), dtype, lambda: numbers_of(checkpoint, array))
+    return Leaf(tensor.shape, dtype, read, part_of=(name, whole))
