@@ -11,7 +11,7 @@ from parity_tests.run import SIDES
 
 PACKAGES = ("jaxdist", "torch_ref", "parity_tests")
 CARRYING = (
-    *(f"jaxdist.{name}" for name in ("convert", "checkpoint", "config.checkpoints", "config.dcp")),
+    *(f"jaxdist.{name}" for name in ("convert", "formats", "checkpoint", "config.checkpoints", "config.dcp")),
     "torch_ref.checkpoint",
 )
 
