@@ -69,7 +69,7 @@ def command(*arguments: str, before: str = "", **environment: str) -> subprocess
         return commands.run("torch_ref.train", (*FIELDS, *arguments), inherited | strict)
     code = f"{before}\nfrom torch_ref import train\ntrain.exit_codes(train.main)"
     line = [sys.executable, "-W", "error", "-c", code, *FIELDS, *arguments]
-    return subprocess.run(line, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(line, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=400)
 
 
 Train = Callable[..., Run]
