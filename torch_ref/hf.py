@@ -110,5 +110,6 @@ def lies_beside(path: Path | None) -> Beside | None:
     with suppress(ConfigError):
         source = found(path, READER)
         files = source.files()
-        return Beside(files, str(next(iter(source.leaves.values())).dtype)) if CONFIG in files else None
+        first = next(iter(source.leaves.values()), None)
+        return Beside(files, str(first.dtype)) if first and CONFIG in files else None
     return None

@@ -125,8 +125,6 @@ def dtype_of(path: Path, name: str, tensor: Any) -> np.dtype:
     return dtype
 
 
-def without_numbers(
-    path: Path, name: str, reason: str = "it was saved without its numbers, on torch's meta device"
-) -> ConfigError:
+def without_numbers(path: Path, name: str, reason: str = EMPTY) -> ConfigError:
     """The error of a tensor of which the file has no numbers."""
     return ConfigError(f"{path}: tensor {name}: {reason}; leave it out")
