@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests import batches, compare, levels, loops
+from parity_tests import batches, compare, levels, loops, nearness
 from parity_tests.bisect import STAGES, Parting
 from parity_tests.causes import CAUSES, Diagnosis, diagnose, of_parting, schedule
 from parity_tests.evidence import Evidence, Search
@@ -214,9 +214,9 @@ def test_a_run_with_the_other_gelu_is_told_by_which_it_is_nearer_to(
         run if kept else replace(run, gradients={}) for run in (small[0], small[1], other, theirs)
     )
     pair: Any = (ours, theirs)
-    (check,) = levels.nearer(pair, exact, other, "model.gelu = exact", (compare.ZERO_GRADIENT,))  # type: ignore[arg-type]
+    (check,) = nearness.nearer(pair, exact, other, "model.gelu = exact", (compare.ZERO_GRADIENT,))  # type: ignore[arg-type]
     assert check.holds is holds and (check.of == "gradients at step 1" or not kept), check
-    assert not list(levels.nearer(pair, exact, exact, "none", ()))  # type: ignore[arg-type]
+    assert not list(nearness.nearer(pair, exact, exact, "none", ()))  # type: ignore[arg-type]
     told = diagnose(
         replace(evidence(exact, theirs, {n: np.ones(STEPS) for n in compare.FLOOR}), other_model="as other")
     )

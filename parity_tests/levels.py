@@ -60,8 +60,6 @@ GRADIENTS = "cost to gradients at step "
 ROUNDED = "weights that rounding alone moves at the end"
 AVERAGES, RUNNING = f"{EMA} at the end", "running statistics at the end"
 AT_ONCE = ("gradients at step 1", WEIGHTS, AVERAGES, RUNNING)  # what no drift of a few numbers decides
-NEARER = "distance from ours, by that from a run with another field of the model"
-OTHERWISE = "a run that is nearer to another model is one of that"
 RATE = f"{K} roundings of float32, of the highest rate: the formula's angle, cosine, factor and product"
 
 
@@ -238,26 +236,6 @@ def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
     """How far two runs are from each other in all that `a` has, relative."""
     theirs = vectors(b, still)
     return {name: compare.whole(tensors, theirs.get(name, {})) for name, tensors in vectors(a, still).items()}
-
-
-def furthest_apart(other: Run, policy: Pair, exact: Run, still: Collection[str] = ()) -> str:
-    """By which kind of tensors of theirs a run with another value of a field is told best from `exact`, both in
-    float64; empty where it is within K times what ours loses in float32 in all of them."""
-    ours, theirs = policy
-    moved, costs, kept = apart(other, exact, still), apart(ours, exact, still), vectors(theirs, still)
-    times = {name: moved[name] / max(cost, ROUNDING["float32"]) for name, cost in costs.items() if name in kept}
-    best = max(times, key=times.__getitem__, default="")
-    return best if best and times[best] > K else ""
-
-
-def nearer(policy: Pair, exact: Run, other: Run, field: str, still: Collection[str] = ()) -> Iterator[Check]:
-    """Whether their run is nearer to our float64 run than to the `other`, of another `field`, if rounding lets it tell.
-
-    A run of ours is much nearer to ours, whatever its rounding; one of the other's twice as near to that at least.
-    """
-    if kind := furthest_apart(other, policy, exact, still):
-        ours, others = (apart(policy[1], run, still)[kind] for run in (exact, other))
-        yield Check("precision", NEARER, ours / max(others, ROUNDING["float32"]), 2.0, OTHERWISE, field, kind)
 
 
 def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]:

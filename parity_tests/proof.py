@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from jaxdist import models
 from jaxdist.config import ConfigError, Experiment, TrainingError, differences
-from jaxdist.convert.hf import read_hf, write_hf
+from jaxdist.convert.hf import read_hf
 from jaxdist.sharding import Layout
-from parity_tests import bisect, collectives, compare, levels, names, reach, scratch
+from parity_tests import bisect, collectives, compare, levels, names, nearness, reach, scratch, starts
 from parity_tests.bisect import Parting
 from parity_tests.causes import diagnose
 from parity_tests.commands import TRAIN
@@ -190,29 +188,6 @@ class Proof:
         self.finish("jaxdist.convert", str(init), str(start), "--to", "hf")
         return start
 
-    def perturbed(self, start: Path) -> Path:
-        """The starting weights in float64, each off by about 64 roundings: as a sum of 4096 terms may be."""
-        folder = self.folder / "perturbed"
-        if not folder.exists():
-            shutil.copytree(start, folder)
-            random = np.random.default_rng(0)
-            for file in folder.glob("*.safetensors"):
-                found = load_file(file)
-                arrays = {name: w.astype(np.float64) for name, w in found.items() if w.dtype.kind not in "iu"}
-                counts = {name: w for name, w in found.items() if name not in arrays}
-                off = {n: w * (1 + compare.PERTURBATION * random.standard_normal(w.shape)) for n, w in arrays.items()}
-                save_file(off | counts, file)
-        return folder
-
-    def of_another_model(self, kind: str, start: Path) -> Path:
-        """The starting weights, as those of a model with a tenth of its norm_eps or with the other GELU."""
-        folder = self.folder / kind
-        if not folder.exists():
-            model, parameters = read_hf(start)
-            value = model.norm_eps / 10 if kind == "norm_eps" else GELU[getattr(model, "gelu")]  # noqa: B009
-            write_hf(folder, model.model_copy(update={kind: value}), parameters)
-        return folder
-
     def entry(self, side: str) -> tuple[str, ...]:
         """The module that trains a side, and what its command line begins with."""
         return (TRAIN[side],)
@@ -244,9 +219,9 @@ class Proof:
         self.init = start
         init = start
         if kind == "perturbed":
-            init = self.perturbed(start)
+            init = starts.perturbed(start, self.folder / kind)
         elif kind in ("norm_eps", "gelu"):
-            init = self.of_another_model(kind, start)
+            init = starts.of_another_model(start, self.folder / kind, kind)
         path = self.folder / "runs" / f"{side}-{kind}"
         self.done[side, kind] = self.train(side, self.config(kind), path, "--init", str(init))
         return self.done[side, kind]
@@ -347,7 +322,7 @@ class Proof:
         if not self.overflows_by_chance:
             yield from levels.precision(policy, self.double, self.experiment.precision.compute, self.still)
         if self.other_gelu:
-            yield from levels.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.still)
+            yield from nearness.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.still)
         for run, run64 in zip(policy, self.double, strict=True):
             yield levels.numbers(run)
             yield levels.digits(run, run64, self.experiment.precision.parameters)
@@ -455,7 +430,7 @@ class Proof:
         other = [
             f"{b.side} is {c.value:.2g} times nearer to our run with {c.about} than to ours, by its {c.of}"
             for c in verdict.failed
-            if c.name == levels.NEARER
+            if c.name == nearness.NEARER
         ]
         narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
         started = self.started if self.init else {}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from parity_tests import collectives, levels
+from parity_tests import collectives, levels, nearness
 from parity_tests.run import JAX, MADE, REFERENCES, Run
 from parity_tests.verdict import Check
 
@@ -95,7 +95,7 @@ def hidden(proof: "Proof") -> list[str]:
         for kind, other in others.items()
         if levels.within_noise(other, ours, exact, proof.still)
     ]
-    if proof.other_gelu and not levels.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, proof.still):
+    if proof.other_gelu and not nearness.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, proof.still):
         found.append(f"{proof.named_gelu} (within the noise of float32)")
     if proof.exact or proof.noisy:
         return found
