@@ -60,7 +60,7 @@ from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
 from jaxdist.formats.own_files import FILES, files_of
-from jaxdist.formats.refusals import TORCH_WROTE, check_torch, loading, no_model
+from jaxdist.formats.refusals import TORCH_WROTE, check_torch, loading
 from jaxdist.formats.stand_ins import restored
 from jaxdist.formats.tables import NAMINGS
 from jaxdist.formats.torch_files import (
@@ -73,10 +73,10 @@ from jaxdist.formats.torch_files import (
     key_of,
     part,
     reading,
-    state_dict,
     walked,
 )
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
+from jaxdist.formats.torch_weights import weights_of
 from jaxdist.formats.torch_zips import Place, is_zip
 
 AVERAGES = "state_dict"  # of Lightning's WeightAveraging
@@ -102,14 +102,7 @@ def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
 
 def described(path: Path) -> dict[str, Leaf]:
     """Every tensor of the model, under the file's names. Raises ConfigError."""
-    return _parameters(path, load(path))
-
-
-def _parameters(path: Path, tree: Any) -> dict[str, Leaf]:
-    tensors = {name: leaf(path, name, tensor) for name, tensor in state_dict(tree).items()}
-    if not tensors:
-        raise no_model(path)
-    return tensors
+    return weights_of(path, load(path), leaf)
 
 
 def experiment_in(path: Path) -> Experiment:
@@ -120,7 +113,7 @@ def experiment_in(path: Path) -> Experiment:
     if found := models.told(path, tree):
         return found
     found = agreed(str(path), models.told_beside(path), None)
-    return found.model_copy(update={"model": models.fitted(str(path), found.model, _parameters(path, tree))})
+    return found.model_copy(update={"model": models.fitted(str(path), found.model, weights_of(path, tree, leaf))})
 
 
 def opened(
@@ -137,7 +130,7 @@ def opened(
             f"{path}: its state_dict has averages of the weights, which stay behind without --ema; {CURRENT} has the "
             "weights"
         )
-    tensors, optimizer = _parameters(path, tree), _optimizer(path, tree) if training else {}
+    tensors, optimizer = weights_of(path, tree, leaf), _optimizer(path, tree) if training else {}
     found = _found(path, tree, wanted)
     naming, names = recognized(str(path), tensors, found.model)
     model = found.model if models.tells(tree) else models.with_tokens(found.model, naming, names, tensors)

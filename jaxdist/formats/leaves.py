@@ -46,6 +46,7 @@ class Leaf:
 
 
 Leaves = Mapping[str, Leaf]
+ToLeaf = Callable[[Path, str, Any], Leaf]
 
 
 class Reader(NamedTuple):
@@ -57,6 +58,6 @@ class Reader(NamedTuple):
     """
 
     load: Callable[[Path], Any]
-    leaf: Callable[[Path, str, Any], Leaf]
+    leaf: ToLeaf
     distributed: Callable[[Path], Leaves]
     shapes: Callable[[Family], Mapping[str, Shape]]

@@ -1,16 +1,14 @@
 """What jaxdist keeps beside the weights in its own torch files, as tensors of bytes: config.json, tokenizer."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.formats.companions import MOST_BYTES, is_companion
-from jaxdist.formats.leaves import Leaf
+from jaxdist.formats.leaves import ToLeaf
 from jaxdist.formats.torch_files import is_own, is_tensor, part
 
 FILES = "files"
-ToLeaf = Callable[[Path, str, Any], Leaf]  # as `Reader.leaf`
 
 
 def bytes_of(path: Path, name: str, value: Any, most: int, leaf: ToLeaf) -> bytes:

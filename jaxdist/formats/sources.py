@@ -151,8 +151,7 @@ def _hf(path: Path, reader: Reader) -> Found:
 
 
 def _bin(path: Path, reader: Reader) -> Found:
-    leaves = bins.read(path, reader)[0]
-    return Found(path, leaves, _in_folder(path))
+    return Found(path, bins.read(path, reader)[0], _in_folder(path))
 
 
 def _orbax(path: Path, reader: Reader) -> Found:
@@ -181,7 +180,7 @@ def _torch(path: Path, reader: Reader) -> Found:
     def files() -> dict[str, bytes]:
         return neighbours(path) | files_of(path, tree, reader.leaf)
 
-    return Found(path, torch_weights.weights_of(path, tree, reader), told, True, files, notes)
+    return Found(path, torch_weights.weights_of(path, tree, reader.leaf), told, True, files, notes)
 
 
 def _meta(path: Path, reader: Reader) -> Found:

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from jaxdist.formats.leaves import Leaf, Reader
+from jaxdist.formats.leaves import Leaf, Reader, ToLeaf
 from jaxdist.formats.refusals import no_model
 from jaxdist.formats.torch_files import state_dict
 
 
-def weights_of(path: Path, tree: Any, reader: Reader) -> dict[str, Leaf]:
+def weights_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, Leaf]:
     """Those in the tree that the file `path` holds, under its names. Raises ConfigError where there are none."""
-    tensors = {name: reader.leaf(path, name, tensor) for name, tensor in state_dict(tree).items()}
+    tensors = {name: leaf(path, name, tensor) for name, tensor in state_dict(tree).items()}
     if not tensors:
         raise no_model(path)
     return tensors
@@ -18,4 +18,4 @@ def weights_of(path: Path, tree: Any, reader: Reader) -> dict[str, Leaf]:
 
 def weights_in(path: Path, reader: Reader) -> dict[str, Leaf]:
     """Those of the file `path`. Raises ConfigError."""
-    return weights_of(path, reader.load(path), reader)
+    return weights_of(path, reader.load(path), reader.leaf)
