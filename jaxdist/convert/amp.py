@@ -2,11 +2,13 @@
 of `apex.amp`, whose rule is the one that GradScaler has by itself."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxdist.config import Experiment, Precision
 from jaxdist.config.display import say
+from jaxdist.convert.content import Content
 from jaxdist.convert.torch_parts import APEX, SCALER, put
 from jaxdist.formats.torch_files import part
 from jaxdist.loss_scale import LossScale, state_of
@@ -32,6 +34,15 @@ def going_on(path: Path, experiment: Experiment, scaler: Mapping[str, Any], want
     precision = values["precision"] if wanted else {"policy": "fp16"}
     rule = {name: scaler[name] for name in RULE if name in scaler}
     return Experiment.parse(values | {"precision": precision | rule}, f"{path}: scaler")
+
+
+def scaled(path: Path, content: Content, scaler: Mapping[str, Any], wanted: bool) -> Content:
+    """The content with the loss scale of its source, as GradScaler keeps it; itself where none is kept. Raises
+    ConfigError."""
+    if (found := scaling(scaler, {})) is None:
+        return content
+    experiment = going_on(path, content.experiment, scaler, wanted)
+    return replace(content, experiment=experiment, scaling=found).checked(path)
 
 
 def put_scaling(tree: Mapping[str, Any], now: LossScale, precision: Precision) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -54,10 +53,7 @@ def opened(
     steps, scaler = saved.model.get("global_steps"), saved.scaler() if state else {}
     origin = Origin("deepspeed", files=companions(around), left=[*_copies(saved), *saved.left(state is not None)])
     content = weights.content(state, first_count(steps) if is_count(steps) else None, schedule, origin)
-    if not scaler:
-        return content
-    experiment = amp.going_on(path, content.experiment, scaler, bool(wanted))
-    return replace(content, experiment=experiment, scaling=amp.scaling(scaler, {})).checked(path)
+    return amp.scaled(path, content, scaler, bool(wanted))
 
 
 def saved_at(path: Path) -> "TrainedUniversal | TrainedWhole | TrainedZero":

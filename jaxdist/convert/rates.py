@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.display import say
+from jaxdist.convert.trainer_schedule import in_words
 from jaxdist.formats.torch_files import reading
 from jaxdist.optim import learning_rate
 
@@ -99,7 +100,7 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
         going = Experiment.parse({"optimizer": {"learning_rate": float(peak), **rule}}, f"{path}: scheduler")
     if not math.isclose(float(now), rate_at(going, step + 1), rel_tol=CLOSE, abs_tol=CLOSE * CLOSE * float(peak)):
         return {}
-    say(f"{path}: its schedule goes on: {', '.join(f'{name} = {value}' for name, value in rule.items())}")
+    say(f"{path}: its schedule goes on: {in_words(rule)}")
     if scheduler.get("cycle_momentum"):
         momentum = groups[0]["betas"][0] if "betas" in groups[0] else groups[0].get("momentum")
         say(f"{path}: its scheduler moves the momentum too; jaxdist keeps that of now, {momentum:g}")

@@ -7,7 +7,6 @@ pickle of a class, of which plain values are taken; random_states_*.pkl are name
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from jaxdist.convert.content import Content, Leaf, Origin, agreed
 from jaxdist.convert.nanogpt import filled
 from jaxdist.convert.reader import READER
 from jaxdist.convert.torch_parts import first_count, is_count
-from jaxdist.convert.trainer_schedule import argued_schedule, found_schedule
+from jaxdist.convert.trainer_schedule import argued_schedule, found_schedule, in_words
 from jaxdist.formats import trainer, trainer_arguments
 from jaxdist.formats.companions import files_of
 from jaxdist.formats.folders import (
@@ -193,8 +192,7 @@ def _argued(
     with reading(path / trainer_arguments.FILE, "schedule"):
         found, reason = argued_schedule(arguments, float(peak), int(steps), (int(done), float(rate)))
     if found:
-        shown = ", ".join(f"{name} = {value}" for name, value in found.items())
-        say(f"{path}: its schedule goes on, by {trainer_arguments.FILE}: {shown}")
+        say(f"{path}: its schedule goes on, by {trainer_arguments.FILE}: {in_words(found)}")
     return found, reason
 
 
@@ -215,10 +213,6 @@ def logged_schedule(path: Path, state: State, trainer: Mapping[str, Any]) -> Map
 
 def _scaled(path: Path, content: Content, wanted: bool) -> Content:
     """The content with the loss scale of the folder, where it has one. Raises ConfigError."""
-    if not (path / SCALER).is_file():
-        return content
-    scaler = {key: torch_files.number(path / SCALER, value) for key, value in _loaded(path / SCALER).items()}
-    if (scaling := amp.scaling(scaler, {})) is None:
-        return content
-    experiment = amp.going_on(path, content.experiment, scaler, wanted)
-    return replace(content, experiment=experiment, scaling=scaling).checked(path)
+    kept = _plain(path, (SCALER,))
+    scaler = {key: torch_files.number(path / SCALER, value) for key, value in kept.items()}
+    return amp.scaled(path, content, scaler, wanted)

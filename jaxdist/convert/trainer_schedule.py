@@ -93,11 +93,16 @@ def argued_schedule(
     if now and now[0] < warmup:
         return {}, (
             f"it still warms up, at other rates than jaxdist does; from step {warmup + 1} on its {kind} is "
-            f"{', '.join(f'{name} = {value}' for name, value in fields.items())}, for --model and --peak schedule"
+            f"{in_words(fields)}, for --model and --peak schedule"
         )
     share = SHAPES[decay].share(now[0] + (not later), warmup, steps) if now else 1.0
     other = now and abs(now[1] - peak * (final + (1 - final) * share)) > CLOSE * peak
     return ({} if other else fields), ""
+
+
+def in_words(fields: Mapping[str, Any]) -> str:
+    """Fields of an optimizer section, as messages give them."""
+    return ", ".join(f"{name} = {value}" for name, value in fields.items())
 
 
 def _warmup_of(arguments: Mapping[str, Any], steps: int) -> int:
@@ -152,7 +157,7 @@ def deepspeed_schedule(settings: Any, base: float, now: tuple[int, int, float]) 
     final = float(known.final(given, peak))
     fields: dict[str, Any] = {"learning_rate": peak, "warmup": warmup + later, "decay": known.decay}
     fields |= {"decay_steps": end + later, "final": final} if known.decay != "constant" else {}
-    told = ", ".join(f"{name} = {value}" for name, value in fields.items())
+    told = in_words(fields)
     if done < ends:
         return {}, (
             f"its {kind} still warms up, at other rates than jaxdist does; from step {ends + later} on it is {told}, "
