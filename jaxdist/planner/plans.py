@@ -9,7 +9,6 @@ from typing import Any
 from jaxdist import models, sharding, traffic
 from jaxdist.config import ConfigError, Experiment, Family, ResNet
 from jaxdist.config.hardware import USABLE, Hardware, rate
-from jaxdist.config.model import Section
 from jaxdist.metrics import flops_per_token
 from jaxdist.planner import memory, time
 from jaxdist.planner.images import ImageFootprint
@@ -125,12 +124,12 @@ class Plan:
 def changed(experiment: Experiment, **fields: Any) -> Experiment:
     """The experiment with fields by `section__field`. Raises ConfigError. Sections without a change are valid as they
     are."""
-    values: dict[str, Any] = dict(experiment)
+    changes: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         section, _, field = name.partition("__")
-        if isinstance(values[section], Section):
-            values[section] = values[section].model_dump(exclude_none=True)
-        values[section][field] = value
+        changes.setdefault(section, {})[field] = value
+    made = {name: getattr(experiment, name).model_dump(exclude_none=True) | new for name, new in changes.items()}
+    values = dict(experiment) | made
     return Experiment.parse(values, source="plan")
 
 
