@@ -217,18 +217,7 @@ class Documents:
             try:
                 lines.read(bool(start.mark))
                 first = lines.readline()
-                heads = {
-                    mark: [
-                        next(csv.reader([first], delimiter=mark, skipinitialspace=spaced), [])
-                        for spaced in (False, True)
-                    ]
-                    for mark in DELIMITERS
-                }
-                fitting = (mark for mark, both in heads.items() if any(self._field in names for names in both))
-                mark = next(fitting, DELIMITERS[0])
-                exact, trimmed = heads[mark]
-                spaced = self._field in trimmed and exact != trimmed
-                names = trimmed if spaced else exact
+                names, mark, spaced = _columns(first, self._field)
                 if self._field not in names:
                     raise self._no("column", names)
                 rows = csv.reader(lines, delimiter=mark, skipinitialspace=spaced, strict=True)
@@ -253,6 +242,22 @@ class Documents:
             f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
             "the key that holds the text"
         )
+
+
+def _columns(first: str, field: str) -> tuple[list[str], str, bool]:
+    """The names of CSV's columns in its first row, the delimiter, and whether spaces follow that: those by which one
+    is `field`, else the usual ones."""
+
+    def split(mark: str, spaced: bool) -> list[str]:
+        return next(csv.reader([first], delimiter=mark, skipinitialspace=spaced), [])
+
+    for mark in DELIMITERS:
+        exact, trimmed = (split(mark, spaced) for spaced in (False, True))
+        if field in trimmed and exact != trimmed:
+            return trimmed, mark, True
+        if field in exact:
+            return exact, mark, False
+    return split(DELIMITERS[0], False), DELIMITERS[0], False
 
 
 def _after_space(text: str, place: int) -> int:
