@@ -435,7 +435,17 @@ class Proof:
         narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
         started = self.started if self.init else {}
         rounded = self.done[JAX, "policy"] if theirs[1] == "policy" and not self.exact else None
-        return Evidence(a, b, bounds, started, batch, verdict.parting, rounded, "".join(other), "; ".join(narrow))
+        return Evidence(
+            a,
+            b,
+            bounds,
+            started,
+            batch,
+            parting=verdict.parting,
+            rounded=rounded,
+            other_model="".join(other),
+            narrow="; ".join(narrow),
+        )
 
     def parting(self, verdict: Verdict, start: Path) -> Parting | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.

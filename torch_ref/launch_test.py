@@ -64,18 +64,23 @@ exit_codes(main)
 """
 
 
-def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
-    """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
+def started(script: str, count: int) -> "list[subprocess.Popen[str]]":
+    """Ranks as another launcher starts them, each a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "3"}
-    ranks = [
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", JOINED], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            [sys.executable, "-c", script], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(3)
+        for rank in range(count)
     ]  # fmt: skip
+
+
+def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
+    """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
+    ranks = started(JOINED, 3)
     try:
         told = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks[1:]]
         assert ranks[0].poll() is None
@@ -128,17 +133,8 @@ def test_other_errors_keep_their_trace() -> None:
 
 
 def test_a_killed_rank_ends_one_that_another_launcher_started() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
     script = JOINED.replace("3}", "2}").replace('== "0"', '== "1"').replace("SIGSTOP", "SIGKILL")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = started(script, 2)
     said = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert said[0][-1:] == [
