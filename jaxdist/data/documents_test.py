@@ -77,20 +77,20 @@ def test_json_is_read_as_what_it_is(tmp_path: Path, name: str) -> None:
 CSV = 'id,text\r\n1,a\r\n2,"b, ""c""\nd"\r\n\r\n3,\r\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", CSV.encode()),
-        ("a.tsv", CSV.replace("b, ", "b; ").replace(",", "\t").replace(";", ",").encode()),
-        ("semicolons.csv", CSV.replace("b, ", "b| ").replace(",", ";").replace("|", ",").encode()),
-        ("spaced.csv", b'id, text\n1, a\n2, "b, ""c""\nd"\n\n3,\n'),
-        ("mark.csv", CSV.encode("utf-8-sig")),
-        ("a.csv.gz", gzip.compress(CSV.encode())),
-        ("utf16.csv", CSV.encode("utf-16")),
-    ],
-)
-def test_csv_is_read_by_the_names_of_its_columns(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
+CSV_FILES = {
+    "a.csv": CSV.encode(),
+    "a.tsv": CSV.replace("b, ", "b; ").replace(",", "\t").replace(";", ",").encode(),
+    "semicolons.csv": CSV.replace("b, ", "b| ").replace(",", ";").replace("|", ",").encode(),
+    "spaced.csv": b'id, text\n1, a\n2, "b, ""c""\nd"\n\n3,\n',
+    "mark.csv": CSV.encode("utf-8-sig"),
+    "a.csv.gz": gzip.compress(CSV.encode()),
+    "utf16.csv": CSV.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", CSV_FILES)
+def test_csv_is_read_by_the_names_of_its_columns(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(CSV_FILES[name])
     assert read(tmp_path / name) == b'a\nb, "c"\nd\n'
     assert read(tmp_path / name, text_field="id") == b"1\n2\n3\n"
     long = "x" * 200_000
