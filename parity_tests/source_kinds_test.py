@@ -396,6 +396,22 @@ def test_both_refuse_what_is_no_checkpoint_in_the_same_words(name: str, tmp_path
     assert refused(read_by_torch_ref, path, LLAMA) == message
 
 
+# Of what DeepSpeed's files say of the layout of their vectors.
+NOT_DEEPSPEED: dict[str, Any] = {
+    "param_shapes": [{"w": 5}], "buffer_names": [[1]], "shared_params": {"x": [1]}, "frozen_param_shapes": [1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_DEEPSPEED)
+def test_both_refuse_a_layout_of_another_form_in_the_same_words(name: str, tmp_path: Path) -> None:
+    path = SOURCES["ZeRO 2"][1](tmp_path, as_it_is)
+    (file,) = path.rglob("mp_rank_00_model_states.pt")
+    torch.save(torch.load(file) | {name: NOT_DEEPSPEED[name]}, file)
+    message = refused(read_by_jaxdist, path, LLAMA)
+    assert "use a whole copy of its folder" in message, message
+    assert refused(read_by_torch_ref, path, LLAMA) == message
+
+
 def test_masters_are_what_training_begins_with(tmp_path: Path) -> None:
     """Of llm.c: to the bit, on both sides; its narrow copy has other numbers."""
     path = llmc_masters(tmp_path, as_it_is)

@@ -22,6 +22,7 @@ from jaxdist.formats import deepspeed
 from jaxdist.formats.companions import companions
 from jaxdist.formats.deepspeed import Saved, Universal, Whole, Zero, config_around, is_universal, is_whole
 from jaxdist.formats.folders import DEEPSPEED_OPTIMIZER
+from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, reading
 
@@ -36,10 +37,13 @@ def opened(
 ) -> Content:
     """The content of a folder; its model is that of config.json in it or around it, or `wanted`; `peak` decides as in
     `rates`. Raises ConfigError."""
-    saved, around = saved_at(path), config_around(path)
+    around = config_around(path)
+    with loading(path, deepspeed.COPY):
+        saved = saved_at(path)
+        leaves = saved.weights
     trainer = trainer_folders.trainer_state(saved.folder.parent)
     found = trainer_folders.found_in(around, trainer_folders.sections(around, trainer, {}))
-    weights = Weights(path, agreed(str(path), found, wanted), saved.weights)
+    weights = Weights(path, agreed(str(path), found, wanted), leaves)
     state = saved.state(weights) if training else None
     kept = saved.model.get("lr_scheduler")
     scheduler = kept if isinstance(kept, dict) else {}

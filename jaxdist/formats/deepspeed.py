@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +28,12 @@ from jaxdist.formats.folders import (
     deepspeed_tag,
 )
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
+from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
 UNIVERSAL = "zero"  # the folder of a universal checkpoint
+COPY = "use a whole copy of its folder"  # where what tells its layout is of another form than DeepSpeed's
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
 
@@ -53,7 +55,8 @@ Flat = Sequence[Vector]  # which follow each other
 def read(path: Path, reader: Reader) -> Leaves:
     """Every tensor of the model, from the fp32 masters. Raises ConfigError."""
     kind = Universal if is_universal(path) else Whole if is_whole(path) else Zero
-    return kind(path, reader).weights
+    with loading(path, COPY):
+        return kind(path, reader).weights
 
 
 def config_around(path: Path) -> Path:
@@ -321,7 +324,8 @@ class Zero(Saved):
         paddings = self.states[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
         if any(len(held) != len(groups) for held in vectors):
             raise self.wrong(f"its ranks hold other than {len(groups)} groups of parameters")
-        if [*map(len, paddings)] != [*map(len, groups)]:
+        known = all(type(padding) is int and padding >= 0 for padding in chain.from_iterable(paddings))
+        if not known or [*map(len, paddings)] != [*map(len, groups)]:
             raise self.wrong("its param_alignment_paddings are of other parameters than its param_shapes")
         for number, shapes in enumerate(groups):
             whole, start = [held[number] for held in vectors], 0
