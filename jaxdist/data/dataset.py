@@ -1,7 +1,8 @@
 """The global batch of a step: a pure function of the data, the seed and the step, with nothing to save."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -40,7 +41,8 @@ def dataset_of(experiment: Experiment) -> "Dataset":
     data, model = experiment.data, experiment.model
     if not isinstance(model, ResNet):
         return open_dataset(data, model.vocab)
-    return _as_begun(data, lambda fields: Labelled(fields, open_pictures(fields, model)))
+    with _readable(data):
+        return _as_begun(data, lambda fields: Labelled(fields, open_pictures(fields, model)))
 
 
 def open_dataset(data: Data, vocab: int) -> "Dataset":
@@ -50,8 +52,15 @@ def open_dataset(data: Data, vocab: int) -> "Dataset":
     library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint` tells them
     apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
-    try:
+    with _readable(data):
         return _as_begun(data, lambda fields: Sequences(fields, open_stream(fields, vocab)))
+
+
+@contextmanager
+def _readable(data: Data) -> Iterator[None]:
+    """Raises ConfigError for files and folders that the system does not let this process read."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"data.path = {data.path!r}: {error}; give files that can be read") from None
 

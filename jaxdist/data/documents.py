@@ -277,9 +277,11 @@ def cut(text: str, file: Path, size: float) -> Iterator[Piece]:
 
 @contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Raises ConfigError for a file that cannot be unpacked or read."""
+    """Raises ConfigError for a file that is damaged, and PermissionError as it is."""
     try:
         yield
+    except PermissionError:
+        raise
     except UNPACKING as error:
         raise _damaged(file, error) from None
     except Exception as error:

@@ -90,12 +90,11 @@ def find_files(path: Path, by_name: bool) -> Files:
     own = list(_visible(path))
     found = [file for file in own if _is_data(file)]
     if all(map(_is_about, found)):
-        folders = {folder: list(_visible(folder)) for folder in sorted(path.iterdir()) if folder.is_dir()}
-        below = [
-            file for folder, held in folders.items() if folder.name == "data" or _split_in(folder) for file in held
-        ]
-        own, found = (own + below, [file for file in below if _is_data(file)]) if below else (own, found)
-        if others := [folder for folder, held in folders.items() if any(map(_is_data, held))] if not below else []:
+        folders = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+        named = (folder for folder in folders if folder.name == "data" or _split_in(folder))
+        if below := [file for folder in named for file in _visible(folder)]:
+            own, found = own + below, [file for file in below if _is_data(file)]
+        elif others := [folder for folder in folders if any(map(_is_data, _visible(folder)))]:
             raise ConfigError(
                 f"data.path = {str(path)!r}: its data lie in folders whose names tell no split ({names(others)}); give "
                 "one of these, or put the files of all in one folder"

@@ -1,6 +1,7 @@
 import gzip
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,41 @@ def write(file: Path, first: int, count: int = 41) -> None:
 
 def opened(path: Path, **fields: Any) -> Dataset:
     return open_dataset(Data(path=str(path), sequence=4, shuffle=False, **fields), 512)
+
+
+def test_folders_that_cannot_be_read_are_of_no_interest_beside_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `lost+found`, which each disk has where it is mounted."""
+    (tmp_path / "lost+found").mkdir()
+    entries = Path.iterdir
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return entries(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    write(tmp_path / "train/a.npy", 40)
+    write(tmp_path / "validation/a.npy", 90)
+    assert held(opened(tmp_path), "validation")[1] == 90
+    (tmp_path / "train/a.npy").unlink()
+    (tmp_path / "validation/a.npy").unlink()
+    with pytest.raises(ConfigError, match=r"Permission denied: .*lost\+found'; give files that can be read"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet"])
+def test_a_file_that_cannot_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def refuse(path: Path, *_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / name).write_bytes(b"text")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=rf"Permission denied: .*{name}'; give files that can be read"):
+        opened(tmp_path)
 
 
 def held(found: Dataset, split: Any) -> tuple[int, int, int]:
