@@ -216,18 +216,22 @@ class Documents:
             number, before = 1, 0
             try:
                 lines.read(bool(start.mark))
-                first = lines.readline()
-                names, mark, spaced = _columns(first, self._field)
+                head = [lines.readline()]
+                while "".join(head).count('"') % 2 and (more := lines.readline()):  # a quoted name over several lines
+                    head.append(more)
+                names, mark, spaced = _columns(head, self._field)
                 if self._field not in names:
                     raise self._no("column", names)
+                if (count := names.count(self._field)) > 1:
+                    raise ValueError(f"{count} columns are called {self._field!r}; give each a name of its own")
+                number = 1 + len(head)
                 rows = csv.reader(lines, delimiter=mark, skipinitialspace=spaced, strict=True)
                 for row in rows:
-                    number = rows.line_num + 1
                     if row and len(row) != len(names):
                         raise csv.Error(f"{len(row)} values for {len(names)} columns")
                     now = place()
                     yield from cut(row[names.index(self._field)] if row else "", file, now - before)
-                    before = now
+                    number, before = rows.line_num + 1 + len(head), now  # the line where the next row begins
             except (csv.Error, ValueError) as error:
                 raise self._bad(f"{file}:{number}", error, "row") from None
 
@@ -244,12 +248,12 @@ class Documents:
         )
 
 
-def _columns(first: str, field: str) -> tuple[list[str], str, bool]:
-    """The names of CSV's columns in its first row, the delimiter, and whether spaces follow that: those by which one
-    is `field`, else the usual ones."""
+def _columns(head: list[str], field: str) -> tuple[list[str], str, bool]:
+    """The names of CSV's columns in its first row, which the lines `head` hold; the delimiter; and whether spaces
+    follow that. Those are taken by which one column is called `field`, else the usual ones."""
 
     def split(mark: str, spaced: bool) -> list[str]:
-        return next(csv.reader([first], delimiter=mark, skipinitialspace=spaced), [])
+        return next(csv.reader(head, delimiter=mark, skipinitialspace=spaced), [])
 
     for mark in DELIMITERS:
         exact, trimmed = (split(mark, spaced) for spaced in (False, True))
@@ -285,7 +289,7 @@ def _named(file: Path) -> Iterator[None]:
     except UNPACKING as error:
         raise _damaged(file, error) from None
     except Exception as error:
-        if type(error).__name__ in ("ZstdError", "ArrowInvalid", "ArrowException"):
+        if {kind.__name__ for kind in type(error).__mro__} & {"ZstdError", "ArrowException"}:
             raise _damaged(file, error) from None
         raise
 

@@ -45,6 +45,7 @@ FILES: dict[str, bytes] = {
     "a.jsonl.zst": zst(RAW.encode()),
     "two frames.json.zst": zst(LINES[:1000].encode()) + zst(LINES[1000:].encode()),
     "of pzstd.jsonl.zst": b"\x50\x2a\x4d\x18\4\0\0\0\1\2\3\4" + zst(LINES.encode()),
+    "another frame to skip.jsonl.zst": b"\x5f\x2a\x4d\x18\4\0\0\0\1\2\3\4" + zst(LINES.encode()),
     "a.jsonl.bz2": bz2.compress(LINES.encode()),
     "a.ndjson.xz": lzma.compress(LINES.encode()),
     "packed, whatever its name.jsonl": gzip.compress(LINES.encode()),
@@ -85,6 +86,11 @@ CSV_FILES = {
     "mark.csv": CSV.encode("utf-8-sig"),
     "a.csv.gz": gzip.compress(CSV.encode()),
     "utf16.csv": CSV.encode("utf-16"),
+    "names over lines.csv": CSV.replace("id,", 'id,"when\nit was, by ""clock""",')
+    .replace("\n1,", "\n1,,")
+    .replace('2,"', '2,,"')
+    .replace("3,", "3,,")
+    .encode(),
 }
 
 
@@ -205,6 +211,18 @@ def test_arrow(tmp_path: Path, name: str) -> None:
     assert "1 records of null passed over" in open_stream(Data(path=str(tmp_path / name)), 256).rows["data"]
 
 
+@pytest.mark.parametrize("offset", [-1, 8, 2**30])
+def test_offsets_of_a_damaged_arrow_file(tmp_path: Path, offset: int) -> None:
+    """pyarrow by itself reads there, and the process ends."""
+    file_of(pa.table({"text": ["some text"] * 3}), tmp_path / "a.arrow")
+    offsets, wrong = (np.array([0, 9, end, 27], "<i4").tobytes() for end in (18, offset))
+    content = (tmp_path / "a.arrow").read_bytes()
+    assert content.count(offsets) == 1
+    (tmp_path / "a.arrow").write_bytes(content.replace(offsets, wrong))
+    with pytest.raises(ConfigError, match=r"a\.arrow': cannot be read, damaged or cut: "):
+        read(tmp_path / "a.arrow")
+
+
 def test_a_saved_dataset_and_a_repository_of_one(tmp_path: Path) -> None:
     """As `datasets.save_to_disk` and the Hub lay them out."""
     saved, hub = tmp_path / "saved", tmp_path / "hub"
@@ -253,6 +271,13 @@ def test_the_key_that_is_named_works(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", text_field=key) == b"abc\n"
 
 
+@pytest.mark.parametrize("begin", ["ORCHARD", "GGUF", "PAR1S", "ARROW1", "FEA1", "Rar!", "SQLite format", "BZhou"])
+def test_text_that_begins_like_a_file_of_another_format(tmp_path: Path, begin: str) -> None:
+    content = f"{begin} is how this text begins, which is plain.\n".encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    assert read(tmp_path / "a.txt") == content
+
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a2146" * 8 + b"\nsize 1234567\n"
 DAMAGED = {
     "cut.jsonl.gz": (gzip.compress(LINES.encode())[:-20], "cannot be read, damaged or cut"),
@@ -276,6 +301,9 @@ DAMAGED = {
     "nothing.arrow": (b"", "neither Parquet nor Arrow, it is empty; write it anew"),
     "ragged.csv": (b"id,text\n1,a\n2,b,c\n", r"ragged\.csv:3: 3 values for 2 columns; each row .*; write it anew"),
     "quote.csv": (b'id,text\n1,"a\n', r"quote\.csv:\d: unexpected end of data"),
+    "quote within.csv": (b'id,text\n1,a\n2,b\n3,"c"d\n', r"within\.csv:4: ',' expected after '\"'"),
+    "twice.csv": (b"text,text\na,b\n", r"twice\.csv:1: 2 columns are called 'text'; give each a name of its own"),
+    "empty.txt.bz2": (bz2.compress(TEXT.encode())[:14], "cannot be read, damaged or cut"),
     "other.csv": (b"id,body\n1,a\n", r"other\.csv:1: no column 'text'; it has id, body; .*set it to the key"),
     "twice.jsonl": (b'{"text": "a", "text": "b"}\n', r"twice\.jsonl:1: the key 'text' is there 2 times; give it once"),
     "twice.json": (b'[{"text": "a", "text": "b"}]', r"twice\.json:1: the key 'text' is there 2 times"),

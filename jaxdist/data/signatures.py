@@ -26,6 +26,8 @@ SIGNATURES = {
     b"SQLite format": Foreign("a database", CONVERT),
     b"GGUF": Foreign("a GGUF model", CONVERT),
 }
+# Those that may begin a text too, as "ORCHARD" or the documentation of GGUF does: text is no such file.
+WORDS = {b"Rar!", b"PAR1", b"ARROW1", b"FEA1", b"ORC", b"SQLite format", b"GGUF"}
 TAR = Foreign("a tar archive", UNPACK)
 CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # characters that text has not
 BEFORE = re.compile(r"\ufeff?\s*(\[\s*)?")  # the first object
@@ -37,7 +39,8 @@ def signature(head: bytes) -> Foreign | None:
     """What a file is that begins so, where that is neither text nor raw ids, and what to do about it."""
     if head[257:262] == b"ustar":
         return TAR
-    return next((found for begin, found in SIGNATURES.items() if head.startswith(begin)), None)
+    begin = next((begin for begin in SIGNATURES if head.startswith(begin)), None)
+    return None if begin is None or (begin in WORDS and is_text(head)) else SIGNATURES[begin]
 
 
 def is_text(content: bytes) -> bool:

@@ -19,7 +19,7 @@ def unpacked(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
     """How a file is packed, its content unpacked, and what tells how many bytes of the file are read. Raises
     ConfigError where a package is missing."""
     with file.open("rb") as raw:
-        head = raw.read(6)
+        head = raw.read(LONGEST)
         raw.seek(0)
         packed = next((name for begin, name in PACKED.items() if head.startswith(begin)), "")
         yield packed, UNPACK[packed](raw), raw.tell
@@ -52,11 +52,15 @@ class _Frames(io.RawIOBase):
         return count
 
 
-# The third is a frame to be skipped, with which files of pzstd begin.
+# bzip2: its name and level, as text may begin too, then the first block or the end of an empty file.
+BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
 PACKED = {
-    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x50\x2a\x4d\x18": "zstd", b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
+    b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz",
+    **{b"BZh%d%b" % (level, block): "bzip2" for level in range(1, 10) for block in BLOCKS},
+    # Skippable frames of zstd: files of pzstd begin with one.
+    **{bytes([number, 0x2A, 0x4D, 0x18]): "zstd" for number in range(0x50, 0x60)},
 }  # fmt: skip
+LONGEST = max(map(len, PACKED))
 UNPACK: dict[str, Callable[[BinaryIO], Any]] = {
     "": lambda raw: raw, "gzip": lambda raw: gzip.GzipFile(fileobj=raw),
     "zstd": lambda raw: io.BufferedReader(_Frames(raw)), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
