@@ -26,7 +26,7 @@ SIGNATURES = {
     b"SQLite format": Foreign("a database", CONVERT),
     b"GGUF": Foreign("a GGUF model", CONVERT),
 }
-# Those that may begin a text too, as "ORCHARD" or the documentation of GGUF does: text is no such file.
+# Signatures that are also words, as "ORCHARD" begins with one of them: a file of plain text is none of these formats.
 WORDS = {b"Rar!", b"PAR1", b"ARROW1", b"FEA1", b"ORC", b"SQLite format", b"GGUF"}
 TAR = Foreign("a tar archive", UNPACK)
 CONTROL = bytes({*range(32), 127} - {*b"\t\n\v\f\r\x1b"})  # characters that text has not

@@ -1,4 +1,4 @@
-"""Files that are packed by gzip, zstd, bzip2 or xz, as their first bytes tell."""
+"""Decompresses files of gzip, zstd, bzip2 and xz, recognized by their first bytes."""
 
 import bz2
 import gzip
@@ -16,8 +16,8 @@ CHUNK = 1 << 14  # packed bytes of zstd unpacked together
 
 @contextmanager
 def unpacked(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
-    """How a file is packed, its content unpacked, and what tells how many bytes of the file are read. Raises
-    ConfigError where a package is missing."""
+    """The name of a file's compression ("" for none), its decompressed stream, and a function that returns how many
+    bytes of the file have been read. Raises ConfigError where a package is missing."""
     with file.open("rb") as raw:
         head = raw.read(LONGEST)
         raw.seek(0)
@@ -26,7 +26,7 @@ def unpacked(file: Path) -> Iterator[tuple[str, BinaryIO, Callable[[], int]]]:
 
 
 class _Frames(io.RawIOBase):
-    """The content of all frames of zstd, end to end. The package's own reader takes a cut file for its end."""
+    """The concatenated content of all zstd frames. The package's own reader does not report a truncated file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw, self._ready = raw, memoryview(b"")
@@ -52,7 +52,7 @@ class _Frames(io.RawIOBase):
         return count
 
 
-# bzip2: its name and level, as text may begin too, then the first block or the end of an empty file.
+# After the magic and level of bzip2, which text may begin with too: the first block, or the end of an empty stream.
 BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
 PACKED = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz",

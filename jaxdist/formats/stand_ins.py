@@ -1,8 +1,8 @@
-"""What is neither tensor nor plain value in files of `torch.save`, as trainers keep it: numpy's arrays and numbers, and
-DeepSpeed's small objects.
+"""Replacements for classes in files of `torch.save` that are neither tensors nor plain values: arrays and scalars of
+numpy, and small objects of DeepSpeed.
 
-They are pickled by names of numpy's that torch's `weights_only` refuses: in a hostile file these could ask for any
-memory, or give numpy's C code what it never wrote. Here small classes stand for them, which take plain numbers alone
+torch's `weights_only` refuses the numpy functions that rebuild them: a hostile file could allocate any memory by these,
+or pass invalid state to numpy's C code. These classes accept plain numbers only
 (https://numpy.org/doc/stable/reference/arrays.dtypes.html, `numpy.ndarray.__reduce__`).
 """
 
@@ -87,8 +87,8 @@ STAND_INS: dict[str, Any] = (
 
 
 def restored(tree: Any) -> Any:
-    """A tree that was read, with arrays, and dicts of attributes, in place of what stands for them. Raises ValueError
-    where what stands for a type is a value itself. What is shared is gone through once: written out it may be huge."""
+    """The tree with numpy arrays and dicts of attributes in place of their replacements. Raises ValueError where a type
+    is a value itself. Shared nodes are visited once: expanded, the tree may be huge."""
     made: dict[int, tuple[Any, Any]] = {}  # with the node, so that no other gets its id
 
     def restore(node: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Files of torch.save's: their names, the parts of what they hold, and what jaxdist puts into its own.
+"""Contents of files that `torch.save` wrote: key names of training scripts, their parts, and the keys of jaxdist's own.
 
-Tensors are those of the side that read them: of them the shape alone is looked at here.
+Tensors may be of any library, as each side loads its own; only shape, dtype and layout are used here.
 """
 
 from collections.abc import Collection, Iterator, Mapping

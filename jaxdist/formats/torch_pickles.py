@@ -1,7 +1,8 @@
-"""Pickles of `torch.save`, gone through before torch does: its `weights_only` runs no code, and makes what it is asked.
+"""Checks pickles of `torch.save` before torch loads them.
 
-It would make a bytearray of a number of bytes, for one. Here small classes stand for all that a pickle names, so that
-nothing is imported, called or made but what Python's plain values take. What else than these it may call is refused.
+torch's `weights_only` runs no code, but allocates whatever a pickle asks for, as a bytearray of any size. Here
+placeholder classes replace all names in a pickle, so that nothing is imported or called, and only plain Python values
+are made. Calls that are not on the list are refused.
 """
 
 from collections.abc import Mapping
@@ -34,14 +35,14 @@ STORED = {  # torch's classes of storages: the dtype, and the bytes of a number
 
 
 class Named:
-    """Stands for what is named."""
+    """Placeholder of a name, as of a class or function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Made:
-    """Stands for what a call makes."""
+    """Placeholder of the result of a call."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -54,12 +55,12 @@ class Made:
 
 
 class Bytes(Made):
-    """Stands for bytes: a tensor could stand for a number."""
+    """Placeholder of bytes, the only ones that a bytearray may be made of: a tensor could be taken for a size."""
 
 
 class Rehearsal(Careful):
-    """Goes through a pickle as torch will. Raises UnpicklingError for what it may not call, and ValueError for storages
-    of more numbers than their records have, where it knows the `places` of those."""
+    """Reads a pickle in the order in which torch will. Raises UnpicklingError for calls that are not allowed, and where
+    the `places` of the records are known, ValueError for storages larger than their records."""
 
     places: Mapping[str, Place] | None = None
 
@@ -90,7 +91,7 @@ class Rehearsal(Careful):
         self.charge(self.stack.pop())
 
     def made(self, called: Any, given: Any) -> Made:
-        """What stands for what a call makes."""
+        """The placeholder of the result of a call."""
         self.charge(given)
         if not isinstance(called, Named) or not isinstance(given, tuple):
             raise UnpicklingError("it calls what has no name")
@@ -117,8 +118,8 @@ class Rehearsal(Careful):
 
 
 def rehearse(file: Any, size: int, pickles: int = 1, places: Mapping[str, Place] | None = None) -> None:
-    """Go through the pickles that lie in a file of so many bytes, one after the other; `places` are those of a zip's
-    records. Raises ValueError or UnpicklingError for a hostile one, and whatever else a damaged one leads to."""
+    """Checks the consecutive pickles of a file of `size` bytes; `places` are those of the records of a zip. Raises
+    ValueError or UnpicklingError for a hostile pickle, and any exception for a damaged one."""
     for _ in range(pickles):
         rehearsal = Rehearsal(file, size)
         rehearsal.places = places

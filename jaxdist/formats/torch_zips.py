@@ -1,7 +1,7 @@
-"""The records of a file of `torch.save`, a zip: where they lie, and the pickle among them.
+"""The records of a file of `torch.save`, which is a zip: their offsets, and the pickle among them.
 
-torch works out where tensors on the meta device lie as it lays them out itself; in another program's zip of the same
-records they lie elsewhere. So each record's place is taken from its own header.
+torch computes the offsets of tensors on the meta device from its own layout, which another program's zip of the same
+records need not have. So each offset is taken from the header of its record.
 """
 
 import io

@@ -1,6 +1,6 @@
-"""Arguments of transformers' Trainer: training_args.bin, read without importing, calling or making what it names.
+"""Arguments of transformers' Trainer, from training_args.bin: a pickle of a TrainingArguments.
 
-It is a pickle of a TrainingArguments. A small class stands for every class in it, and only plain values are taken.
+Nothing that the pickle names is imported or called: placeholders replace all classes, and only plain values are taken.
 """
 
 import io
@@ -21,7 +21,7 @@ TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Thing:
-    """Stands for a class or an object: what it was made of, and the state that was set."""
+    """Placeholder of a class or an object, with the arguments of its constructor and its state."""
 
     def __init__(self, given: Any = ()) -> None:
         self.given, self.state = given, dict[Any, Any]()
