@@ -78,12 +78,12 @@ class Foreign(NamedTuple):
 
 GGUF = "GGUF of llama.cpp, whose weights are mostly quantized"
 AGAIN, SAFELY = "download it again", "give the weights as safetensors, in a Hugging Face folder"
-BEGINNINGS = {  # of files that lie, under the names of others, where weights are looked for
+MODELS = {b"GGUF": GGUF, b"\x89HDF": "a file of HDF5, as Keras writes it"}  # first bytes of a format -> its name
+BEGINNINGS = {  # first bytes of files of other formats that are found where weights are expected
     LFS: Foreign(POINTER, FETCH),
     b"<!DOCTYPE": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
     b"<html": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
-    b"GGUF": Foreign(GGUF, SAFELY),
-    b"\x89HDF": Foreign("a file of HDF5, as Keras writes it", SAFELY),
+    **{start: Foreign(title, SAFELY) for start, title in MODELS.items()},
 }
 
 

@@ -7,7 +7,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -31,7 +31,7 @@ HEAD = 1 << 16  # bytes of a file that are looked at
 KEYS = 20  # of a record named in a message
 DELIMITERS = (",", "\t", ";", "|")  # of CSV, the usual one first
 IDS = "input_ids"  # of a dataset that was tokenized
-TOKENIZED = " (token ids are read from .npy and .bin files: join them, and save them by numpy.save)"
+FROM_IDS = "token ids are read from .npy and .bin files: join those of all records, and save them by numpy.save"
 SPACE = re.compile(r"[\s,]*")
 UNPACKING = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError)
 
@@ -94,6 +94,13 @@ def text_start(file: Path, field: str) -> Start:
     return start
 
 
+class Unusable(ValueError):
+    """A record from which no text can be read: what is wrong with it, and how to correct that."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}; {fix}")
+
+
 class Documents:
     """Reads files, as pieces of documents; `nulls` counts the records whose text is null, which are passed over."""
 
@@ -145,10 +152,10 @@ class Documents:
         """A JSON object. Raises ValueError where it has the text's key twice, of which Python would take the last."""
         found = dict(pairs)
         if len(found) < len(pairs):
-            given = [key for key, _ in pairs]
+            keys = [key for key, _ in pairs]
             for key in (self._field, *self._field.split(".")):
-                if given.count(key) > 1:
-                    raise ValueError(f"the key {key!r} is there {given.count(key)} times; give it once")
+                if keys.count(key) > 1:
+                    raise Unusable(f"the key {key!r} is there {keys.count(key)} times", "keep one of them")
         return found
 
     def _json_whole(self, file: Path, content: bytes, line: int) -> Iterator[Piece]:
@@ -168,6 +175,9 @@ class Documents:
                 done = place
             if array:
                 raise json.JSONDecodeError("the array is cut: its ] is missing", whole, len(whole))
+        except UnicodeDecodeError as error:
+            number = line + content.count(b"\n", 0, error.start)
+            raise self._bad(f"{file}:{number}", error) from None
         except (ValueError, RecursionError) as error:
             raise self._bad(f"{file}:{number}", error) from None
 
@@ -192,7 +202,7 @@ class Documents:
         found = record
         if not isinstance(record, str):
             if not isinstance(record, dict):
-                raise ValueError(f"{_called(record)}, not an object")
+                raise Unusable(f"{_called(record)}, not a JSON object", "correct or remove it")
             keys = [self._field] if self._field in record else self._field.split(".")
             for key in keys:
                 if not isinstance(found, dict) or key not in found:
@@ -202,8 +212,11 @@ class Documents:
             self.nulls += 1
             return ""
         if not isinstance(found, str):
-            raise ValueError(f"the key {self._field!r} holds {_called(found)}, not text{_as_ids([found])}")
-        found.encode()  # JSON can spell half of a surrogate pair, which UTF-8 cannot
+            raise self._no_text(f"the key {self._field!r} holds {_called(found)}, not text", [found])
+        try:
+            found.encode()
+        except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which UTF-8 cannot
+            raise Unusable("its text has half of a surrogate pair", "remove that from the text") from None
         return found
 
     def _csv(self, file: Path) -> Iterator[Piece]:
@@ -212,18 +225,20 @@ class Documents:
         start = start_of(file)
         csv.field_size_limit(2**31 - 1)  # the module's own is 131,072 characters
         with unpacked(file) as (_, stream, place):
-            lines = io.TextIOWrapper(stream, start.encoding, newline="")
+            errors = "surrogateescape" if start.encoding == "utf-8" else "strict"
+            wrapped = io.TextIOWrapper(stream, start.encoding, errors, newline="")
+            lines = _checked(wrapped)
             number, before = 1, 0
             try:
-                lines.read(bool(start.mark))
-                head = [lines.readline()]
-                while "".join(head).count('"') % 2 and (more := lines.readline()):  # a quoted name over several lines
+                wrapped.read(bool(start.mark))
+                head = [next(lines, "")]
+                while "".join(head).count('"') % 2 and (more := next(lines, "")):  # a quoted name over several lines
                     head.append(more)
                 names, mark, spaced = _columns(head, self._field)
                 if self._field not in names:
                     raise self._no("column", names)
                 if (count := names.count(self._field)) > 1:
-                    raise ValueError(f"{count} columns are called {self._field!r}; give each a name of its own")
+                    raise Unusable(f"{count} columns are called {self._field!r}", "give each a name of its own")
                 number = 1 + len(head)
                 rows = csv.reader(lines, delimiter=mark, skipinitialspace=spaced, strict=True)
                 for row in rows:
@@ -235,17 +250,41 @@ class Documents:
             except (csv.Error, ValueError) as error:
                 raise self._bad(f"{file}:{number}", error, "row") from None
 
-    def _no(self, unit: str, names: Sequence[str]) -> ValueError:
-        return ValueError(f"no {unit} {self._field!r}; it has {', '.join(names[:KEYS]) or 'none'}{_as_ids(names)}")
+    def _no(self, unit: str, names: Sequence[str]) -> Unusable:
+        return self._no_text(f"no {unit} {self._field!r}; it has {', '.join(names[:KEYS]) or 'none'}", names)
+
+    def _no_text(self, problem: str, found: Sequence[object]) -> Unusable:
+        """The error for a record without text under data.text_field, or with token ids there or among its keys."""
+        fix = FROM_IDS if _holds_ids(found) else f"data.text_field = {self._field!r}: set it to the key of the text"
+        return Unusable(problem, fix)
 
     def _bad(self, where: str, error: Exception, unit: str = "line") -> ConfigError:
-        each = "each line is a JSON object" if unit == "line" else "each row is a document"
-        if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError | csv.Error):
-            return ConfigError(f"data.path = {where}: {error}; {each} in UTF-8; write it anew as one")
-        return ConfigError(
-            f"data.path = {where}: {error}; {each} with its text under data.text_field = {self._field!r}; set it to "
-            "the key that holds the text"
-        )
+        """The error for a record of a file; `where` is the file and the line."""
+        match error:
+            case Unusable():
+                told = str(error)
+            case UnicodeError():
+                told = f"not UTF-8: {error}; convert the file to UTF-8"
+            case RecursionError():
+                told = "nested too deeply; remove the record"
+            case _:
+                each = (
+                    "each line must be a JSON object"
+                    if unit == "line"
+                    else "each row must have a value for each column"
+                )
+                told = f"{error}; {each}: correct or remove this {unit}"
+        return ConfigError(f"data.path = {where}: {told}")
+
+
+def _checked(lines: Iterable[str]) -> Iterator[str]:
+    """The same lines. Raises UnicodeDecodeError at a line with bytes that are not UTF-8, escaped as surrogates."""
+    for line in lines:
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            line.encode(errors="surrogateescape").decode()
+        yield line
 
 
 def _columns(head: list[str], field: str) -> tuple[list[str], str, bool]:
@@ -296,7 +335,7 @@ def _named(file: Path) -> Iterator[None]:
 
 def _damaged(file: Path, error: Exception) -> ConfigError:
     said = str(error).partition("\n")[0] or type(error).__name__
-    return ConfigError(f"data.path = {str(file)!r}: cannot be read, damaged or cut: {said}; write it anew")
+    return ConfigError(f"data.path = {str(file)!r}: cannot be read, damaged or cut: {said}; copy or download it again")
 
 
 def _recoded(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
@@ -330,10 +369,10 @@ def _keys(record: dict[str, Any]) -> list[str]:
     ]
 
 
-def _as_ids(found: Sequence[object]) -> str:
-    """What to say of a record that holds token ids."""
+def _holds_ids(found: Sequence[object]) -> bool:
+    """Whether a record holds token ids, by the names of its keys or by the first value found."""
     listed = found and isinstance(found[0], list) and found[0] and all(type(number) is int for number in found[0])
-    return TOKENIZED if listed or IDS in found else ""
+    return bool(listed) or IDS in found
 
 
 def _called(value: Any) -> str:

@@ -3,10 +3,10 @@
 import json
 import re
 
-from jaxdist.config.foreign import FETCH, LFS, POINTER, Foreign
+from jaxdist.config.foreign import FETCH, LFS, MODELS, POINTER, Foreign
 
-UNPACK, CONVERT = "unpack it, and give what is in it", "give text, or token ids, made of it"
-# How files begin that are neither text nor raw ids.
+UNPACK, CONVERT = "unpack it, and give what is in it", "extract its text, or token ids, and give those"
+# First bytes of files that are neither text nor raw ids.
 SIGNATURES = {
     LFS: Foreign(POINTER, FETCH),
     b"PK\x03\x04": Foreign("a zip archive, as torch.save and numpy.savez write", UNPACK),
@@ -16,15 +16,14 @@ SIGNATURES = {
     b"\x93NUMPY": Foreign("a .npy file", "give it the ending .npy"),
     b"PAR1": Foreign("a Parquet file", "give it the ending .parquet"),
     b"ARROW1": Foreign("an Arrow file", "give it the ending .arrow"),
-    b"FEA1": Foreign("a Feather file of version 1", "write it anew as version 2"),
+    b"FEA1": Foreign("a Feather file of version 1", "save it again as version 2, or as Parquet"),
     b"ORC": Foreign("an ORC file", "write it as Parquet"),
     b"Obj\x01": Foreign("an Avro file", "write it as Parquet"),
     b"%PDF-": Foreign("a PDF", CONVERT),
-    b"\x89HDF": Foreign("an HDF5 file", CONVERT),
     b"\x89PNG": Foreign("a picture", CONVERT),
     b"\xff\xd8\xff": Foreign("a picture", CONVERT),
     b"SQLite format": Foreign("a database", CONVERT),
-    b"GGUF": Foreign("a GGUF model", CONVERT),
+    **{start: Foreign(title, CONVERT) for start, title in MODELS.items()},
 }
 # Signatures that are also words, as "ORCHARD" begins with one of them: a file of plain text is none of these formats.
 WORDS = {b"Rar!", b"PAR1", b"ARROW1", b"FEA1", b"ORC", b"SQLite format", b"GGUF"}
@@ -36,7 +35,7 @@ LEAST = 32  # bytes that tell text from ids
 
 
 def signature(head: bytes) -> Foreign | None:
-    """What a file is that begins so, where that is neither text nor raw ids, and what to do about it."""
+    """The format of a file whose first bytes are `head`, and what to do about it; None for text and raw ids."""
     if head[257:262] == b"ustar":
         return TAR
     begin = next((begin for begin in SIGNATURES if head.startswith(begin)), None)
@@ -44,7 +43,7 @@ def signature(head: bytes) -> Foreign | None:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether bytes of a file, or blocks of them, are text in UTF-8: without control characters, which any ids have."""
+    """Whether the bytes (of a file, or sampled blocks) are UTF-8 text: no control characters, which any ids contain."""
     if len(content) < LEAST or len(content.translate(None, CONTROL)) < len(content):
         return False
     return content.decode("utf-8", "replace").count("\ufffd") * 100 <= len(content)  # a block may begin in a character

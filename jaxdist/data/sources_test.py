@@ -267,12 +267,12 @@ ERRORS = {
     "low.bin": (b"\xff" * 4, {"bin_dtype": "int32"}, r"token id -1 .*; token ids start at 0"),
     "junk.npy": (b"junk", {}, r"junk\.npy': .*; write it with numpy\.save"),
     "empty.npy": (b"", {}, r"empty\.npy': .*; write it with numpy\.save"),
-    "broken.jsonl": (b'{"text": "a"}\n{"text"\n', {}, r"broken\.jsonl:2: .*; each line is a JSON object"),
-    "list.jsonl": (b"[1]\n", {}, r"list\.jsonl:1: .*data\.text_field = 'text'"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text"\n', {}, r"broken\.jsonl:2: .*; each line must be a JSON object"),
+    "list.jsonl": (b"[1]\n", {}, r"list\.jsonl:1: a number, not a JSON object; correct or remove it"),
     "field.jsonl": (b'{"body": "a"}\n', {}, r"field\.jsonl:1: .*data\.text_field = 'text'"),
     "number.jsonl": (b'{"text": 3}\n', {}, r"number\.jsonl:1: .*data\.text_field = 'text'"),
     "latin1.jsonl": ('{"text": "é"}\n'.encode("latin1"), {}, r"latin1\.jsonl:1: .*utf-8"),
-    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', {}, r"surrogate\.jsonl:1: .*surrogates"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', {}, r"surrogate\.jsonl:1: .*half of a surrogate pair; remove that"),
     "t.txt": (b"a", {"tokenizer": "no/such.json"}, r"data\.tokenizer = '/\S*no/such\.json': .*; use bytes"),
 }
 
