@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import Experiment
+from jaxdist.config import Experiment, Precision
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import KINDS
 from jaxdist.convert.trainer_folders_test import DONE, STEPS, Trained, huggingface, rates, scheduled
@@ -26,8 +26,9 @@ def arguments(folder: Path, schedule: str = "linear", **values: Any) -> Path:
         "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": STEPS,
         "learning_rate": 2e-3, "lr_scheduler_type": kinds.SchedulerType(schedule), "lr_scheduler_kwargs": {},
         "warmup_steps": 4, "optim": "adamw_torch_fused", "weight_decay": 0.05, "adam_beta1": 0.9, "adam_beta2": 0.99,
-        "adam_epsilon": 1e-7, "max_grad_norm": 0.5, "bf16": False, "logging_strategy": kinds.IntervalStrategy.STEPS,
-        "device": torch.device("cpu"), "label_names": None, "debug": [],
+        "adam_epsilon": 1e-7, "max_grad_norm": 0.5, "bf16": False, "fp16": False,
+        "logging_strategy": kinds.IntervalStrategy.STEPS, "device": torch.device("cpu"), "label_names": None,
+        "debug": [],
     } | values  # fmt: skip
     torch.save(found, folder / trainer_arguments.FILE)
     return folder
@@ -62,6 +63,27 @@ def test_batch_clip_and_precision(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (e.train.batch, e.train.accumulation, e.train.steps) == (16, 4, STEPS)
     assert (e.optimizer.clip, e.precision.policy) == (0.5, "bf16")
     assert "a batch of 16, 2 x 4 accumulated x 2 processes; clip 0.5, bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("policy", "scale"), [("fp16", 65536.0), ("bf16", None), ("fp32", None)])
+def test_the_precision_of_the_arguments(
+    policy: str,
+    scale: float | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arguments that transformers made itself. Without scaler.pt the loss scale is GradScaler's first one."""
+    monkeypatch.setattr(transformers.TrainingArguments, "_setup_devices", torch.device("cpu"))  # asks for accelerate
+    trained = Trained(tmp_path)
+    folder = huggingface(tmp_path / "checkpoint-9", trained)
+    half = {policy: True} if policy != "fp32" else {}
+    made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), max_steps=STEPS, use_cpu=True, **half)
+    torch.save(made, folder / trainer_arguments.FILE)
+    found = KINDS["trainer"].format.opened(folder)
+    assert found.experiment.precision == Precision.model_validate({"policy": policy})  # its dtypes and scale too
+    assert (found.scaling and float(found.scaling.scale)) == scale
+    assert ("clip 1.0, fp16" in capsys.readouterr().out) == (policy == "fp16")
 
 
 @pytest.mark.parametrize(

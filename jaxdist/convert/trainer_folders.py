@@ -77,9 +77,11 @@ def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | 
     Raises ConfigError."""
     if not (path / CONFIG).is_file():
         return None
-    values = experiment_for(read_model(path).model_dump(), str(path)).model_dump(exclude_none=True)
+    # What is unset stays so: the dtypes and the loss scale follow from the policy that is told.
+    found = experiment_for(read_model(path).model_dump(), str(path))
+    values: dict[str, Any] = found.model_dump(exclude_unset=True, exclude_none=True)
     source = f"{path}: {TRAINER_STATE}, {trainer_arguments.FILE}"
-    return Experiment.parse(values | {name: values[name] | fields for name, fields in told.items()}, source)
+    return Experiment.parse(values | {name: values.get(name, {}) | fields for name, fields in told.items()}, source)
 
 
 def sections(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -104,7 +106,8 @@ def _told(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -
     each = logged.get("train_batch_size")  # of a process, which may have several GPUs
     each = each if type(each) is int else arguments.get("per_device_train_batch_size", 8)
     processes = len([*path.glob("rng_state_*.pth")]) or 1
-    batch, clip, half = each * accumulation * processes, arguments.get("max_grad_norm", 0.0), arguments.get("bf16")
+    batch, clip = each * accumulation * processes, arguments.get("max_grad_norm", 0.0)
+    policy = next((half for half in ("bf16", "fp16") if arguments.get(half)), None)
     optimizer: dict[str, Any] = {"clip": clip}
     if arguments.get("optim", "").startswith("adamw"):  # of which an optimizer's state says more, where there is one
         optimizer |= {field: arguments[key] for field, key in ADAMW.items() if key in arguments}
@@ -112,12 +115,12 @@ def _told(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -
         optimizer |= argued_schedule(arguments, peak, int(steps), None)[0] if peak and steps else {}
     say(
         f"{path}: {trainer_arguments.FILE}: a batch of {batch}, {each} x {accumulation} accumulated x {processes} "
-        f"processes; clip {clip}{', bf16' if half else ''}"
+        f"processes; clip {clip}{f', {policy}' if policy else ''}"
     )
     return {
         "train": {"batch": batch, "accumulation": accumulation},
         "optimizer": optimizer,
-        "precision": {"policy": "bf16"} if half else {},
+        "precision": {"policy": policy} if policy else {},
     }
 
 

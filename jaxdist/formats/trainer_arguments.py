@@ -14,7 +14,7 @@ FILE = "training_args.bin"
 NUMBER = (int, float)
 TYPES: dict[str, tuple[type, ...]] = {
     "per_device_train_batch_size": (int,), "gradient_accumulation_steps": (int,), "max_grad_norm": NUMBER,
-    "bf16": (bool,), "warmup_steps": NUMBER, "warmup_ratio": NUMBER, "lr_scheduler_type": (str,),
+    "bf16": (bool,), "fp16": (bool,), "warmup_steps": NUMBER, "warmup_ratio": NUMBER, "lr_scheduler_type": (str,),
     "lr_scheduler_kwargs": (dict,), "optim": (str,), "learning_rate": NUMBER, "weight_decay": NUMBER,
     "adam_beta1": NUMBER, "adam_beta2": NUMBER, "adam_epsilon": NUMBER,
 }  # fmt: skip
