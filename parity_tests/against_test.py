@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
@@ -170,6 +171,19 @@ def test_the_example_is_short() -> None:
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
     assert sum("# <-" in line for line in lines[lines.index('"""', 1) :]) == 7
     assert sum(bool(line) for line in lines[lines.index('"""', 1) + 1 :]) <= 30
+
+
+@pytest.mark.parametrize("example", ["own_loop", "nanogpt"])
+@pytest.mark.parametrize("given", [["--help"], [], ["config.toml"]], ids=["help", "none", "one"])
+def test_the_command_line_of_an_example(
+    example: str, given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [example, *given])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module(f"parity_tests.examples.{example}", run_name="__main__")
+    assert end.value.code == (0 if given == ["--help"] else 2)
+    told = "".join(capsys.readouterr())
+    assert "CONFIG.toml" in told and "RUN_DIR" in told
 
 
 def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:

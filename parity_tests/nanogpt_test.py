@@ -49,7 +49,7 @@ def test_from_a_checkpoint_to_a_proof(tmp_path: Path) -> None:
         "precision": {"policy": "fp64"},
     }
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
-    nanogpt.main(str(config), tmp_path, tmp_path / "loop")
+    nanogpt.main(config, tmp_path, tmp_path / "loop")
     told = [json.loads(line) for line in (tmp_path / "loop" / "metrics.jsonl").read_text().splitlines()]
 
     convert([str(tmp_path / "ckpt.pt"), str(tmp_path / "run")])

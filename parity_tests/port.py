@@ -325,7 +325,10 @@ class Port:
         """`prove` in the folder that the command line names; ends the process as `python -m parity_tests` does."""
 
         def command() -> None:
-            if len(sys.argv) != 2:
+            if {"-h", "--help"} & {*sys.argv[1:]}:
+                print(f"usage: {Path(sys.argv[0]).name} FOLDER\n\nFOLDER gets runs, verdict.json and report.html")
+                return
+            if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
                 raise ConfigError("give one argument, the folder for the runs, verdict.json and report.html")
             with writes_to("folder"):
                 try:

@@ -35,9 +35,12 @@ class TestCommand:
         assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 3
         assert self.ended(wrong, monkeypatch, str(tmp_path / "wrong")) == 2
         assert self.ended(wrong, monkeypatch) == 2
+        assert self.ended(wrong, monkeypatch, "--help") == 0
         diverged = square(torch_loss=lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean() * math.inf)
         assert self.ended(diverged, monkeypatch, str(tmp_path / "diverged")) == 2
-        told = capsys.readouterr().err.splitlines()
+        out, err = capsys.readouterr()
+        told = err.splitlines()
+        assert "FOLDER gets runs" in out
         assert "is not empty; give another folder" in told[0] and told[1].startswith("error: give one argument")
         assert "torch-float64, step 1: loss = inf" in told[2]
 

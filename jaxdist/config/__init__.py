@@ -1,6 +1,6 @@
 """What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
 
-from jaxdist.config.arguments import Arguments, load, parse
+from jaxdist.config.arguments import Arguments, load, parse, positional
 from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (
@@ -69,6 +69,7 @@ __all__ = [
     "newest",
     "overflown",
     "parse",
+    "positional",
     "read_metrics",
     "read_record",
     "same_model",

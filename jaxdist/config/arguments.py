@@ -156,6 +156,15 @@ def user_path(text: str) -> Path:
     return path
 
 
+def positional(doc: str | None, *names: str) -> list[Path]:
+    """The paths that a script's command line gives, one for each of `names`. Ends the process with what `doc` says of
+    the script on --help (0), and with its usage on another number of paths (2)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in names:
+        parser.add_argument(name, type=Path)
+    return list(vars(parser.parse_args()).values())
+
+
 def count(text: str, most: float = math.inf) -> int:
     """A whole number from 1, to `most`."""
     if not text.isdecimal() or not 1 <= int(text) <= most:

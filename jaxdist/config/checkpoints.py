@@ -5,14 +5,13 @@ each, and the folder takes its name, the step. So a folder named by a step was w
 whether it still is: the libraries that write the files restore flipped bits as weights.
 """
 
-import errno
 import hashlib
 import json
 import os
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain, count
@@ -23,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import xxhash
 
 from jaxdist.config.display import say
-from jaxdist.config.errors import ConfigError, TrainingError
+from jaxdist.config.errors import REMEDIES, ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Checkpoint, Verify
 from jaxdist.config.foreign import read_json, within
 
@@ -62,59 +61,76 @@ class Saves:
         self.checkpoints, self.config, self.first = checkpoints, config, first
         self.latest: int | None = None  # the last step that was to be saved
         self.failed: dict[int, str] = {}  # step -> why its checkpoint is missing
+        self.there: set[int] = set()  # steps whose checkpoints were there after the last save
 
     @contextmanager
     def writing(self, step: int) -> Iterator[None]:
         """Around the writing of the checkpoint of `step`. Raises TrainingError for whatever it raises, or prints it."""
         self.latest = step
+        self.look()
         try:
             yield
             self.failed.pop(step, None)
+            self.look({*surplus(sorted({*self.there, step}), self.config)})
+            self.there = {*steps_in(self.checkpoints)}
         except TrainingError:
             raise
         except Exception as error:  # many types: Orbax, TensorStore and torch raise their own
             reason = cause(error)
-            if reason not in SYSTEM_REASONS and not self.checkpoints.is_dir():
-                reason = "it is not a folder"  # the libraries name a file that they miss in it
+            if reason not in REMEDIES and not self.checkpoints.is_dir():
+                reason = NO_FOLDER  # the libraries name a file that they miss in it
             self.failed[step] = reason
             if self.first:
                 settle(self.checkpoints)
-            message = f"the checkpoint of step {step} could not be written to {self.checkpoints}: {self.failed[step]}"
+            message = f"the checkpoint of step {step} could not be written to {self.checkpoints}: {reason}"
             if self.config.failure == "stop":
-                raise TrainingError(f"{message}; {self._rest()}") from None
+                raise TrainingError(f"{message}; {self._rest(reason)}") from None
             if self.first:
                 say(f"{message}; training goes on without it")
+
+    def look(self, thinned: Set[int] = frozenset()) -> None:
+        """Says which checkpoints were removed since the last save, other than those that the run itself has `thinned`;
+        they count as missing."""
+        gone = sorted(self.there.difference(steps_in(self.checkpoints), thinned))
+        self.there.difference_update(gone)
+        self.failed |= dict.fromkeys(gone, REMOVED)
+        if gone and self.first:
+            say(f"checkpoints in {self.checkpoints} were removed while the run went on: {', '.join(map(str, gone))}")
 
     def missing(self, step: int) -> bool:
         """Whether the checkpoint of `step` was not written, nor tried in vain."""
         return step not in self.failed and newest(self.checkpoints) != step
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json: the step of the newest whole checkpoint, and why others could not be written, by step."""
+        """For summary.json: the step of the newest whole checkpoint, and why others are missing, by step."""
+        self.look()
         last = last_whole(self.checkpoints)
         return {"newest": int(last.name) if last else None, "failed": {str(s): why for s, why in self.failed.items()}}
 
     def check_latest(self) -> None:
         """Raises TrainingError where the last checkpoint that was due is missing."""
         if self.latest in self.failed:
-            raise TrainingError(
-                f"the weights of step {self.latest} are not saved: {self.failed[self.latest]}; {self._rest()}"
-            )
+            reason = self.failed[self.latest]
+            raise TrainingError(f"the weights of step {self.latest} are not saved: {reason}; {self._rest(reason)}")
 
-    def _rest(self) -> str:
+    def _rest(self, reason: str) -> str:
         if last := last_whole(self.checkpoints):
-            return f"the newest checkpoint is that of step {last.name}: make room, and go on by --resume"
-        return "there is no checkpoint: make room, and start again by --resume"
+            return f"the newest checkpoint is that of step {last.name}: {_helps(reason)}, and go on by --resume"
+        return f"there is no checkpoint: {_helps(reason)}, and start again by --resume"
 
 
-# What the system says when nothing more can be written; libraries wrap it in messages of several hundred characters.
-SYSTEM_REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)))
+NO_FOLDER, REMOVED = "it is not a folder", "it was removed while the run went on"
+
+
+def _helps(reason: str) -> str:
+    return "keep the run's folder in its place" if reason in (NO_FOLDER, REMOVED) else remedy(reason)
 
 
 def cause(error: Exception) -> str:
-    """Why something could not be written: the system's reason if the message has one, else the message, shortened."""
+    """Why something could not be written: the system's reason if the message has one, else the message, shortened.
+    Libraries wrap the system's in several hundred characters."""
     message = str(error)
-    return next((reason for reason in SYSTEM_REASONS if reason in message), textwrap.shorten(message, 200))
+    return next((reason for reason in REMEDIES if reason in message), textwrap.shorten(message, 200))
 
 
 def publish(checkpoints: Path, step: int, known: Mapping[str, str] = EMPTY) -> None:
@@ -376,13 +392,17 @@ def settle(checkpoints: Path) -> None:
         time.sleep(LINGER / 20)
 
 
+def surplus(steps: Sequence[int], config: Checkpoint) -> list[int]:
+    """Of the `steps` in order, those that neither `checkpoint.keep` nor `checkpoint.keep_every` keeps."""
+    older = steps[: -config.keep] if config.keep else []
+    return [step for step in older if not config.keep_every or step % config.keep_every]
+
+
 def thin(checkpoints: Path, config: Checkpoint) -> None:
-    """Remove what neither `checkpoint.keep` nor `checkpoint.keep_every` keeps."""
-    steps = steps_in(checkpoints)
-    for step in steps[: -config.keep] if config.keep else []:
-        if not config.keep_every or step % config.keep_every:
-            folder = checkpoints / str(step)
-            try:
-                folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
-            except OSError as error:  # it is not worth a run
-                say(f"checkpoint {folder} stays, though more than checkpoint.keep are there: {error.strerror}")
+    """Remove the surplus."""
+    for step in surplus(steps_in(checkpoints), config):
+        folder = checkpoints / str(step)
+        try:
+            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+        except OSError as error:  # it is not worth a run
+            say(f"checkpoint {folder} stays, though more than checkpoint.keep are there: {error.strerror}")

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -31,6 +32,7 @@ from jaxdist.config.checkpoints import (
     whole,
 )
 from jaxdist.config.display import kept
+from jaxdist.config.errors import writes_to
 
 
 def write(checkpoints: Path, step: int) -> Path:
@@ -324,12 +326,13 @@ def test_what_a_run_tells_of_its_saves(
     assert capsys.readouterr().out.replace("\n", "") == said.replace("\n", "")
     assert saves.summary() == {"newest": 6, "failed": {"4": why}}
     saves.check_latest()
-    assert kept(saves.summary(), Path("run")).startswith("saved in run; checkpoints that could not be written: 1, the")
+    assert kept(saves.summary(), Path("run")).startswith("saved in run; checkpoints that are missing: 1, the")
     save(8, message)
     assert not saves.missing(8) and saves.missing(10)  # it is not tried again at the end of the run
     assert kept(saves.summary(), Path("run")).startswith("saved in run up to step 6 only; ")
-    with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: make room"):
+    with pytest.raises(TrainingError, match=r"step 8 are not saved.*newest checkpoint is that of step 6: ") as told:
         saves.check_latest()
+    assert ("make room" in str(told.value)) is (why == REASON)  # nothing else is helped by it
 
 
 def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +343,56 @@ def test_a_run_of_which_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept(saves.summary(), Path("run")).startswith("no checkpoint in run; ")
     with pytest.raises(TrainingError, match="there is no checkpoint: make room, and start again by --resume"):
         saves.check_latest()
+
+
+def test_earlier_checkpoints_that_are_removed_in_the_middle_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the run itself removes, by checkpoint.keep, is not told."""
+    saves = Saves(tmp_path, config := Checkpoint(keep=2))
+
+    def save(step: int) -> str:
+        with saves.writing(step):
+            if step == 8:
+                shutil.rmtree(tmp_path)  # all of it, and a save makes it anew
+            write(tmp_path, step)
+            thin(tmp_path, config)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert [save(step) for step in (2, 4, 6)] == ["", "", ""]
+    told = f"checkpoints in {tmp_path} were removed while the run went on: "
+    assert save(8) == f"{told}6" and save(10) == ""
+    shutil.rmtree(tmp_path / "8")
+    reason = "it was removed while the run went on"
+    assert saves.summary() == {"newest": 10, "failed": {"6": reason, "8": reason}}
+    assert " ".join(capsys.readouterr().out.split()) == f"{told}8"
+    assert "2, the last that of step 8" in kept(saves.summary(), Path("run"))
+    saves.check_latest()
+
+
+@pytest.mark.parametrize(
+    ("number", "helps"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room within the quota, or have it raised"),
+        (errno.EROFS, "mount the file system for writing"),
+        (errno.EACCES, "allow writing there (chmod)"),
+        (errno.EPERM, "allow writing there (chmod, chattr)"),
+        (errno.EFBIG, "raise the largest size of a file (ulimit -f)"),
+        (errno.ENOTCONN, "mend that"),
+    ],
+)
+def test_what_helps_is_told_by_the_reason(
+    number: int, helps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "LINGER", 0.0)
+    reason = os.strerror(number)
+    saves = Saves(tmp_path, Checkpoint())
+    told = rf"{reason}.*; there is no checkpoint: {re.escape(helps)}, and"
+    with pytest.raises(TrainingError, match=told), saves.writing(2):
+        raise ValueError(f"INTERNAL: Error writing: {reason} [source: file.cc]")
+    with pytest.raises(TrainingError, match=rf"{re.escape(helps)}, or give another --output$"), writes_to("--output"):
+        raise OSError(number, reason, "report.html")
 
 
 @pytest.mark.parametrize(

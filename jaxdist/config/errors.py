@@ -2,14 +2,16 @@
 
 import atexit
 import difflib
+import errno
 import gc
 import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 
@@ -50,16 +52,40 @@ def exit_codes(main: Callable[[], None], quiet: bool = False) -> NoReturn:
     sys.exit(0)
 
 
+# Why the system refuses to write -> what helps, by the system's own words, which libraries wrap in messages of theirs.
+REMEDIES: Mapping[str, str] = MappingProxyType({
+    os.strerror(number): remedy
+    for number, remedy in {
+        errno.ENOSPC: "make room",
+        errno.EDQUOT: "make room within the quota, or have it raised",
+        errno.EFBIG: "raise the largest size of a file (ulimit -f)",
+        errno.EMFILE: "raise the number of open files (ulimit -n)",
+        errno.ENFILE: "close files of other programs: the system has no more",
+        errno.EROFS: "mount the file system for writing",
+        errno.EACCES: "allow writing there (chmod)",
+        errno.EPERM: "allow writing there (chmod, chattr)",
+        errno.EIO: "have the disk or the network looked at (dmesg)",
+        errno.ESTALE: "mount the network's file system again",
+        errno.ETIMEDOUT: "see that the network's file system answers",
+    }.items()
+})  # fmt: skip
+
+
+def remedy(reason: str) -> str:
+    """What helps against what the system says in `reason`, for a message that ends with it."""
+    return next((helps for words, helps in REMEDIES.items() if words in reason), "mend that")
+
+
 @contextmanager
 def writes_to(target: str) -> Iterator[None]:
-    """Around what writes files by itself, to what the user knows as `target`. Raises TrainingError where the disk
-    refuses, as a full one does."""
+    """Around what writes files by itself, to what the user knows as `target`. Raises TrainingError where the system
+    refuses, as a full disk does."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise TrainingError(f"{error}; make room, or give another {target}") from None
+        raise TrainingError(f"{error}; {remedy(str(error))}, or give another {target}") from None
 
 
 LESS = (

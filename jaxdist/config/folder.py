@@ -1,6 +1,5 @@
 """The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
 
-import errno
 import io
 import json
 import math
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from jaxdist.config.arguments import as_argument
 from jaxdist.config.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.config.display import say
-from jaxdist.config.errors import ConfigError, TrainingError
+from jaxdist.config.errors import ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.foreign import read_bytes
 from jaxdist.config.lock import Taken, alone
@@ -61,6 +60,7 @@ class RunFolder:
         self.begun = experiment  # the one that the folder holds so far
         self.unwritten = ""  # lines of metrics.jsonl for which there was no room
         self.failed: dict[str, str] = {}  # file -> why it could not be written
+        self.removed = False  # whether the folder was, while the run went on
         check_writable(path, f"--output {path}")
         self._held = ExitStack()
         self._found = self._there()
@@ -161,7 +161,8 @@ class RunFolder:
                 f"--output {self.path} is being written by another run; wait until it ends, or give another folder"
             ) from None
         except OSError as error:
-            raise ConfigError(f"--output {self.path}: {error.strerror}; make room, or give another folder") from None
+            why = str(error.strerror)
+            raise ConfigError(f"--output {self.path}: {why}; {remedy(why)}, or give another folder") from None
 
     def _there(self) -> tuple[bool, list[int], int]:
         """What tells whether another run has written here: its config, its checkpoints, and how much it logged."""
@@ -178,10 +179,18 @@ class RunFolder:
         return kept
 
     def synchronize(self) -> None:
-        """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will."""
-        with self.writing(
-            "metrics.jsonl"
-        ):  # network file systems and quotas tell here what they did not when it was written
+        """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will.
+
+        Puts back the config of a folder that was removed, without which the checkpoint could not be resumed from.
+        """
+        if not (self.path / "config.toml").exists():
+            say(f"--output {self.path} was removed while the run went on: config.toml is written again")
+            self.removed = True
+            with self.writing("config.toml"):
+                self.path.mkdir(parents=True, exist_ok=True)
+                replace(self.path / "config.toml", self.experiment.to_toml())
+        # Network file systems and quotas tell here what they did not when it was written.
+        with self.writing("metrics.jsonl"):
             if self.metrics.exists():
                 synchronize(self.metrics)
 
@@ -215,15 +224,26 @@ class RunFolder:
             reason = str(getattr(error, "strerror", error))
             message = f"--output {self.path}: {file} could not be written: {reason}"
             if self.experiment.checkpoint.failure == "stop":
-                raise TrainingError(f"{message}; make room, and go on by --resume") from None
+                raise TrainingError(f"{message}; {self._helps(reason)}") from None
             if file not in self.failed:
                 say(f"{message}; training goes on without it")
             self.failed[file] = reason
+
+    def _helps(self, reason: str) -> str:
+        """What helps where a file could not be written for this `reason`."""
+        if not self.path.is_dir():
+            return "the folder was removed while the run went on: put it back and go on by --resume, or begin a new run"
+        return f"{remedy(reason)}, and go on by --resume"
 
     def check_kept(self, saves: Saves) -> None:
         """Raises TrainingError where a run that went on without what it could not write has lost its last checkpoint,
         or files beside it."""
         saves.check_latest()
+        if self.removed:
+            raise TrainingError(
+                f"--output {self.path} was removed while the run went on: the last checkpoint is there, and what was "
+                "written before is not; keep the folder in its place"
+            )
         if self.failed:
             files = ", ".join(f"{file} ({reason})" for file, reason in self.failed.items())
             raise TrainingError(f"--output {self.path}: the checkpoints are there, but not all of {files}")
@@ -254,9 +274,12 @@ def append(file: Path, text: str) -> None:
     content = text.encode()
     with file.open("ab", buffering=0) as opened:
         size = opened.tell()
-        if opened.write(content) != len(content):
+        try:
+            while content:  # what a full disk takes in part fails at the rest, with the reason
+                content = content[opened.write(content) :]
+        except OSError:
             opened.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+            raise
 
 
 def replace(file: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 from contextlib import nullcontext as nothing
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,33 @@ def test_another_interval_of_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", ["stop", "go on"])
+def test_a_folder_that_is_removed_in_the_middle_of_a_run(
+    failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    experiment = Experiment.parse({"checkpoint": {"failure": failure}}, source="test")
+    with RunFolder(run, experiment) as folder:
+        folder.create(experiment)
+        folder.log({"step": 1})
+        shutil.rmtree(run)
+        if failure == "stop":
+            with pytest.raises(
+                TrainingError, match=r"No such file or directory; the folder was removed .*begin a new run"
+            ):
+                folder.log({"step": 2})
+            folder.unwritten = ""
+            return
+        folder.log({"step": 2})
+        folder.synchronize()
+        folder.log({"step": 3})
+        with pytest.raises(TrainingError, match="was removed while the run went on: the last checkpoint is there"):
+            folder.check_kept(Saves(folder.checkpoints, experiment.checkpoint))
+    assert capsys.readouterr().out.replace("\n", "").count("was removed while the run went on: config.toml is") == 1
+    assert [record["step"] for record in read_metrics(run)] == [2, 3]
+    assert RunFolder(run, experiment, resume=True).begun == experiment  # what is saved from here on can be gone on from
+
+
+@pytest.mark.parametrize("failure", ["stop", "go on"])
 def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,7 +105,9 @@ def test_a_disk_that_is_full_when_what_was_logged_reaches_it(
     monkeypatch.setattr(os, "fsync", full)
     said = f"--output {tmp_path}: metrics.jsonl could not be written: {os.strerror(errno.EDQUOT)}; "
     if failure == "stop":
-        with pytest.raises(TrainingError, match=f"^{re.escape(said)}make room, and go on by --resume$"):
+        with pytest.raises(
+            TrainingError, match=f"^{re.escape(said)}make room within the quota, or .*, and go on by --resume$"
+        ):
             folder.synchronize()
     else:
         folder.synchronize()

@@ -6,7 +6,6 @@ python -m parity_tests --against RUN_DIR --init OUT_DIR/init.pt --output PROOF
 """
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.config import GPT2, RunFolder, load
+from jaxdist.config import GPT2, RunFolder, load, positional
 from jaxdist.data import dataset_of
 
 SAVED = 3  # the iteration before which ckpt.pt is saved
@@ -89,7 +88,7 @@ class GPT(nn.Module):
         return self.lm_head(t["ln_f"](x))  # type: ignore[no-any-return]
 
 
-def main(config: str, out: Path, run: Path) -> None:
+def main(config: Path, out: Path, run: Path) -> None:
     experiment = load(config, {})  # <- what the run is to be compared with
     data = dataset_of(experiment)  # <- the same batches
     folder = RunFolder(run, experiment)  # <-
@@ -148,4 +147,4 @@ def main(config: str, out: Path, run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(*positional(__doc__, "CONFIG.toml", "OUT_DIR", "RUN_DIR"))

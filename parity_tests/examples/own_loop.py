@@ -5,22 +5,21 @@ python -m parity_tests --against RUN_DIR --init HF_FOLDER --output PROOF
 """
 
 import math
-import sys
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from jaxdist.config import RunFolder, load
+from jaxdist.config import RunFolder, load, positional
 from jaxdist.data import IGNORED, dataset_of
 
-experiment = load(sys.argv[1], {})  # <- what the run is to be compared with
+config, start, run = positional(__doc__, "CONFIG.toml", "HF_FOLDER", "RUN_DIR")
+experiment = load(config, {})  # <- what the run is to be compared with
 data = dataset_of(experiment)  # <- the same batches
-folder = RunFolder(Path(sys.argv[3]), experiment)  # <-
+folder = RunFolder(run, experiment)  # <-
 folder.create(experiment.on_data(data.fingerprint))  # <-
 
 train, o = experiment.train, experiment.optimizer
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).eval()
 parameters = list(model.parameters())
 matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": o.weight_decay}
 groups = [matrices, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
