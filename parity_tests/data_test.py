@@ -36,7 +36,8 @@ def test_a_folder_of_ids_and_its_content_in_another_order(tmp_path: Path, side: 
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.replace("│", " ").split())
     for row in (
-        "194 tokens: uint32 ids, as the content shows; train.bin, for validation val.bin",
+        f"194 tokens: uint32 ids, as the content shows (they begin {', '.join(map(str, ids[:4]))}; the greatest seen "
+        f"is {ids.max()}); train.bin, for validation val.bin",
         "end of document as the ids have it",
         "training 4, validation 2",
         "left alone meta.pkl",

@@ -1,6 +1,6 @@
-"""Token ids that lie in files: .npy, raw .bin, .bin with llm.c's header, Megatron's .bin with its .idx.
+"""Token ids in files: .npy, raw .bin, .bin with llm.c's header, Megatron's .bin with its .idx.
 
-What a .bin without header holds is seen from its content: data.bin_dtype is believed only where that agrees.
+The type of ids in a .bin without header is found from its content; data.bin_dtype is used only where that agrees.
 """
 
 import struct
@@ -15,12 +15,21 @@ from numpy.typing import NDArray
 from jaxdist.config import ConfigError, llmc
 from jaxdist.config.foreign import Foreign
 from jaxdist.data.blocks import read_blocks
+from jaxdist.data.number_types import (
+    NAMES,
+    Header,
+    certain_type,
+    header_length,
+    header_of,
+    likely_type,
+    only_at_the_start,
+)
 from jaxdist.data.signatures import UNPACK, begins_with_record, is_text, signature
 
-OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may be thousands of files
-WIDE = ("int64", "int32")  # types with a half that is nearly always zero, the wider first
-LOOKED_AT = 64  # blocks of a .bin whose ids tell how wide they are
-TELLING = 32  # ids that tell their width
+OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may have thousands of files
+WIDE = ("int64", "int32")  # types whose upper half is nearly always zero, the wider first
+LOOKED_AT = 64  # blocks of a .bin that are sampled to find the type of its ids
+TELLING = 32  # ids that are enough to find their width
 LLM_C_HEADER = 4 * llmc.HEADER  # bytes
 # NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 MEGATRON = b"MMIDIDX\x00\x00"
@@ -32,25 +41,20 @@ TEXT, JSON = (
     Foreign("text", f"give it the ending .txt, {IF_IDS}"),
     Foreign("JSON", f"give it the ending .jsonl, {IF_IDS}"),
 )
-# Types in which ids are found, and not read.
-OTHERS = {
-    ">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-endian uint16", "<f4": "float32",
-    "<f8": "float64", "|u1": "uint8",
-}  # fmt: skip
 
 
 class Mapped(NamedTuple):
-    """Token ids that lie in a file, mapped when they are read."""
+    """Token ids in a file, which is memory-mapped when they are read."""
 
     file: Path
     dtype: np.dtype
     offset: int
     size: int
-    written: int  # when, in ns: a file that was replaced is mapped anew
+    written: int  # modification time in ns: a file that was replaced is mapped again
 
 
 class Located(NamedTuple):
-    """The ids of a file; the sizes of its documents, if it tells; and how its type is known."""
+    """The ids of a file; the sizes of its documents, where the format has them; and how the type is known."""
 
     part: Mapped
     documents: NDArray[np.int64] | None
@@ -139,24 +143,42 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     least = 2 if declared == "auto" else np.dtype(declared).itemsize
     if size % least:
         field = "the smallest type of ids" if declared == "auto" else f"the size of data.bin_dtype = {declared}"
-        fix = "set the type of its ids, or auto" if declared != "auto" else "it is cut, or no ids; write it anew"
+        fix = "set data.bin_dtype = auto"
+        if declared == "auto" and likely_type(content, vocab, readable=False) == "|u1":
+            fix = f"its ids are uint8 by their content: write them as uint16, as by {_rewriting('|u1', wanted='<u2')}"
+        elif declared == "auto":
+            fix = (
+                "it is cut, or begins with a header: copy it again, or write the ids alone, as by "
+                f"{_rewriting('uint16', ', offset=HEADER')}, HEADER being the header's length in bytes"
+            )
         raise ConfigError(f"data.path = {str(file)!r}: its {size} bytes are no multiple of {least}, {field}; {fix}")
     found = width(content, size, vocab)
     if declared == "auto":
-        _check_others(file, content, found, vocab)
+        if found is None:
+            return None
+        checked = found == "uint16"  # as which other types are read
+        if checked:
+            _check_type(file, content, declared, vocab, likely=False)
         _check_whole(file, content, found, vocab)
-        return Located(raw(file, np.dtype(found).newbyteorder("<")), None, "as the content shows") if found else None
+        _check_header(file, content, found, declared, vocab)
+        if checked:
+            _check_type(file, content, declared, vocab, likely=True)
+        ids = _view(content, found)
+        begin = ", ".join(map(str, ids[:4]))
+        source = f"as the content shows (they begin {begin}; the greatest seen is {ids.max()})"
+        return Located(raw(file, np.dtype(found).newbyteorder("<")), None, source)
     ids = _view(content, declared)
     fits = bool(((ids >= 0) & (ids < vocab)).all())
     wider = found is not None and np.dtype(found).itemsize > np.dtype(declared).itemsize
     if found and np.dtype(found).itemsize != np.dtype(declared).itemsize and (wider or not fits):
-        why = (
-            "of every two numbers one is the upper half of an id" if wider else f"as {declared} they reach {ids.max()}"
-        )
+        why = "every second number is the upper half of an id" if wider else f"as {declared} they reach {ids.max()}"
         raise ConfigError(
             f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {found} by their content: {why}; set "
             f"data.bin_dtype = {found}, or auto; or, if they are {declared}, save them as .npy, which tells its type"
         )
+    _check_type(file, content, declared, vocab, likely=False)
+    _check_header(file, content, declared, declared, vocab)
+    _check_type(file, content, declared, vocab, likely=True)
     return Located(raw(file, np.dtype(declared).newbyteorder("<")), None, "by data.bin_dtype")
 
 
@@ -193,23 +215,45 @@ def _tells(content: bytes, wide: str, vocab: int) -> bool | None:
     return True if telling >= TELLING or _view(content, "uint16").max() >= vocab else None
 
 
-def _check_whole(file: Path, content: bytes, found: str | None, vocab: int) -> None:
+def _check_whole(file: Path, content: bytes, found: str, vocab: int) -> None:
     """Raises ConfigError for wide ids of which the last is cut, or that begin within an id or behind a header."""
-    size, width = file.stat().st_size, np.dtype(found or "uint16").itemsize
+    size, width = file.stat().st_size, np.dtype(found).itemsize
     if size % width:
         raise ConfigError(
             f"data.path = {str(file)!r}: its ids are {found} by their content, and its {size} bytes are no multiple of "
-            f"{width}: it is cut; write it anew"
+            f"{width}: it is cut; copy it again, or drop the last id, as by {_rewriting(found)}"
         )
-    body = content[min(LLM_C_HEADER, len(content) // 16 * 8) :]  # without a header that is not known
+    body = content[min(LLM_C_HEADER, len(content) // 16 * 8) :]  # without a header of an unknown format
+    misplaced = _view(body, found)
+    if width > 2 and misplaced.any() and not (misplaced & 255).any():
+        why = f"all {found} behind it are multiples of 256, as where they begin within an id"
+        raise _headed(
+            file,
+            Header(why, header_length(content, size, found)),
+            found,
+            f"set data.bin_dtype = {found} if it has none",
+        )
     for wide in WIDE:
         half = np.dtype(wide).itemsize // 2
         if half >= width and any(_tells(body[place:], wide, vocab) for place in (0, half)):
-            raise ConfigError(
-                f"data.path = {str(file)!r}: of every two numbers one is the upper half of a wider id, as behind a "
-                "header that is not known, or in big-endian order; write the ids alone, little-endian, or set "
-                f"data.bin_dtype = {found} if they are so"
-            )
+            header = Header(f"the ids behind it are {wide} by their content", header_length(content, size, wide))
+            raise _headed(file, header, wide.replace("int32", "uint32"), f"set data.bin_dtype = {found} if it has none")
+
+
+def _headed(file: Path, header: Header, dtype: str, otherwise: str) -> ConfigError:
+    """The error for ids of this type behind a header of an unknown format."""
+    offset = header.length or "HEADER"
+    what = "" if header.length else ", HEADER being its length in bytes"
+    return ConfigError(
+        f"data.path = {str(file)!r}: it seems to begin with a header of an unknown format: {header.why}; write the ids "
+        f"alone, as by {_rewriting(dtype, f', offset={offset}')}{what}, or {otherwise}"
+    )
+
+
+def _rewriting(dtype: str, offset: str = "", wanted: str = "") -> str:
+    """The Python code that writes a file anew, of which the numbers have this type."""
+    code = np.dtype(dtype).str
+    return f"numpy.fromfile(path, {code!r}{offset}){wanted and f'.astype({wanted!r})'}.tofile(path)"
 
 
 def _view(content: bytes, name: str) -> NDArray:
@@ -217,22 +261,34 @@ def _view(content: bytes, name: str) -> NDArray:
     return np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
 
 
-def _check_others(file: Path, content: bytes, found: str | None, vocab: int) -> None:
-    """Raises ConfigError for ids in numbers that are not read, where only those are in the vocabulary."""
-    if found != "uint16" or (_view(content, found) < vocab).all():
+def _check_type(file: Path, content: bytes, declared: str, vocab: int, likely: bool) -> None:
+    """Raises ConfigError for ids of a type that is not read: one that the content proves, or one that is `likely`.
+    `declared`, which is data.bin_dtype, is believed against what is likely, unless numbers are no ids in it."""
+    auto = declared == "auto"
+    seen = _view(content, "uint16" if auto else declared)
+    fits = bool(((seen >= 0) & (seen < vocab)).all())
+    if likely and fits and not auto:
         return
-    wanted = "<u2" if vocab <= 65_536 else "<u4"
-    for dtype, name in OTHERS.items():
-        ids = np.frombuffer(content[: len(content) // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize], dtype)
-        if (dtype == ">u2" and vocab > 60_000) or (dtype == "|u1" and vocab > 256):
-            continue  # any two bytes, or any one, would be in the vocabulary
-        with np.errstate(invalid="ignore"):  # integers that are no floats
-            fits = ((ids >= 0) & (ids < vocab) & (ids == np.floor(ids))).all() and ids.any()
-        if fits:
-            raise ConfigError(
-                f"data.path = {str(file)!r}: its ids are {name}; write them in another type, as by "
-                f"numpy.fromfile(path, {dtype!r}).astype({wanted!r}).tofile(path)"
-            )
+    if dtype := (likely_type if likely else certain_type)(content, vocab, fits):
+        code = _rewriting(dtype, wanted="<u2" if vocab <= 65_536 else "<u4")
+        otherwise = ", or set data.bin_dtype = uint16 if they are that" * (likely and fits)
+        raise ConfigError(
+            f"data.path = {str(file)!r}: its ids are {NAMES[dtype]} by their content; write them in another type, as "
+            f"by {code}{otherwise}"
+        )
+
+
+def _check_header(file: Path, content: bytes, dtype: str, declared: str, vocab: int) -> None:
+    """Raises ConfigError for ids behind a header of an unknown format. `declared`, which is data.bin_dtype, says that
+    there is none, unless numbers in it are no ids."""
+    header = header_of(content, file.stat().st_size, dtype)
+    beyond = only_at_the_start(content, dtype, vocab)
+    if beyond is not None:
+        why = f"{beyond}, which is no id of model.vocab = {vocab}, is there, and no such number behind"
+        header = Header(why, header_length(content, file.stat().st_size, dtype))
+        raise _headed(file, header, dtype, f"raise model.vocab above {beyond} if it is an id")
+    if header and declared == "auto":
+        raise _headed(file, header, dtype, f"set data.bin_dtype = {dtype} if all of it are ids")
 
 
 def _llm_c(file: Path) -> Located | None:

@@ -1,4 +1,5 @@
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ RANDOM = np.random.default_rng(0)
 def read(path: Path, vocab: int, **fields: Any) -> list[int]:
     stream = open_stream(Data(path=str(path), **fields), vocab)
     return stream.read(0, len(stream)).tolist()
+
+
+def rewrite(file: Path, message: object, header: int = 0) -> None:
+    """Runs the code that a message names; `header` is the length that the user must look up where it says HEADER."""
+    code = re.findall(r"numpy\.fromfile\(path.*?\.tofile\(path\)", str(message))
+    assert len(code) == 1, message
+    eval(code[0], {"numpy": np, "path": file, "HEADER": header})
 
 
 CONTENTS = {
@@ -76,15 +84,130 @@ def test_a_type_that_cannot_hold_the_vocabulary(tmp_path: Path, declared: str) -
     assert len(read(tmp_path / "a.bin", 65_536)) == 1000
 
 
+@pytest.mark.parametrize("vocab", [200, 50_257, 64_000])
 @pytest.mark.parametrize("dtype", [">u2", ">i4", ">i8", "<f4", "<f8", "|u1"])
-def test_ids_in_other_numbers_are_named_and_the_fix_works(tmp_path: Path, dtype: str) -> None:
-    vocab = 200 if dtype == "|u1" else 50_257
-    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, vocab, 1000)
+def test_ids_in_other_numbers_are_named_and_the_fix_works(tmp_path: Path, dtype: str, vocab: int) -> None:
+    file, wanted = tmp_path / "a.bin", RANDOM.integers(0, 100 if dtype == "|u1" else vocab, 6000)
     wanted.astype(dtype).tofile(file)
     with pytest.raises(ConfigError, match=r"its ids are (big-endian|float|uint8).*; write them in .* as by") as raised:
         read(file, vocab)
-    eval(str(raised.value).split("as by ")[1].replace("path", "file"), {"numpy": np, "file": file})
+    rewrite(file, raised.value)
     assert read(file, vocab) == wanted.tolist()
+
+
+def text_ids(count: int, vocab: int) -> np.ndarray:
+    """Ids as a tokenizer makes them of text: the lower the more common, by Zipf's law."""
+    share = 1 / np.arange(1, vocab + 1)
+    return np.random.default_rng(count).choice(vocab, count, p=share / share.sum())
+
+
+BYTES = np.frombuffer(Path(json.__file__).read_bytes(), np.uint8)[:6000].astype(np.int64)
+SILENT = {  # type -> vocabulary and ids that all are in the vocabulary as uint16, too
+    "big-endian of text": (">u2", 65_536, text_ids(300, 65_536)),
+    "big-endian of characters": (">u2", 50_257, BYTES),
+    "big-endian of few characters": (">u2", 50_257, np.arange(12) % 7 + 1),
+    "big-endian 32 bits": (">u4", 65_536, text_ids(300, 65_536)),
+    "big-endian 64 bits": (">i8", 128_256, text_ids(300, 128_256)),
+    "float16 of characters": ("<f2", 50_257, BYTES),
+    "float16 of digits": ("<f2", 50_257, RANDOM.integers(0, 10, 300)),
+    "float32 of text": ("<f4", 65_536, text_ids(300, 50_257)),
+    "float32 of two": ("<f4", 50_257, RANDOM.integers(0, 3, 300)),
+    "big-endian float32": (">f4", 65_536, text_ids(300, 50_257)),
+    "float64 of a large vocabulary": ("<f8", 128_256, text_ids(300, 128_256)),
+    "bytes of characters": ("|u1", 50_257, BYTES % 65),
+    "bytes of few": ("|u1", 512, RANDOM.integers(0, 2, 6000)),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_ids_of_other_types_within_the_vocabulary_as_uint16(tmp_path: Path, name: str) -> None:
+    """Each would be trained on as other ids."""
+    dtype, vocab, wanted = SILENT[name]
+    file = tmp_path / "a.bin"
+    wanted.astype(dtype).tofile(file)
+    as_uint16 = np.fromfile(file, "<u2")
+    assert as_uint16.max() < vocab and as_uint16[: len(wanted)].tolist() != wanted.tolist()
+    with pytest.raises(ConfigError, match=rf"its ids are {ids.NAMES[dtype]} by their content; write them") as raised:
+        read(file, vocab)
+    if "or set data.bin_dtype = uint16" in str(raised.value):
+        assert read(file, vocab, bin_dtype="uint16") == as_uint16.tolist()
+    elif vocab <= 65_536:
+        with pytest.raises(ConfigError, match=rf"its ids are {ids.NAMES[dtype]} by their content; write them"):
+            read(file, vocab, bin_dtype="uint16")
+    rewrite(file, raised.value)
+    assert read(file, vocab) == wanted.tolist()
+
+
+@pytest.mark.parametrize("vocab", [300, 50_257, 60_500, 65_536, 151_936])
+@pytest.mark.parametrize("count", [300, 6000])
+def test_real_ids_are_taken_for_no_other_type(tmp_path: Path, vocab: int, count: int) -> None:
+    """Of text; the same under names in another order; half of them an end of text; of bytes; any with equal chance."""
+    text = text_ids(count, vocab)
+    ended = np.where(RANDOM.random(count) < 0.5, vocab - 1, text)
+    for wanted in (text, RANDOM.permutation(vocab)[text], ended, BYTES % vocab, RANDOM.integers(0, vocab, count)):
+        for dtype in ("uint16", "uint32", "int64"):
+            if np.iinfo(dtype).max >= vocab - 1:
+                wanted.astype(dtype).tofile(tmp_path / "a.bin")
+                assert read(tmp_path / "a.bin", vocab) == wanted.tolist(), dtype
+
+
+def header(*numbers: int, size: int = 0) -> bytes:
+    return np.array(numbers, "<i4").tobytes().ljust(size, b"\0")
+
+
+IDS = 6000  # behind each header
+BEHIND = {  # vocabulary, type of the ids, header
+    "magic, version, count": (65_536, "uint16", header(20250101, 1, IDS, 0)),
+    "count of 64 bits": (50_257, "uint16", header(IDS, 0)),
+    "256 numbers with a count": (50_257, "uint16", header(777, 2, IDS, size=1024)),
+    "256 numbers without": (50_257, "uint16", header(777, 2, size=1024)),
+    "a name": (50_257, "uint16", b"MYTOKENS"),
+    "a name and a version": (50_257, "uint16", b"TOKS" + header(2)),
+    "a name, and a number that is no id": (300, "uint16", b"TOKS" + header(2)),
+    "a magic that is no id": (50_257, "uint32", header(20250101, 1, 2, 3)),
+    "512 numbers of wider ids": (128_256, "uint32", header(777, 2, IDS, size=512)),
+    "version, type and count of 64 bits": (128_256, "uint32", header(1, 4, IDS, 0)),
+    "any bytes": (50_257, "uint16", bytes(range(256)) * 2),
+    "3 numbers before ids of 64 bits": (50_257, "int64", header(20250101, 1, IDS)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_ids_behind_a_header_of_an_unknown_format(tmp_path: Path, name: str) -> None:
+    vocab, dtype, head = BEHIND[name]
+    file, wanted = tmp_path / "a.bin", text_ids(IDS, vocab)
+    file.write_bytes(head + wanted.astype(dtype).tobytes())
+    with pytest.raises(ConfigError, match="seems to begin with a header of an unknown format: ") as raised:
+        read(file, vocab)
+    if declared := re.search(r"set data\.bin_dtype = (\w+)", str(raised.value)):
+        if declared[1] == dtype:
+            assert read(file, vocab, bin_dtype=dtype)[-IDS:] == wanted.tolist()
+    elif raises := re.search(r"raise model\.vocab above (\d+) if", str(raised.value)):
+        assert read(file, int(raises[1]) + 1, bin_dtype=dtype)[-IDS:] == wanted.tolist()
+    assert f"offset={len(head)})" in str(raised.value) or "HEADER being its length" in str(raised.value)
+    rewrite(file, raised.value, header=len(head))
+    assert read(file, vocab) == wanted.tolist()
+
+
+def test_an_odd_number_of_bytes(tmp_path: Path) -> None:
+    file, wanted = tmp_path / "a.bin", text_ids(IDS, 50_257)
+    file.write_bytes(b"TOKENS v1" + wanted.astype("<u2").tobytes())
+    with pytest.raises(ConfigError, match=r"no multiple of 2, .*: copy it again, or write the ids alone") as raised:
+        read(file, 50_257)
+    rewrite(file, raised.value, header=9)
+    assert read(file, 50_257) == wanted.tolist()
+    (BYTES[:5999] % 65).astype(np.uint8).tofile(file)
+    with pytest.raises(ConfigError, match="its ids are uint8 by their content: write them as uint16") as raised:
+        read(file, 50_257)
+    rewrite(file, raised.value)
+    assert read(file, 50_257) == (BYTES[:5999] % 65).tolist()
+
+
+def test_what_was_found_is_in_the_start_up_table(tmp_path: Path) -> None:
+    """Content cannot tell a header of ids from ids; the first numbers can, to a reader."""
+    np.array([1, 0, 50_257, 0, *text_ids(IDS, 50_257)], np.uint16).tofile(tmp_path / "a.bin")
+    row = open_stream(Data(path=str(tmp_path / "a.bin")), 65_536).rows["data"]
+    assert "uint16 ids, as the content shows (they begin 1, 0, 50257, 0; the greatest seen is 50257)" in row
 
 
 def test_only_zeros_tell_no_type(tmp_path: Path) -> None:
@@ -150,20 +273,31 @@ def test_files_of_several_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab", [300, 65_536])
 def test_wide_ids_that_are_cut_or_lie_behind_a_header(tmp_path: Path, dtype: str, vocab: int) -> None:
     """Which would be read as ids of half the width, every second one zero."""
-    content, file = RANDOM.integers(0, vocab, 500).astype(dtype).tobytes(), tmp_path / "a.bin"
+    wanted, file = RANDOM.integers(0, vocab, 500), tmp_path / "a.bin"
+    content = wanted.astype(dtype).tobytes()
     for missing in range(2, np.dtype(dtype).itemsize, 2):
         file.write_bytes(content[:-missing])
-        with pytest.raises(ConfigError, match=rf"its ids are {dtype} by their content, .* it is cut; write it anew"):
+        with pytest.raises(
+            ConfigError, match=rf"its ids are {dtype} by their content, .* it is cut; copy it again, or drop"
+        ) as raised:
             read(file, vocab)
+        rewrite(file, raised.value)
+        assert read(file, vocab) == wanted[:-1].tolist()
         file.write_bytes(bytes(range(1, missing + 1)) + content + bytes(np.dtype(dtype).itemsize - missing))
         with pytest.raises(
-            ConfigError, match=r"a\.bin': (of every two .* upper half|its ids are big|token id \d+ with)"
-        ):
+            ConfigError, match=r"header of an unknown format: (the ids behind|all int64 .* of 256)"
+        ) as raised:
             read(file, vocab)
-    file.write_bytes(RANDOM.integers(0, vocab, 500).astype(np.dtype(dtype).newbyteorder(">")).tobytes())
-    with pytest.raises(ConfigError, match=r"or in big-endian order; write the ids alone|its ids are big-endian"):
+        if "bin_dtype = uint16" in str(raised.value):
+            assert len(read(file, 65_536, bin_dtype="uint16")) > 900, "which the message names, for ids that are so"
+        file.write_bytes(file.read_bytes()[: missing - np.dtype(dtype).itemsize or None])
+        rewrite(file, raised.value, header=missing)
+        assert read(file, vocab) == wanted.tolist()
+    file.write_bytes(wanted.astype(np.dtype(dtype).newbyteorder(">")).tobytes())
+    with pytest.raises(ConfigError, match=rf"its ids are big-endian {dtype}") as raised:
         read(file, vocab)
-    assert len(read(file, 65_536, bin_dtype="uint16")) > 900, "which the message names, for ids that are so"
+    rewrite(file, raised.value)
+    assert read(file, vocab) == wanted.tolist()
 
 
 def test_ids_of_16_bits_in_any_file_hold_their_vocabulary(tmp_path: Path) -> None:
