@@ -7,13 +7,14 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from jaxdist.config import ConfigError
 from jaxdist.data.arrow import open_table
+from jaxdist.data.delimited import begins_with_table, checked, columns
 from jaxdist.data.files import is_plain
 from jaxdist.data.signatures import begins_with_record, signature
 from jaxdist.data.unpacking import unpacked
@@ -29,7 +30,6 @@ MARKS = {
 CHUNK = 1 << 22  # bytes that are decoded together where they are not UTF-8
 HEAD = 1 << 16  # bytes of a file that are looked at
 KEYS = 20  # of a record named in a message
-DELIMITERS = (",", "\t", ";", "|")  # of CSV, the usual one first
 IDS = "input_ids"  # of a dataset that was tokenized
 FROM_IDS = "token ids are read from .npy and .bin files: join those of all records, and save them by numpy.save"
 SPACE = re.compile(r"[\s,]*")
@@ -46,15 +46,16 @@ class Piece(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What the first bytes of a file tell: how it is packed ("" for not), its encoding, the length of its mark, and
-    whether they are a JSON object.
+    """How a text file begins: its compression ("" for none), its encoding, the length in bytes of its byte order mark,
+    and its first characters; `cut` where the file has more.
 
-    `bare` is a start in UTF-8 whose content may be mapped as it lies there."""
+    `bare` is a start in UTF-8 whose content may be mapped as it is in the file."""
 
     packed: str
     encoding: str
     mark: int
-    record: bool = False
+    head: str = ""
+    cut: bool = False
 
     @property
     def bare(self) -> bool:
@@ -70,27 +71,30 @@ def start_of(file: Path) -> Start:
         head = stream.read(HEAD)
     if what := signature(head):
         raise ConfigError(f"data.path = {str(file)!r}: no text: it is {what.title}; {what.fix}")
-    more = len(head) == HEAD
-    for mark, encoding in MARKS.items():
-        if head.startswith(mark):
-            return Start(packed, encoding, len(mark), begins_with_record(head.decode(encoding, "ignore"), more))
-    if head.count(0) * 10 > len(head):
+    mark, encoding = next(((len(mark), name) for mark, name in MARKS.items() if head.startswith(mark)), (0, "utf-8"))
+    if not mark and head.count(0) * 10 > len(head):
         raise ConfigError(
             f"data.path = {str(file)!r}: {head.count(0)} of its first {len(head)} bytes are zero, as in UTF-16 without "
             "a byte order mark, or in no text at all; convert it to UTF-8"
         )
-    return Start(packed, "utf-8", 0, begins_with_record(head.decode("utf-8", "ignore"), more))
+    return Start(packed, encoding, mark, head[mark:].decode(encoding, "ignore"), len(head) == HEAD)
 
 
 def text_start(file: Path, field: str) -> Start:
-    """How a file begins that is text by its name. Raises ConfigError as `start_of`, and for JSON, unless `field`, which
-    is data.text_field, is empty."""
+    """How a file begins that is text by its name. Raises ConfigError as `start_of`, and for JSON and for CSV with a
+    column `field`, which is data.text_field, unless that is empty."""
     start = start_of(file)
-    if start.record and field and is_plain(file):
-        raise ConfigError(
-            f"data.path = {str(file)!r}: JSON by its content, and text by its name; give it the ending .jsonl, to read "
-            "the text of each record, or set data.text_field = '', to read any file as the text that it is"
-        )
+    if not field or not is_plain(file):
+        return start
+    for found, name, ending, unit in (
+        (begins_with_record(start.head, start.cut), "JSON", ".jsonl", "record"),
+        (begins_with_table(start.head, start.cut, field), f"CSV with a column {field!r}", ".csv", "row"),
+    ):
+        if found:
+            raise ConfigError(
+                f"data.path = {str(file)!r}: {name} by its content, and text by its name; give it the ending {ending}, "
+                f"to read the text of each {unit}, or set data.text_field = '', to read any file as the text that it is"
+            )
     return start
 
 
@@ -227,14 +231,14 @@ class Documents:
         with unpacked(file) as (_, stream, place):
             errors = "surrogateescape" if start.encoding == "utf-8" else "strict"
             wrapped = io.TextIOWrapper(stream, start.encoding, errors, newline="")
-            lines = _checked(wrapped)
+            lines = checked(wrapped)
             number, before = 1, 0
             try:
                 wrapped.read(bool(start.mark))
                 head = [next(lines, "")]
                 while "".join(head).count('"') % 2 and (more := next(lines, "")):  # a quoted name over several lines
                     head.append(more)
-                names, mark, spaced = _columns(head, self._field)
+                names, mark, spaced = columns(head, self._field)
                 if self._field not in names:
                     raise self._no("column", names)
                 if (count := names.count(self._field)) > 1:
@@ -275,32 +279,6 @@ class Documents:
                 )
                 told = f"{error}; {each}: correct or remove this {unit}"
         return ConfigError(f"data.path = {where}: {told}")
-
-
-def _checked(lines: Iterable[str]) -> Iterator[str]:
-    """The same lines. Raises UnicodeDecodeError at a line with bytes that are not UTF-8, escaped as surrogates."""
-    for line in lines:
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            line.encode(errors="surrogateescape").decode()
-        yield line
-
-
-def _columns(head: list[str], field: str) -> tuple[list[str], str, bool]:
-    """The names of CSV's columns in its first row, which the lines `head` hold; the delimiter; and whether spaces
-    follow that. Those are taken by which one column is called `field`, else the usual ones."""
-
-    def split(mark: str, spaced: bool) -> list[str]:
-        return next(csv.reader(head, delimiter=mark, skipinitialspace=spaced), [])
-
-    for mark in DELIMITERS:
-        exact, trimmed = (split(mark, spaced) for spaced in (False, True))
-        if field in trimmed and exact != trimmed:
-            return trimmed, mark, True
-        if field in exact:
-            return exact, mark, False
-    return split(DELIMITERS[0], False), DELIMITERS[0], False
 
 
 def _after_space(text: str, place: int) -> int:

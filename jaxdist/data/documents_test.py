@@ -130,6 +130,54 @@ def test_text_that_begins_like_json(tmp_path: Path, content: str) -> None:
     assert read(tmp_path / "a.txt") == content.encode()
 
 
+TABLES = {
+    "a.txt": 'id,text\r\n1,a\r\n2,"b, ""c""\r\nd"\r\n3,\r\n',
+    "other ends of lines within.txt": "id,text\n1,a\u2028b\n2,c\x0cd\n3,e\n",
+    "tabs.txt": "id\ttext\n1\ta\n2\tb, c\n3\td\n",
+    "spaced.text": 'id, text\n1, a\n2, "b, c"\n3, d\n',
+    "no ending": "text;label\na;1\nb, c;2\nd;3\n",
+    "packed.txt.gz": "id,text\n1,a\n2,b\n3,c\n",
+    "utf16.txt": "id|text\n1|a\n2|b\n3|c\n",
+    "long.txt": "id,text\n" + "1,some text\n" * 9000,
+    "a row longer than what is looked at.txt": "id,text\n" + "1,some text\n" * 3 + "2," + "long " * 20_000,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_csv_that_is_called_text_is_named_and_both_fixes_work(tmp_path: Path, name: str) -> None:
+    content = TABLES[name].encode("utf-16" if "utf16" in name else "utf-8")
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ConfigError, match=r"CSV with a column 'text' by its .*; give it the ending \.csv, to"):
+        read(tmp_path / name)
+    assert read(tmp_path / name, text_field="") == TABLES[name].encode()
+    (tmp_path / name).rename(tmp_path / "a.csv")
+    if name == "a.txt":
+        assert read(tmp_path / "a.csv") == b'a\nb, "c"\r\nd\n'
+    else:
+        assert read(tmp_path / "a.csv").count(b"\n") == TABLES[name].rstrip("\n").count("\n")
+
+
+PROSE = {
+    "of text": "Some notes on text, data and models.\nThey are read, of course, line by line.\nThis is one.\n",
+    "a line of words": "audio, video, text, images\nare what models take, give,\nas we all, in the end, know,\nor not.",
+    "two words, and verse": "image, text\nO sea, O night,\nno line, no light\nbut one\nand one, at last",
+    "one word": "text\na, b\nc, d\ne, f\n",
+    "two rows": "id,text\n1,a\n2,b\n",
+    "another column": "id,body\n1,a\n2,b\n3,c\n4,d\n",
+    "a name twice": "text,text\na,b\nc,d\ne,f\n",
+    "a ragged row": "id,text\n1,a\n2,b\n3,c,d\n4,e\n",
+    "an open quote": 'id,text\n1,a\n2,b\n3,"c\n',
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", PROSE)
+def test_text_that_is_somewhat_like_csv(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text(PROSE[name])
+    (tmp_path / "b.txt").write_text(".")
+    assert read(tmp_path) == PROSE[name].encode() + b"."
+
+
 def test_nested_keys_and_keys_with_dots(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"data": {"body": {"text": text}}}) + "\n" for text in TEXTS))
