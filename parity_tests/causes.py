@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.config import EMA, KEPT
 from parity_tests import compare
 from parity_tests.bisect import Parting
-from parity_tests.evidence import CLEARLY, NEVER, Evidence, Seen, far_from_the_start, joined
+from parity_tests.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
 from parity_tests.gradients import CLEAR, of_the_forward_pass, told
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -29,6 +29,7 @@ FORMULA = 10.0  # times that moments differ more than weights, where those diffe
 EACH = 0.5  # of the largest logarithm of a factor of gradients, from where they have not one factor
 FIELDS = {FIRST: "beta1", SECOND: "beta2", "momentum_buffer": "momentum"}  # what the moments are made with
 LIKE = 0.1  # relative tolerance of a prediction
+SEVERAL = 4  # update rules that are named beside each other
 ROUNDED = 1e-5  # relative error of a sum of squares in float32, or by the 1e-6 that torch adds to the norm it clips by
 
 
@@ -279,6 +280,23 @@ def moments(e: Evidence) -> Seen:
     )
 
 
+def by_rule(cause: str, seen: Callable[[Evidence], Seen]) -> Callable[[Evidence], Seen]:
+    """A row of `cause` that an update rule proves where it was identified, and excludes where another cause's was."""
+
+    def shown(e: Evidence) -> Seen:
+        if not e.rules.found:
+            return seen(e)
+        if e.rules.cause not in ("", cause) or (not e.rules.cause and cause != UPDATE):
+            return None
+        names = [name for name, _ in e.rules.found]
+        some = " or ".join(names) if len(names) <= SEVERAL else f"by any of {len(names)} rules, as {names[0]}"
+        how = f"an update {some} gives the losses and gradient norms of {e.theirs.side}, where ours does not"
+        more = seen(e) if cause != UPDATE else None
+        return e.updates, joined(how, more[1] if more else "")
+
+    return shown
+
+
 def update(e: Evidence) -> Seen:
     step = e.updates
     if not step or (e.rounding and e.slightly and not e.same_at_first):
@@ -291,6 +309,9 @@ def update(e: Evidence) -> Seen:
         f"{'' if applied else 'clip, '}update rule (eps, bias correction), weight decay, "
         "or a learning rate that is not the logged one"
     )
+    if e.rules.tried:
+        near = f"; only the first update is as one {' or '.join(e.rules.near[:SEVERAL])}" if e.rules.near else ""
+        how += f"; none of {e.rules.tried} other rules tried gives their losses{near}"
     if applied:
         return step, f"{how}; clip and beta2 are as ours, by the sum of {SECOND}"
     limit, (norms, _) = e.ours.experiment.optimizer.clip, e.curves("grad_norm")
@@ -316,11 +337,11 @@ CAUSES: tuple[Cause, ...] = (
     Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
     Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
     Cause("precision", UPDATED, "in less than", narrower),
-    Cause("clip", ("clipped", *KEPT), "exp_avg|momentum", clip),
-    Cause("moments", KEPT, "exp_avg|momentum|_var|variance", moments),
-    Cause("weight decay", UPDATED, "weights", weight_decay),
+    Cause("clip", ("clipped", *KEPT), "exp_avg|momentum", by_rule("clip", clip)),
+    Cause("moments", KEPT, "exp_avg|momentum|_var|variance", by_rule("moments", moments)),
+    Cause("weight decay", UPDATED, "weights", by_rule("weight decay", weight_decay)),
     Cause("forward pass, backward pass or update", (), "cost to", hidden),
-    Cause("update of the weights", UPDATED, "weights", update),
+    Cause(UPDATE, UPDATED, "weights", by_rule(UPDATE, update)),
     Cause("precision", (), "cost to", policy),
 )  # fmt: skip
 

@@ -138,6 +138,13 @@ def test_a_vector_that_differs_along_itself_by_chance_is_not_called_decayed(docu
     assert found and found.cause == "update of the weights", found
 
 
+def test_runs_that_share_no_curve_are_compared_by_their_final_weights(right: Finished) -> None:
+    other = replace(right, kept_at_the_end={n: w + 1e-3 for n, w in right.kept_at_the_end.items()})
+    for bounds in ({}, {"loss": np.array([])}):
+        assert Evidence(right, right, bounds, {}).agrees_at_the_end  # type: ignore[arg-type]
+        assert not Evidence(right, other, bounds, {}).agrees_at_the_end  # type: ignore[arg-type]
+
+
 def test_a_schedule_that_ends_at_zero_is_compared_at_its_peak() -> None:
     ours = np.array([0.001, 0.002, 0.003, 0.002, 0.001, 0.0])
     assert schedule(ours, 0.1 * ours) == ": 0.1 times ours at every step"

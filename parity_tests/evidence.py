@@ -19,6 +19,7 @@ HIDES = 1e-9  # from this bound of the loss on a mistake may be below it at step
 CLEARLY = 1000.0  # times what rounding hides of the loss, from where a difference is not the growth of a hidden one
 ROUGH = 0.35  # a difference that is as rough as independent numbers has 1, a smooth one next to 0
 LARGE = 0.5  # of what a batch's loss differs from the next one's
+UPDATE = "update of the weights"  # the cause of a difference by the update rule
 FAR = 0.5  # of the size of the starting weights
 
 Seen = tuple[int, str] | None  # a step, and how a cause is seen there
@@ -35,12 +36,29 @@ class Search(NamedTuple):
     own: bool = False
 
 
+class Rules(NamedTuple):
+    """Update rules that give their losses and gradient norms: each in words, with the cause that it is.
+
+    tried: how many were; 0 where the search could not be made. near: those that give the loss after one update.
+    """
+
+    found: tuple[tuple[str, str], ...] = ()
+    tried: int = 0
+    near: tuple[str, ...] = ()
+
+    @property
+    def cause(self) -> str:
+        """The one that all have; empty where there is none, or several."""
+        causes = {cause for _, cause in self.found}
+        return causes.pop() if len(causes) == 1 else ""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Two runs from equal weights, and what their curves may differ by per step.
 
-    `batch(step)` looks for the batch that gives their loss at a step under our weights. `parting` is the first tensor
-    that differs, where it was looked for.
+    `batch(step)` looks for the batch that gives their loss at a step under our weights, and `rule(step)` for the rule
+    of that step's update. `parting` is the first tensor that differs, where it was looked for.
     """
 
     ours: Run
@@ -48,6 +66,7 @@ class Evidence:
     bounds: Mapping[str, np.ndarray]
     start: Mapping[str, np.ndarray]
     batch: Callable[[int], Search] = lambda step: Search()
+    rule: Callable[[int], Rules] = lambda step: Rules()
     parting: Parting | None = None
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
@@ -118,6 +137,15 @@ class Evidence:
         step = self.first["loss"]
         return Search() if step == NEVER else self.batch(int(step))
 
+    @cached_property
+    def rules(self) -> Rules:
+        """Update rules that explain their losses; none where rounding may hide that another cause does."""
+        step = self.updates
+        if not step or self.first["loss"] != step + 1:
+            return Rules()
+        hidden = self.rounding and not self.same_at_first and self.at("loss", step + 1) < CLEARLY * self.rounding
+        return Rules() if hidden else self.rule(step)
+
     @property
     def rounding(self) -> float:
         """What rounding may hide of the loss of step 1; 0 in float64."""
@@ -153,7 +181,7 @@ class Evidence:
     @cached_property
     def agrees_at_the_end(self) -> bool:
         """Whether the final weights do, to what a curve may differ by."""
-        most = float(max(bound.max() for bound in self.bounds.values()))
+        most = max((float(bound.max()) for bound in self.bounds.values() if bound.size), default=compare.STATE / 100)
         return all(compare.relative(y, x) <= 100 * most for _, x, y in self.states("weights"))
 
 

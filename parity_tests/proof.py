@@ -18,7 +18,7 @@ from parity_tests import bisect, collectives, compare, levels, names, nearness, 
 from parity_tests.bisect import Parting
 from parity_tests.causes import diagnose
 from parity_tests.commands import TRAIN
-from parity_tests.evidence import Evidence, Search
+from parity_tests.evidence import Evidence, Rules, Search
 from parity_tests.reach import GELU, OTHERS, RECORDED
 from parity_tests.run import JAX, MADE, REFERENCES, SIDES, Run, command
 from parity_tests.scratch import Scratch
@@ -427,6 +427,14 @@ class Proof:
             weights = {name.partition("/")[2]: w for name, w in before.items()}
             return batches.identify(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
 
+        def rule(step: int) -> Rules:
+            if start is None:
+                return Rules()
+            from parity_tests import rules
+
+            weights = {name.partition("/")[2]: w for name, w in self.started.items()}
+            return rules.identify(self.experiment, weights, step, (a.metrics, b.metrics), bounds)
+
         other = [
             f"{b.side} is {c.value:.2g} times nearer to our run with {c.about} than to ours, by its {c.of}"
             for c in verdict.failed
@@ -441,6 +449,7 @@ class Proof:
             bounds,
             started,
             batch,
+            rule,
             parting=verdict.parting,
             rounded=rounded,
             other_model="".join(other),
