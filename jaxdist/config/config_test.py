@@ -175,11 +175,17 @@ BAD: list[tuple[list[str], str]] = [
     ),
     (["--mesh", "4x2", "--model.mlp_bias", "true", "--model.hidden", "20"], r"model.hidden = 20 .* tensor × fsdp = 8"),
     (["--mesh", "3x1"], r"train.batch = 16 sequences cannot be divided over data × fsdp = 3"),
-    (["--mesh", "pipeline=3"], r"model.layers = 4 .* axis pipeline = 3; use --mesh pipeline=2, or model.layers = 3"),
-    (["--mesh", "pipeline=8"], r"model.layers = 4 .* axis pipeline = 8; use --mesh pipeline=4, or model.layers = 8"),
+    (
+        ["--mesh", "pipeline=3"],
+        r"model.layers = 4 .* axis pipeline = 3; use --mesh pipeline=2, or a multiple of 3, as model.layers = 6",
+    ),
+    (
+        ["--mesh", "pipeline=8"],
+        r"model.layers = 4 .* axis pipeline = 8; use --mesh pipeline=4, or a multiple of 8, as model.layers = 8",
+    ),
     (
         [*INTERLEAVED, "--mesh", "pipeline=4"],
-        r"model.layers = 4 .* pipeline = 4 × parallel.virtual_stages = 2; use --mesh pipeline=2, or model.layers = 8",
+        r"layers = 4 .* pipeline = 4 × parallel.virtual_stages = 2; use .*, or a multiple of 8, as model.layers = 8",
     ),
     (["--parallel.virtual_stages", "2"], r"virtual_stages = 2 with parallel.pipeline_schedule = 1F1B: .*; use .*Inter"),
     (INTERLEAVED[:2], r"virtual_stages = 1 with .* Interleaved1F1B: .*; use parallel.virtual_stages = 2, or .*1F1B"),

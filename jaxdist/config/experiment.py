@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_here
 from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, shrunk, ways
 from jaxdist.config.model import (
     GPT2,
     LISTED,
@@ -64,7 +65,6 @@ class Train(Section):
     """Batches of the validation split evaluated after the last step; 0 for none."""
 
 
-CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
 MODELS: tuple[type[Model], ...] = get_args(Family)
 
 
@@ -207,11 +207,11 @@ class Experiment(Section):
         for field, size, parameter, over in self._splits(self.model):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
-                fix = f"use --mesh {resized(axes, over, size)}"
                 if field == "vocab":
-                    fix = f"pad it by model.vocab_multiple = {math.lcm(parts, self.model.vocab_multiple)}"
-                elif "×" not in field:
-                    fix += f", or a multiple of {parts}, as model.{field} = {_multiple(parts, size)}"
+                    larger, padding = grown(self, axes), "model.vocab_multiple"
+                    fix = f"pad it by {padding} = {larger[padding]}{along(larger, padding)}"
+                else:
+                    fix = ways(self, axes, over, field.rpartition(" × ")[2], parts)
                 raise ConfigError(
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; {fix}"
@@ -219,19 +219,21 @@ class Experiment(Section):
 
     def _check_rows(self, axes: Mapping[str, int], rows: str) -> None:
         """Raises ConfigError where the mesh does not divide the batch."""
-        train, ways = self.train, axes["data"] * axes["fsdp"] * axes["expert"]
-        if train.batch % (ways * train.accumulation):
+        train, devices = self.train, math.prod(axes[axis] for axis in BATCH)
+        if train.batch % (devices * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
+            least = devices * train.accumulation
+            others = {} if isinstance(self.model, ResNet) else grown(self, axes)
             raise ConfigError(
-                f"train.batch = {train.batch} {rows} cannot be divided over {named} = {ways} devices and "
+                f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of "
-                f"{(least := ways * train.accumulation)}, as train.batch = {_multiple(least, train.batch)}"
+                f"{least}, as train.batch = {_multiple(least, train.batch)}{along(others, 'train.batch')}"
             )
 
     def _check_chunks(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the loss has more chunks than a device has tokens."""
-        ways = math.prod(axes[axis] for axis in ("data", "fsdp", "expert", "context"))
-        tokens = self.train.batch * self.data.sequence // (ways * self.train.accumulation)
+        devices = math.prod(axes[axis] for axis in (*BATCH, "context"))
+        tokens = self.train.batch * self.data.sequence // (devices * self.train.accumulation)
         if (chunks := self.memory.loss_chunks) > tokens:
             raise ConfigError(
                 f"memory.loss_chunks = {chunks} are more than the {tokens} tokens of a microbatch on a device; use at "
@@ -251,8 +253,8 @@ class Experiment(Section):
                 "parallel.sequence = true splits sequences, and model.family = resnet has none; leave it out"
             )
         self._check_rows(axes, "images")
-        train, ways = self.train, axes["data"] * axes["fsdp"]
-        together = train.batch // train.accumulation // (1 if self.parallel.batch_norm == "global" else ways)
+        train, replicas = self.train, axes["data"] * axes["fsdp"]
+        together = train.batch // train.accumulation // (1 if self.parallel.batch_norm == "global" else replicas)
         if together * model.sizes[-1] ** 2 == 1:
             raise ConfigError(
                 f"train.batch = {train.batch} leaves a batch norm one number for each channel, which has no variance; "
@@ -260,28 +262,29 @@ class Experiment(Section):
             )
         if self.parallel.strategy == "ddp":
             return
-        for width in (model.stem, *model.widths, *[width // 4 for width in model.widths if model.block != "basic"]):
-            if width % axes["fsdp"]:
-                raise ConfigError(
-                    f"model.widths: {width} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; "
-                    f"use --mesh {resized(axes, ['fsdp'], width)}, or multiples of it"
-                )
+        widths = {model.stem, *model.widths, *(w // 4 for w in model.widths if model.block != "basic")}
+        if bad := sorted(width for width in widths if width % axes["fsdp"]):
+            fsdp = math.gcd(axes["fsdp"], *widths)
+            raise ConfigError(
+                f"model.widths: {bad[0]} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; use "
+                f"--mesh {written({**axes, 'fsdp': fsdp})}, or multiples of it"
+            )
 
     def _check_experts(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh axis `expert` has nothing to split, or a limit needs times it has not."""
         model, n = self.model, axes["expert"]
         if not isinstance(model, Mixture):
             if n > 1:
+                mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
                 raise ConfigError(
                     f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
-                    f"--mesh {written({**axes, 'expert': 1, 'fsdp': axes['fsdp'] * n})}, or model.family = mixtral or "
-                    "qwen3_moe"
+                    f"--mesh {written(mesh)}{along(grown(self, mesh))}, or model.family = mixtral or qwen3_moe"
                 )
             return
         if model.experts % n:
             raise ConfigError(
-                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; use --mesh "
-                f"{resized(axes, ['expert'], model.experts)}, or model.experts = {_multiple(n, model.experts)}"
+                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; "
+                f"{ways(self, axes, ['expert'], 'experts', n)}"
             )
 
     def _check_stages(self, axes: Mapping[str, int]) -> None:
@@ -293,14 +296,10 @@ class Experiment(Section):
         if chunks > 1:
             named += f" × parallel.virtual_stages = {chunks}"
         if layers % parts:
-            mesh, without = resized(axes, ["pipeline"], layers // chunks), ""
+            fix = ways(self, axes, ["pipeline"], "layers", parts)
             if layers % chunks:
-                mesh = resized(axes, ["pipeline"], layers)
-                without = " --parallel.pipeline_schedule 1F1B --parallel.virtual_stages 1"
-            raise ConfigError(
-                f"model.layers = {layers} cannot be divided over {named}; use --mesh {mesh}{without}, or model.layers "
-                f"= {max(1, round(layers / parts)) * parts}"
-            )
+                fix = f"use model.layers = {_multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
+            raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
         every = self.memory.remat_every
         if layers // parts % every:
             raise ConfigError(
@@ -327,11 +326,15 @@ class Experiment(Section):
         for over, chunks, why in splits:
             size = math.prod(axes[axis] for axis in over)
             if times % (parts := chunks * size):
-                mesh = resized(axes, over, 1 if times % chunks else times // chunks)
+                if field == "data.sequence":
+                    fix = ways(self, axes, over, "sequence", parts)
+                else:
+                    mesh = resized(axes, over, 1 if times % chunks else times // chunks)
+                    as_field = field.rpartition(": ")[2]
+                    fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {_multiple(parts, times)}"
                 raise ConfigError(
                     f"{field} = {times} cannot be divided over the mesh axis {' × '.join(over)} = {size}, which splits "
-                    f"it {why}; use --mesh {mesh}, or a multiple of {parts}, as {field.rpartition(': ')[2]} = "
-                    f"{_multiple(parts, times)}"
+                    f"it {why}; {fix}"
                 )
 
     def _splits(self, m: Llama | GPT2 | Mixture) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 
@@ -9,6 +10,7 @@ from jaxdist.config import ConfigError, parse
 from jaxdist.config.arguments import SHORTCUTS
 from jaxdist.config.config_test import BAD, INTERLEAVED, MIXED
 from jaxdist.config.experiment import Experiment
+from jaxdist.config.parallel import AXES
 
 Line = dict[str, str]
 Checks = Callable[[Experiment, dict[str, int]], None]
@@ -119,9 +121,70 @@ def test_each_fix_is_followed_until_it_works(argv: list[str]) -> None:
     assert followed(line_of(argv)) >= 1
 
 
+# Field -> values of which some do not go together, by family; a mesh of one to three axes is drawn beside them.
+SIZES: dict[str, dict[str, str]] = {
+    "llama": {
+        "model.heads": "1 3 4 6 12",
+        "model.kv_heads": "1 2 3 4",
+        "model.qkv_bias": "true",
+        "model.qk_norm": "true",
+    },
+    "mixtral": {"model.heads": "2 4 6", "model.kv_heads": "1 2", "model.experts": "3 4 8", "model.hidden": "24 100"},
+    "qwen3_moe": {"model.heads": "4 6", "model.experts": "3 8", "model.qk_norm": "true", "model.head_dim": "2 6 16"},
+    "gpt2": {"model.heads": "1 3 4 5 8 12", "model.dim": "24 30 64 128"},
+    "resnet": {"model.depths": "1,1", "model.widths": "64,128 30,64 48,96", "model.block": "basic bottleneck"},
+}
+DECODERS = {
+    "model.hidden": "100 384",
+    "model.vocab": "256 257",
+    "model.layers": "2 3 4 8",
+    "data.sequence": "64 96 100",
+}
+ALL = {
+    "train.batch": "4 6 9 16", "train.accumulation": "1 2 3 4", "parallel.strategy": "fsdp zero1 ddp",
+    "parallel.sequence": "false true", "parallel.context": "ring ulysses", "memory.remat_every": "1 2 3",
+    "parallel.pipeline_schedule": "1F1B GPipe Interleaved1F1B", "memory.loss_chunks": "1 4 1000",
+    "memory.offload": "optimizer optimizer,parameters",
+}  # fmt: skip
+
+
+def drawn(family: str, seed: int) -> Line:
+    """A model and a mesh, of which most do not fit."""
+    random = Random(seed)
+    fields = SIZES[family] | ALL | ({} if family == "resnet" else DECODERS)
+    line = {name: random.choice(values.split()) for name, values in fields.items() if random.random() < 0.5}
+    axes = random.sample(AXES, random.choice([1, 1, 2, 3]))
+    return line | {"model.family": family, "parallel.mesh": ",".join(f"{a}={random.randint(2, 6)}" for a in axes)}
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_no_fix_leads_in_a_circle(family: str) -> None:
+    """Sizes that a mesh divides have to fit each other too, as GPT-2's heads its width."""
+    refused = [line for seed in range(40) if refusal(line := drawn(family, seed))]
+    assert len(refused) > 20
+    for line in refused:
+        assert followed(line) >= 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--mesh", "tensor=3", *GPT2, "--model.heads", "4"],
+        ["--mesh", "tensor=5", *GPT2],
+        ["--mesh", "fsdp=6,tensor=3", "--model.heads", "4", "--model.qkv_bias", "true"],
+        ["--mesh", "expert=3,fsdp=2", *MIXED, "--train.batch", "9"],
+        ["--mesh", "context=3,tensor=2", *ULYSSES, "--data.sequence", "100"],
+    ],
+    ids=" ".join,
+)
+def test_a_fix_names_all_that_it_asks_for(argv: list[str]) -> None:
+    assert followed(line_of(argv)) == 1
+
+
 def test_words_that_change_are_seen() -> None:
     line = line_of(["--mesh", "1x3"])
-    assert list(ways(refusal(line))) == [{"parallel.mesh": "tensor=2"}, {"model.heads": "9"}]
+    together = {"model.heads": "12", "model.kv_heads": "6", "model.vocab_multiple": "3"}
+    assert list(ways(refusal(line))) == [{"parallel.mesh": "tensor=2"}, together]
     assert not list(ways("model.heads = 8 cannot be divided; change the mesh"))
     for told in ("model.heads = 8; use model.heads = 5", "model.heads = 8; use model.haeds = 9"):
         (way,) = ways(told)

@@ -29,7 +29,10 @@ MODEL = {"family": "resnet", "block": "basic", "depths": "1,1", "widths": "16,32
         ({"optimizer": {"name": "muon"}}, r"optimizer.name = muon with model.family = resnet: .*; use adamw"),
         ({"memory": {"loss_chunks": 4}}, r"memory.loss_chunks = 4 with model.family = resnet, .*; leave it out"),
         ({"memory": {"remat": "full"}}, r"memory.remat = full with model.family = resnet: .*; leave it out"),
-        ({"model": {"widths": "16"}}, r"model.widths = 16 are not as many as model.depths = 1,1; give one of each"),
+        (
+            {"model": {"widths": "16"}},
+            r"widths = 16 are not as many as model.depths = 1,1: .*; use model.widths = 16,32",
+        ),
         ({"model": {"depths": "1000,1"}}, r"model.depths = \[1000, 1\] are 1,001 blocks; use at most 1,000"),
         ({"model": {"block": "bottleneck", "widths": "16,30"}}, r"30 is no multiple of 4"),
         ({"data": {"pixel_std": "1,2"}}, r"data.pixel_std has 2 numbers, and model.channels = 3; give one"),

@@ -292,9 +292,14 @@ class ResNet(Model):
     @model_validator(mode="after")
     def _stages(self) -> "ResNet":
         if not self.depths or len(self.depths) != len(self.widths):
+            depths = self.depths or (1,)
+            widths = [*self.widths[: len(depths)]] or [64]
+            while len(widths) < len(depths):
+                widths.append(2 * widths[-1])
             raise ValueError(
-                f"model.widths = {listing(self.widths)} are not as many as model.depths = {listing(self.depths)}; give "
-                "one of each for every stage"
+                f"model.widths = {listing(self.widths)} are not as many as model.depths = {listing(self.depths)}: each "
+                f"stage has one of each; use model.widths = {listing(tuple(widths))}"
+                + ("" if self.depths else f" with model.depths = {listing(depths)}")
             )
         if self.layers > MOST_BLOCKS:
             shown = reprlib.repr(list(self.depths))

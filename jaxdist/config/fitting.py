@@ -1,0 +1,139 @@
+"""Which sizes of a decoder its mesh divides, and the changes after which it divides all of them at once.
+
+A message that names one size alone leads in circles: heads that the mesh divides may not divide the width.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+from jaxdist.config.model import GPT2, Mixture, ResNet
+from jaxdist.config.parallel import AXES, written
+
+if TYPE_CHECKING:
+    from jaxdist.config.experiment import Experiment
+
+CHUNKS = {"ring": 2, "ulysses": 1}  # of times that a device of the mesh axis context has
+BATCH = ("data", "fsdp", "expert")
+SHARDS = ("fsdp", "expert", "context")
+# Sizes that change the model: a mesh is fitted to them. The others are fitted to the mesh.
+OF_MODEL = {"heads", "kv_heads", "dim", "hidden", "head_dim", "layers", "experts"}
+FIELDS = {"batch": "train.batch", "sequence": "data.sequence"}  # all other sizes are fields of the model
+Need = tuple[tuple[str, ...], int]  # sizes, whose product has to be a multiple of the number
+
+
+def grown(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
+    """Field -> value, for each that has to be larger before the mesh divides all sizes."""
+    given = _sizes(e)
+    sizes = dict(given)
+    while True:
+        before = dict(sizes)
+        for names, parts in needs(e, axes):
+            *others, name = names
+            _grow(sizes, name, parts // math.gcd(parts, math.prod(sizes[other] for other in others)))
+        if isinstance(e.model, GPT2):
+            _grow(sizes, "dim", sizes["heads"])
+        else:
+            _grow(sizes, "heads", sizes["kv_heads"])
+            _grow(sizes, "head_dim", 2)
+        sizes["positions"] = max(sizes["positions"], sizes["sequence"])
+        if sizes == before:  # no size is ever passed beyond a multiple of all that it needs
+            return {field(name): size for name, size in sizes.items() if size != given[name]}
+
+
+def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed: str) -> dict[str, int]:
+    """The largest mesh, with the axes `over` made smaller, or if need be others too, that divides the size `needed` and
+    all that belong to the model."""
+    sizes, fixed = _sizes(e), OF_MODEL | {needed}
+
+    def fits(mesh: Mapping[str, int]) -> bool:
+        return all(
+            math.prod(sizes[name] for name in names) % parts == 0 for names, parts in needs(e, mesh) if {*names} & fixed
+        )
+
+    def choices(axis: str) -> list[int]:
+        alone = dict.fromkeys(AXES, 1)
+        return [size for size in range(1, axes[axis] + 1) if fits(alone | {axis: size})]
+
+    for free in ([axis for axis in AXES if axis in {*over} and axes[axis] > 1], AXES):
+        meshes = [dict(axes) | dict(zip(free, chosen, strict=True)) for chosen in product(*map(choices, free))]
+        if fitting := [mesh for mesh in meshes if fits(mesh)]:
+            return max(fitting, key=lambda mesh: (math.prod(mesh.values()), *mesh.values()))
+    return dict.fromkeys(AXES, 1)
+
+
+def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: str, parts: int) -> str:
+    """What helps where the axes `over` do not divide the size `name` into `parts`: another mesh, or another size; each
+    with all else that it asks for."""
+    smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
+    told = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
+    if (own := field(name)) in larger:
+        told += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
+    elif larger:
+        told += f", or {assigned(larger)}"
+    return told
+
+
+def along(changes: Mapping[str, int], *but: str) -> str:
+    """What else is to be changed, as a message adds it to a fix."""
+    others = {name: size for name, size in changes.items() if name not in but}
+    return f" with {assigned(others)}" if others else ""
+
+
+def assigned(changes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in changes.items())
+
+
+def field(name: str) -> str:
+    """The field of a size."""
+    return FIELDS.get(name, f"model.{name}")
+
+
+def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
+    """What the mesh divides."""
+    m, parallel = e.model, e.parallel
+    assert not isinstance(m, ResNet)
+
+    def of(*over: str) -> int:
+        return math.prod(axes[axis] for axis in over)
+
+    yield ("batch",), of(*BATCH) * e.train.accumulation
+    if axes["context"] > 1:
+        yield ("sequence",), CHUNKS[parallel.context] * axes["context"]
+    if parallel.sequence:
+        yield ("sequence",), of("context", "tensor")
+    if axes["pipeline"] > 1:
+        yield ("layers",), axes["pipeline"] * parallel.virtual_stages
+    if isinstance(m, Mixture):
+        yield ("experts",), axes["expert"]
+    heads = of("tensor", "context") if parallel.context == "ulysses" else of("tensor")
+    yield ("heads",), heads
+    if not isinstance(m, GPT2):
+        yield ("kv_heads",), heads
+    yield ("hidden",), of("tensor")
+    if m.vocab_rows % of("tensor"):
+        yield ("vocab_multiple",), math.lcm(of("tensor"), m.vocab_multiple)
+    if parallel.strategy == "ddp":
+        return
+    yield ("dim",), of(*SHARDS)
+    if m.qkv_bias and isinstance(m, GPT2):  # a vector is split along the one dimension that it has
+        yield ("dim",), of("tensor", *SHARDS)
+    elif m.qkv_bias:
+        yield ("heads", "head_dim"), of("tensor", *SHARDS)
+        yield ("kv_heads", "head_dim"), of("tensor", *SHARDS)
+    if m.mlp_bias:
+        yield ("hidden",), of("tensor", *SHARDS)
+    if m.qk_norm:
+        yield ("head_dim",), of(*SHARDS)
+
+
+def _sizes(e: "Experiment") -> dict[str, int]:
+    m = e.model
+    names = ("layers", "heads", "kv_heads", "head_dim", "dim", "hidden", "experts", "vocab_multiple", "positions")
+    found = {name: getattr(m, name, 1) for name in names}
+    return found | {"batch": e.train.batch, "sequence": e.data.sequence}
+
+
+def _grow(sizes: dict[str, int], name: str, of: int) -> None:
+    sizes[name] = math.ceil(sizes[name] / of) * of
