@@ -34,7 +34,7 @@ CASES = [(12, 4), (13, 4), (15, 4), (3, 4), (7, 1)]
 def test_epochs_are_those_of_the_distributed_sampler(tmp_path: Path, sequences: int, size: int, last: Any) -> None:
     """In the order of the data to the place; shuffled, as many times in each epoch."""
     if last == "drop" and sequences < size:
-        with pytest.raises(ConfigError, match=r'leaves none of 3 sequences for a train.batch of 4; give "pad"'):
+        with pytest.raises(ConfigError, match=r"leaves none of 3 sequences for train.batch = 4; set data.last = pad"):
             numbered(tmp_path, sequences, last=last).steps(size, 1)
         return
     ranks: list[list[int]] = [

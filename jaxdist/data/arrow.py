@@ -30,8 +30,8 @@ def open_table(file: Path) -> Table:
     elif found := signature(head):
         raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow: it is {found.title}; {found.fix}")
     elif file.suffix.lower() == ".parquet" or not head:
-        what = "it is empty" if not head else "whatever its name says"
-        raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow, {what}; write it anew")
+        what, fix = ("whatever its name says", "rename it to what it is") if head else ("it is empty", "remove it")
+        raise ConfigError(f"data.path = {str(file)!r}: neither Parquet nor Arrow, {what}; {fix}, or copy it again")
     else:
         table = _arrow(file, whole=False)
     if twice := sorted({name for name in table.names if table.names.count(name) > 1}):

@@ -162,7 +162,8 @@ class Dataset(ABC):
         if visits := {"continue": count, "drop": whole, "pad": whole + size * (whole < count)}[self._data.last]:
             return visits
         raise ConfigError(
-            f'data.last = "drop" leaves none of {count} sequences for a train.batch of {size}; give "pad" or "continue"'
+            f"data.last = drop leaves none of {count} sequences for train.batch = {size}; set data.last = pad, or "
+            "continue"
         )
 
     def steps(self, size: int, epochs: int) -> int:
@@ -198,11 +199,10 @@ class Dataset(ABC):
         """The numbers of the rows that these visits [B], counted from 0, meet. Raises ConfigError."""
         first, count = self._splits[split]
         if count == 0:
-            why = (
-                f"data.validation = {self._data.validation} leaves no sequence for {split}; raise it, give more text"
-                if self._share
-                else f"data.path = {self._data.path!r}: the files of {split} hold no sequence; give longer ones"
-            )
+            why = f"data.path = {self._data.path!r}: the files of {split} hold no sequence; give longer ones"
+            if self._share:
+                fix = "set data.validation = 0.05" if self.sequences("train") > 1 else "give more data"
+                why = f"data.validation = {self._data.validation} leaves no sequence for {split}; {fix}"
             raise ConfigError(f"{why}, or set train.validation_batches = 0")
         epoch, place = np.divmod(visit, count if split == "validation" else self.visits(size))
         if split == "validation":
@@ -257,9 +257,11 @@ class Sequences(Dataset):
         count = int(self._before[-1])
         before = count if training is None else int(self._before[np.searchsorted(starts, training)])
         if before == 0:
+            tokens = len(stream) if training is None else training
+            shorter = f"set data.sequence = {tokens - 1} or less, or " * (data.documents == "packed" and tokens > 1)
             raise ConfigError(
-                f"data.sequence = {T}: data.path = {data.path!r} has {len(stream) if training is None else training} "
-                "tokens, not enough for one sequence and its next token; shorten the sequence or give longer text"
+                f"data.sequence = {T}: data.path = {data.path!r} has {tokens} tokens, not enough for one sequence and "
+                f"its next token; {shorter}give longer text"
             )
         super().__init__(data, count, None if training is None else count - before)
         self.rows = stream.rows | {"sequences": self._split_row}

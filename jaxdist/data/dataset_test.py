@@ -138,7 +138,10 @@ def test_data_that_changed_are_refused(tmp_path):
 
 
 def test_an_empty_validation_split_says_so(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.validation = 0\.0 leaves no sequence .* raise it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.validation = 0\.0 leaves no sequence for validation; set data\.validation = 0\.05, or set train",
+    ):
         numbered(tmp_path, 4, validation=0).batch(1, 1, 0, "validation")
 
 
@@ -220,7 +223,11 @@ def test_ids_without_documents_are_padded_as_one(tmp_path, suffix):
     ("text", "fields", "message"),
     [
         (b"", {}, r"data\.path = .*holds no tokens; give"),
-        (b"abcd", {"sequence": 4}, r"data\.sequence = 4: .* has 4 tokens, not enough .*; shorten"),
+        (
+            b"abcd",
+            {"sequence": 4},
+            r"data\.sequence = 4: .* has 4 tokens, not enough .*; set data\.sequence = 3 or less",
+        ),
         (b"a", {"sequence": 4, "documents": "padded"}, r"data\.sequence = 4: .* 1 tokens"),
     ],
 )

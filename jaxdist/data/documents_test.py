@@ -340,7 +340,7 @@ DAMAGED = {
     "behind.jsonl.zst": (zst(LINES.encode()) + b"junk", "cannot be read, damaged or cut"),
     "cut.txt.xz": (lzma.compress(TEXT.encode())[:-20], "cannot be read, damaged or cut"),
     "junk.parquet": (b"PAR1" + bytes(range(128, 256)) * 8 + b"PAR1", "cannot be read, damaged or cut"),
-    "text.parquet": (b"some text", "neither Parquet nor Arrow, whatever its name says; write it anew"),
+    "text.parquet": (b"some text", "neither Parquet nor Arrow, whatever its name says; rename it to what it is"),
     "text.arrow": (b"some text " * 9, "cannot be read, damaged or cut"),
     "half.jsonl": (RAW.encode("utf-16")[:-1], "cannot be read, damaged or cut"),
     "cut.json": (json.dumps(RECORDS).encode()[:-1], r"cut\.json:1: the array is cut"),
@@ -350,7 +350,7 @@ DAMAGED = {
     "a.jsonl.lz4": (b"\x04\x22\x4d\x18" + bytes(99), "packed by lz4; unpack it"),
     "a.orc": (b"ORC\x01 some text", "an ORC file; write it as Parquet"),
     "v1.feather": (b"FEA1" + bytes(99), "a Feather file of version 1; save it again as version 2"),
-    "nothing.arrow": (b"", "neither Parquet nor Arrow, it is empty; write it anew"),
+    "nothing.arrow": (b"", "neither Parquet nor Arrow, it is empty; remove it, or copy it again"),
     "ragged.csv": (
         b"id,text\n1,a\n2,b,c\n",
         r"ragged\.csv:3: 3 values for 2 columns; each row .*: correct or remove this row",

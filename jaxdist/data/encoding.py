@@ -219,5 +219,5 @@ def check_ids(ids: NDArray, file: Path, vocab: int) -> None:
             if number < 0:
                 fix = "token ids start at 0; write the ids that the model reads, without marks as -100 or -1"
             elif number >= MOST_IDS:
-                fix = f"token ids are below {MOST_IDS}; write the ids anew"
+                fix = f"token ids are below {MOST_IDS}; write the ids without marks, as -1 in an unsigned type"
             raise ConfigError(f"data.path = {str(file)!r}: token id {number} with model.vocab = {vocab}; {fix}")

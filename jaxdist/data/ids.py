@@ -36,6 +36,7 @@ MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
 MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 PACKED = {b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK)}
+PAIR = "move the index elsewhere, to read the ids without documents, or make the pair again by Megatron"
 IF_IDS = "or, if these are ids, save them as .npy"
 TEXT, JSON = (
     Foreign("text", f"give it the ending .txt, {IF_IDS}"),
@@ -82,7 +83,7 @@ def locate_npy(file: Path, vocab: int) -> Located:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ConfigError(
             f"data.path = {str(file)!r}: an array of {array.dtype} with shape {array.shape}; "
-            "save token ids as a 1-D array of integers"
+            "save token ids as a 1-D array of integers, with numpy.save"
         )
     part = Mapped(file, array.dtype, array.offset, array.size, file.stat().st_mtime_ns)
     return _holding(Located(part, None, "as the .npy header says"), vocab)
@@ -100,9 +101,7 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
         )
     if len(known) > 1:
         listed = ", ".join(f"{located.part.file.name} {located.part.dtype.name}" for located in found if located)
-        raise ConfigError(
-            f"data.path = {str(files[0].parent)!r}: files of several types ({listed}); write all ids in the same"
-        )
+        raise ConfigError(f"data.path = {str(files[0].parent)!r}: files of several types ({listed}); {_alike(found)}")
     dtype = np.dtype(known.pop() if known else "uint16").newbyteorder("<")
     whole = [
         located or Located(raw(file, dtype), None, "as the other files")
@@ -250,7 +249,19 @@ def _headed(file: Path, header: Header, dtype: str, otherwise: str) -> ConfigErr
     )
 
 
-def _rewriting(dtype: str, offset: str = "", wanted: str = "") -> str:
+def _alike(found: Sequence[Located | None]) -> str:
+    """How to write the ids of files of several types in the widest of these."""
+    parts = [located.part for located in found if located]
+    widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    ways = {}
+    for part in parts:
+        if part.dtype != widest:
+            offset = f", offset={part.offset}" * (part.offset > 0)
+            ways[_rewriting(part.dtype, offset, np.dtype(widest).str)] = part.file.name
+    return f"write all as {widest.name}, as by {', '.join(f'{code} for {name}' for code, name in ways.items())}"
+
+
+def _rewriting(dtype: str | np.dtype, offset: str = "", wanted: str = "") -> str:
     """The Python code that writes a file anew, of which the numbers have this type."""
     code = np.dtype(dtype).str
     return f"numpy.fromfile(path, {code!r}{offset}){wanted and f'.astype({wanted!r})'}.tofile(path)"
@@ -307,7 +318,8 @@ def _llm_c(file: Path) -> Located | None:
     if version != known or LLM_C_HEADER + count * dtype.itemsize != size:
         raise ConfigError(
             f"data.path = {str(file)!r}: llm.c's header {magic} of version {version} for {count} ids of {name}, where "
-            f"version {known} is known and the file has {size} bytes; write it anew, as it is cut or of another format"
+            f"version {known} is known and the file has {size} bytes: it is cut, or of another format; copy it "
+            f"again, or write the ids alone, as by {_rewriting(name, f', offset={LLM_C_HEADER}')}"
         )
     return Located(raw(file, dtype, LLM_C_HEADER), None, f"as llm.c's header {magic} says")
 
@@ -321,15 +333,13 @@ def _megatron(file: Path) -> Located | None:
     head = bytes(content[: MEGATRON_HEADER.size])
     what = f"data.path = {str(file)!r}: its index {index.name}"
     if not head.startswith(MEGATRON) or len(head) < MEGATRON_HEADER.size:
-        raise ConfigError(
-            f"{what} is not Megatron's (MMIDIDX); move it elsewhere, or write the pair anew with Megatron"
-        )
+        raise ConfigError(f"{what} is not Megatron's (MMIDIDX); {PAIR}")
     _, version, code, sequences, entries = MEGATRON_HEADER.unpack(head)
     name = MEGATRON_TYPES.get(code, f"type {code}")
     if version != 1 or not name.startswith(("int", "uint")):
-        raise ConfigError(f"{what} is of version {version} for {name}; give version 1 for integers")
+        raise ConfigError(f"{what} is of version {version} for {name}; {PAIR} with version 1 for integers")
     if len(content) < MEGATRON_HEADER.size + 12 * sequences + 8 * entries:
-        raise ConfigError(f"{what} is cut: it lacks entries of {sequences} sequences; write the pair anew")
+        raise ConfigError(f"{what} is cut: it lacks entries of {sequences} sequences; {PAIR}")
     lengths = np.frombuffer(content, "<i4", sequences, MEGATRON_HEADER.size)
     starts = np.frombuffer(content, "<i8", sequences, MEGATRON_HEADER.size + 4 * sequences)
     documents = np.frombuffer(content, "<i8", entries, MEGATRON_HEADER.size + 12 * sequences)
@@ -341,6 +351,6 @@ def _megatron(file: Path) -> Located | None:
         or (starts != before[:-1] * dtype.itemsize).any()
         or not rising
     ):
-        raise ConfigError(f"{what} and its ids do not belong together; write the pair anew")
+        raise ConfigError(f"{what} and its ids do not belong together; {PAIR}")
     sizes = np.diff(before[documents])
     return Located(raw(file, dtype), sizes, f"as Megatron's {index.name} says")

@@ -265,7 +265,9 @@ def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str)
 def test_files_of_several_types(tmp_path: Path) -> None:
     np.arange(1, 65, dtype=np.uint32).tofile(tmp_path / "a.bin")
     np.arange(1, 65, dtype=np.uint16).tofile(tmp_path / "b.bin")
-    with pytest.raises(ConfigError, match=r"several types \(a\.bin uint32, b\.bin uint16\); write all ids in the same"):
+    with pytest.raises(
+        ConfigError, match=r"several types \(a\.bin uint32, b\.bin uint16\); write all as uint32, as by"
+    ):
         read(tmp_path, 512)
 
 
@@ -353,7 +355,9 @@ def test_headers_of_llm_c(tmp_path: Path, magic: int, version: int, dtype: str) 
     assert f"{dtype} ids, as llm.c's header {magic} says" in open_stream(Data(path=str(file)), 50_304).rows["data"]
     with pytest.raises(ConfigError, match=rf"are {dtype}, as llm\.c's header {magic} says; set data\.bin_dtype = auto"):
         read(file, 50_304, bin_dtype="int64")
-    with pytest.raises(ConfigError, match=r"for 4000 ids .* the file has \d+ bytes; write it anew"):
+    with pytest.raises(
+        ConfigError, match=r"for 4000 ids .* the file has \d+ bytes: it is cut, .*; copy it again, or write"
+    ):
         read(llm_c(tmp_path / "b.bin", magic, version, tokens, 4000), 50_304)
     with pytest.raises(ConfigError, match=rf"of version 9 for .* where version {version} is known"):
         read(llm_c(tmp_path / "c.bin", magic, 9, tokens), 50_304)
@@ -411,7 +415,7 @@ def test_megatrons_pairs_that_are_not_whole(tmp_path: Path) -> None:
         b"TNTIDX\x00\x00" + whole[8:]: "is not Megatron's",
         whole[:34] + struct.pack("<i", 9) + whole[38:]: "do not belong together",
         whole[:9] + struct.pack("<Q", 2) + whole[17:]: "is of version 2",
-        whole[:17] + b"\x07" + whole[18:]: "for float32; give version 1 for integers",
+        whole[:17] + b"\x07" + whole[18:]: "for float32; move the index elsewhere",
     }.items():
         index.write_bytes(content)
         with pytest.raises(ConfigError, match=rf"a\.bin': its index a\.idx .*{told}"):
