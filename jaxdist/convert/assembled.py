@@ -128,7 +128,8 @@ class Weights:
                 settings = optimizers.settings(str(self.path), state.rule, state.groups, state.shapes)
         steps = step if step is not None else updates or 0
         if state:
-            settings |= schedule(steps, state)
+            with reading(self.path, "optimizer"):
+                settings |= schedule(steps, state)
             experiment = torch_files.trained_by(experiment, settings, f"{self.path}: optimizer")
         updates = steps if state and updates is None else updates
         return Content(experiment, self.naming, groups, steps, updates, replace(origin, step=steps)).checked(self.path)

@@ -49,7 +49,7 @@ def opened(
 
     Raises ConfigError."""
     there, read = trainer.read(path, READER)
-    logged = trainer_state(path)
+    logged = trainer_state(path) if training else {}
     arguments = trainer_arguments.read(path) if training else {}
     told = sections(path, logged, arguments)
     completed = filled({"model": {"family": wanted.model.family}, **told}, wanted, str(path)) if wanted else None
@@ -137,19 +137,22 @@ def _distributed(folder: Path, weights: Weights) -> State:
     tensors = dcp_files.Tensors(folder)
     prefix = tensors.prefixes["optimizer"]
     extras = tensors.extras(prefix)
-    states = dcp_files.states_of({**tensors.leaves, **extras}, prefix)
-    groups = list(dcp_files.groups_of(extras, f"{prefix}{dcp_files.GROUPS}.").values())
-    rule = optimizers.rule_of(str(folder), (kind for _, kind in states), groups)
-    moments = {
-        kind: {weights.full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)}
-        for kind in rule.kinds(groups)
-    }
-    named = [
-        {key: torch_files.number(folder, value) for key, value in group.items()}
-        | {"params": [weights.full_name(name) for name in group["params"]]}
-        for group in groups
-    ]
-    counts = dcp_files.counts_of(str(folder), states, needed=rule.counts)
+    with reading(folder, "optimizer"):
+        states = dcp_files.states_of({**tensors.leaves, **extras}, prefix)
+        groups = list(dcp_files.groups_of(extras, f"{prefix}{dcp_files.GROUPS}.").values())
+        rule = optimizers.rule_of(str(folder), (kind for _, kind in states), groups)
+        moments = {
+            kind: {
+                weights.full_name(n): leaf for (n, of), leaf in states.items() if of == kind and isinstance(leaf, Leaf)
+            }
+            for kind in rule.kinds(groups)
+        }
+        named = [
+            {key: torch_files.number(folder, value) for key, value in group.items()}
+            | {"params": [weights.full_name(name) for name in group["params"]]}
+            for group in groups
+        ]
+        counts = dcp_files.counts_of(str(folder), states, needed=rule.counts)
     return State(rule, moments, named, counts, weights.shapes)
 
 

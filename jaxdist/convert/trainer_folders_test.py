@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +225,30 @@ def test_a_half_of_a_sharded_folder(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     main([str(folder / "pytorch_model_fsdp_0"), str(tmp_path / "weights"), "--model", model])
     assert "what stays behind: optimizer_0, scheduler.bin" in capsys.readouterr().out
+
+
+DAMAGED_GROUPS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a number for its parameters": lambda group: group.update(params=-1),
+    "a parameter without a name": lambda group: group.update(params=[None]),
+    "one number for two betas": lambda group: group.update(betas=0.9),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_GROUPS)
+def test_a_damaged_group_of_a_sharded_optimizer(damage: str, tmp_path: Path) -> None:
+    """One message, whose advice leads to the weights."""
+    trained = Trained(tmp_path)
+    folder, optimizer = sharded(tmp_path / "run", trained), trained.by_name()
+    DAMAGED_GROUPS[damage](optimizer["param_groups"][0])
+    shutil.rmtree(folder / "optimizer_0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    command = [str(folder), str(tmp_path / "out"), "--model", str(config(tmp_path))]
+    with pytest.raises(ConfigError, match=r"its optimizer is not as torch saves it: .*; leave it out"):
+        main(command)
+    shutil.rmtree(folder / "optimizer_0")  # the advice
+    main(command)
 
 
 @pytest.mark.parametrize("key", ["master_weights", "ema"])

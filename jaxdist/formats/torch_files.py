@@ -38,7 +38,7 @@ def reading(path: Path, part: str) -> Iterator[None]:
     """What a part of another form than torch's makes Python raise becomes a ConfigError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # torch's own are the last
         raise ConfigError(f"{path}: its {part} is not as torch saves it: {error!r}; leave it out") from None
 
 
