@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check what can be checked by one process, then train in every rank."""
     a = parse(sys.argv[1:] if argv is None else argv, "parity_tests.transformers_train", __doc__ or "")
     if a.init is None or a.output is None:
-        raise ConfigError("--init HF_FOLDER and --output DIR are needed")
+        missing = [flag for flag, path in (("--init HF_FOLDER", a.init), ("--output DIR", a.output)) if path is None]
+        raise ConfigError(f"{' and '.join(missing)} missing; give {'them' if missing[1:] else 'it'}")
     same_model(a.experiment.model, read_model(a.init), f"--init {a.init}")
     experiment = on_batch_axes(in_steps(a.experiment))
     check_offload(experiment)
@@ -106,17 +107,18 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
         )
     if parallel.strategy == "ddp" and len({precision.parameters, precision.compute, precision.reduce}) > 1:
         raise ConfigError(
-            f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use fsdp"
+            f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use "
+            "--strategy fsdp"
         )
     if isinstance(experiment.model, Mixture) and experiment.model.capacity:
         raise ConfigError(
-            f"model.capacity = {experiment.model.capacity}: transformers leaves out no token; use --against torch, or "
-            "model.capacity = 0"
+            f"model.capacity = {experiment.model.capacity}: transformers leaves out no token; use model.capacity = 0, "
+            "or --against torch"
         )
     if (chunks := experiment.memory.loss_chunks) > 1:
         raise ConfigError(
-            f"memory.loss_chunks = {chunks}: transformers' models return all logits at once; use --against torch, or "
-            "leave it out"
+            f"memory.loss_chunks = {chunks}: transformers' models return all logits at once; leave it out, or use "
+            "--against torch"
         )
     if isinstance(experiment.model, ResNet):
         raise ConfigError(

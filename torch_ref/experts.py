@@ -108,5 +108,6 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if axes["expert"] > 1 and experiment.parallel.strategy == "zero1":
         raise ConfigError(
             f"parallel.strategy = zero1 with the mesh axis expert = {axes['expert']}: torch's ZeroRedundancyOptimizer "
-            "deals out parameters that all ranks have, and experts are none; use zero2 or fsdp, or jaxdist.train"
+            "deals out parameters that all ranks have, and experts are none; use parallel.strategy = zero2 or fsdp, or "
+            "jaxdist.train"
         )

@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
+from jaxdist.config.fitting import moved
 from torch_ref.context import Context, context
 from torch_ref.experts import AllToAll, Dispatch, spread
 from torch_ref.images import AllImages
@@ -261,8 +262,8 @@ def check_compile(experiment: Experiment, axes: Mapping[str, int], device: str) 
         if axes[axis] > 1:
             raise ConfigError(
                 f"train.compile = true with the mesh axis {axis} = {axes[axis]}: over tensor compiled blocks had other "
-                "losses than eager ones (torch 2.13), and expert, context and pipeline were not tried; use the axes "
-                "data and fsdp, or leave it out"
+                "losses than eager ones (torch 2.13), and expert, context and pipeline were not tried; use "
+                f"{moved(experiment, axes, 'pipeline', 'expert', 'context', 'tensor')}, or leave it out"
             )
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not shutil.which(compiler):

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import loss_parallel
 
 from jaxdist.config import ConfigError, Experiment, Mixture
+from jaxdist.config.fitting import moved, split_into
 from torch_ref.mesh import BATCH, axis_size
 from torch_ref.weights import local
 
@@ -39,7 +40,7 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if isinstance(model, Mixture):
         raise ConfigError(
             f"model.family = {model.family} with {given}: between torch's stages a tally of experts has no way to go; "
-            "use the axis expert or fsdp, or jaxdist.train"
+            f"use {moved(experiment, axes, 'pipeline')}, or jaxdist.train"
         )
     if parallel.sequence:
         raise ConfigError(
@@ -59,13 +60,13 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if parallel.pipeline_schedule == "1F1B" and microbatches < stages:
         raise ConfigError(
             f"train.accumulation = {microbatches} with {given}: torch's Schedule1F1B takes at least as many "
-            f"microbatches as stages; use train.accumulation = {stages}, or parallel.pipeline_schedule = GPipe"
+            f"microbatches as stages; use {split_into(experiment, axes, stages)}, or parallel.pipeline_schedule = GPipe"
         )
     rounds = max(1, microbatches // stages)
     if parallel.pipeline_schedule == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
             f"train.accumulation = {microbatches} with {given}: torch's ScheduleInterleaved1F1B wants a multiple of "
-            f"its {rounds} rounds; use {microbatches - microbatches % rounds}"
+            f"its {rounds} rounds; use {split_into(experiment, axes, microbatches - microbatches % rounds)}"
         )
 
 

@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
-    check_offload(experiment)
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
     experts.check(experiment, plan.axes)
     pipeline.check(experiment, plan.axes)
+    check_offload(experiment)  # after what a pipeline refuses: it offloads nothing, whatever goes together
     check_compile(experiment, plan.axes, plan.device)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)

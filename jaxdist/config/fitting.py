@@ -75,6 +75,21 @@ def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: st
     return told
 
 
+def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
+    """The mesh whose devices split the batch instead of what the axes `away` do, as a message gives it."""
+    batch = "data" if e.parallel.strategy == "ddp" else "fsdp"
+    ways = math.prod(axes[axis] for axis in (batch, *away))
+    whole = {**axes, **dict.fromkeys(away, 1), batch: ways}
+    mesh = shrunk(e, whole, [batch], "dim") if not isinstance(e.model, ResNet) else whole
+    return f"--mesh {written(mesh)}{along(grown(e, mesh))}"
+
+
+def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> str:
+    """So many microbatches, as a message gives them, and a batch that they divide."""
+    split = e.model_copy(update={"train": e.train.model_copy(update={"accumulation": microbatches})})
+    return f"train.accumulation = {microbatches}{along(grown(split, axes))}"
+
+
 def along(changes: Mapping[str, int], *but: str) -> str:
     """What else is to be changed, as a message adds it to a fix."""
     others = {name: size for name, size in changes.items() if name not in but}

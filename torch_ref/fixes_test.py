@@ -1,0 +1,59 @@
+"""The fixes that torch_ref's own checks give are followed literally, until both sides take the config."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from jaxdist.config import Experiment
+from jaxdist.config.config_test import INTERLEAVED, MIXED
+from jaxdist.config.fixes_test import RESNET, SIZES, drawn, followed, line_of, refusal
+from torch_ref import experts, pipeline
+from torch_ref.parallelize import check_compile, check_offload
+
+
+def checks(experiment: Experiment, axes: Mapping[str, int]) -> None:
+    """As `torch_ref.train` makes them, after those of the config."""
+    experts.check(experiment, {**axes})
+    pipeline.check(experiment, {**axes})
+    check_offload(experiment)
+    check_compile(experiment, axes, "cuda")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--mesh", "expert=2", "--strategy", "zero1", *MIXED],
+        ["--mesh", "pipeline=2", *MIXED],
+        ["--mesh", "pipeline=2,fsdp=3", *MIXED, "--train.batch", "9"],
+        ["--mesh", "pipeline=2,tensor=2", "--parallel.sequence", "true"],
+        ["--mesh", "pipeline=2", "--memory.loss_chunks", "4"],
+        ["--mesh", "pipeline=2", "--memory.offload", "optimizer"],
+        ["--mesh", "pipeline=4", "--train.accumulation", "2"],
+        ["--mesh", "pipeline=4,fsdp=2", "--train.accumulation", "3", "--train.batch", "6"],
+        ["--mesh", "pipeline=2", "--train.accumulation", "5", "--train.batch", "15", *INTERLEAVED],
+        ["--memory.offload", "optimizer"],
+        ["--memory.offload", "parameters", "--memory.remat", "full"],
+        ["--memory.offload", "optimizer,parameters", "--strategy", "zero1"],
+        ["--memory.offload", "activations", "--memory.remat", "selective"],
+        ["--memory.offload", "optimizer,activations", "--memory.remat", "selective", "--strategy", "ddp"],
+        ["--train.compile", "true", "--mesh", "tensor=2"],
+        ["--train.compile", "true", "--mesh", "data=2,context=3", "--strategy", "ddp"],
+        ["--train.compile", "true", "--mesh", "expert=4,tensor=3", *MIXED],
+    ],
+    ids=" ".join,
+)
+def test_each_fix_is_followed_until_it_works(argv: list[str]) -> None:
+    assert followed(line_of(argv), checks) >= 1
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_no_fix_leads_in_a_circle(family: str) -> None:
+    extra = {"train.compile": "true"} if family != "resnet" else {}
+    refused = [line for seed in range(100, 120) if refusal(line := drawn(family, seed) | extra, checks)]
+    assert len(refused) > 10
+    for line in refused:
+        assert followed(line, checks) >= 1
+
+
+def test_an_image_model_keeps_its_axes() -> None:
+    assert not refusal(line_of([*RESNET, "--mesh", "fsdp=2", "--train.compile", "true"]), checks)
