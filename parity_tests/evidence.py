@@ -149,7 +149,7 @@ class Evidence:
     @property
     def rounding(self) -> float:
         """What rounding may hide of the loss of step 1; 0 in float64."""
-        least = float(self.bounds["loss"][0]) if self.bounds else 0.0
+        least = float(max(self.bounds.get("loss", np.zeros(1))[:1], default=0.0))
         return least if least > HIDES else 0.0
 
     def at(self, name: str, step: float) -> float:

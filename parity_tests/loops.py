@@ -18,9 +18,11 @@ from torch_ref.models.layers import rotary
 from torch_ref.weights import draw, fill, held
 
 STEPS = 12
+SMALL = {"family": "llama", "layers": 1, "dim": 16, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "heads": 4, "kv_heads": 2, "head_dim": 8},
-    "llama of one layer": {"family": "llama", "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "dim": 16},
+    "llama of one layer": SMALL,
+    "tied llama of one layer": SMALL | {"tied": True},
     "gpt2": {"family": "gpt2", "heads": 4, "init_std": 0.1},
     "gpt2 of small weights": {"family": "gpt2", "heads": 4},
 }

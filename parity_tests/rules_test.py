@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from parity_tests import compare, loops, rules
+from parity_tests import batches, compare, loops, rules
 from parity_tests.causes import Diagnosis, diagnose
 from parity_tests.causes_test import documents  # noqa: F401
-from parity_tests.evidence import UPDATE, Evidence, Rules
+from parity_tests.evidence import UPDATE, Evidence, Rules, Search
 from parity_tests.loops import STEPS, Finished, Loop
 
 
@@ -141,11 +141,15 @@ def named(wrong: Loop, right: Finished) -> Diagnosis | None:
     ours, theirs = replace(right, experiment=wrong.experiment), wrong.run("theirs")
     bounds = {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}
 
+    def batch(step: int) -> Search:
+        said = ours.metrics[step - 1]["loss"], theirs.metrics[step - 1]["loss"]
+        return batches.identify(ours.experiment, ours.before[step], step, said, compare.LOSS) if step == 1 else Search()
+
     def rule(step: int) -> Rules:
         return rules.identify(ours.experiment, ours.before[1], step, (ours.metrics, theirs.metrics), bounds)
 
     start = {f"weights/{name}": w for name, w in ours.before[1].items()}
-    return diagnose(Evidence(ours, theirs, bounds, start, rule=rule))  # type: ignore[arg-type]
+    return diagnose(Evidence(ours, theirs, bounds, start, batch, rule))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("loop", "cause", "step", "how"), NAMED, ids=[loop.__name__ for loop, *_ in NAMED])
@@ -163,3 +167,24 @@ def test_the_rule_of_the_update_is_named(
 
 def test_a_right_rule_by_hand_has_no_cause(documents: Path, right: Finished) -> None:  # noqa: F811
     assert named(small(ByHand)(documents), right) is None
+
+
+class SmallEpsInDouble(loops.SmallInDouble, loops.Eps): ...
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "how"),
+    [
+        (loops.SmallExactInDouble, "forward pass or loss", "it is the loss of this batch with model.gelu = exact"),
+        (SmallEpsInDouble, UPDATE, "an update with eps 1e-05 gives"),
+    ],
+)
+def test_a_run_in_fp64_names_what_float32_hides(
+    documents: Path,  # noqa: F811
+    loop: type[Loop],
+    cause: str,
+    how: str,
+) -> None:
+    """As the verdict of `causes_test` on the same loops in float32 without gradients advises."""
+    found = named(loop(documents), loops.SmallInDouble(documents).run("ours"))
+    assert found and (found.cause, found.step) == (cause, 1) and how in found.how, found
