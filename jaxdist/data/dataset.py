@@ -176,7 +176,7 @@ class Dataset(ABC):
         """Rows `rows` of the global batch of `size` at `step`, from 1, as Batch or Images; only they are read.
 
         Row r of step s is visit (s - 1) · size + r of the run. Each epoch of training visits every row
-        once, in the permutation of (seed, epoch) if data.shuffle, but for what data.last says of its last batch;
+        once, in the permutation of (seed, epoch) if data.shuffle, except in its last batch as data.last says;
         validation in one permutation, the same for every seed, so that its first few batches are a fair sample
         of all. Raises ConfigError when the split is empty.
         """
@@ -223,7 +223,7 @@ class Targets:
         self.total = dataset.target_tokens(0, start, train.batch, train.seed)
 
     def of(self, step: int, seconds: float) -> dict[str, float]:
-        """What metrics.jsonl tells of `step`, the one after that of the last call, beside `tokens`."""
+        """Fields of metrics.jsonl for `step`, the one after that of the last call, beside `tokens`."""
         count = self.dataset.target_tokens(step - 1, step, self.train.batch, self.train.seed)
         self.total += count
         return {"target_tokens": self.total, "target_tokens_per_second": count / seconds}

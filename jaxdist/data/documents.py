@@ -1,4 +1,4 @@
-"""Documents from text, JSON, CSV and Arrow files, packed or not. What a file is, its first bytes tell."""
+"""Documents from text, JSON, CSV and Arrow files, compressed or not. The format is found from the first bytes."""
 
 import codecs
 import csv
@@ -224,7 +224,7 @@ class Documents:
         return found
 
     def _csv(self, file: Path) -> Iterator[Piece]:
-        """One document for each row below that of the columns' names, which tells the delimiter too, and whether spaces
+        """One document for each row below that of the columns' names, which shows the delimiter too, and whether spaces
         follow it that belong to no value."""
         start = start_of(file)
         csv.field_size_limit(2**31 - 1)  # the module's own is 131,072 characters
@@ -266,19 +266,19 @@ class Documents:
         """The error for a record of a file; `where` is the file and the line."""
         match error:
             case Unusable():
-                told = str(error)
+                message = str(error)
             case UnicodeError():
-                told = f"not UTF-8: {error}; convert the file to UTF-8"
+                message = f"not UTF-8: {error}; convert the file to UTF-8"
             case RecursionError():
-                told = "nested too deeply; remove the record"
+                message = "nested too deeply; remove the record"
             case _:
                 each = (
                     "each line must be a JSON object"
                     if unit == "line"
                     else "each row must have a value for each column"
                 )
-                told = f"{error}; {each}: correct or remove this {unit}"
-        return ConfigError(f"data.path = {where}: {told}")
+                message = f"{error}; {each}: correct or remove this {unit}"
+        return ConfigError(f"data.path = {where}: {message}")
 
 
 def _after_space(text: str, place: int) -> int:

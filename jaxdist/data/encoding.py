@@ -27,9 +27,9 @@ TOGETHER = 4_000_000  # characters handed to a tokenizer at once; it takes some 
 
 
 class Encoder(NamedTuple):
-    """Texts to arrays of ids; `separator` ends a document, `identity` stands for the tokenizer's content, and `end`
-    tells the separator and how it is known. `earlier` is the value of data.end_of_text that ends documents as versions
-    did which knew three names alone; empty where that is what `separator` does."""
+    """Texts to arrays of ids; `separator` ends a document, `identity` identifies the tokenizer's content, and `end`
+    describes the separator and how it was found. `earlier` is the value of data.end_of_text that ends documents as
+    versions did that knew three names alone; empty where `separator` does the same."""
 
     encode: Callable[[Sequence[str]], list[NDArray]]
     separator: list[int]
@@ -78,7 +78,7 @@ def make_encoder(name: str, end_of_text: str) -> Encoder:
 
 
 def _made_from(file: Path) -> str:
-    """How to make a tokenizer.json of the older formats that lie in the folder of `file`; empty without any."""
+    """How to make a tokenizer.json from older formats in the folder of `file`; empty without any."""
     older = [name for name in OLDER_TOKENIZERS if file.with_name(name).is_file()]
     others = [*file.parent.glob("*.tiktoken"), *file.parent.glob("tekken.json")] if file.parent.is_dir() else []
     if file.with_name("tokenizer.json").is_file() or not (older or others):
@@ -86,7 +86,7 @@ def _made_from(file: Path) -> str:
     if not older:
         return f"; {others[0].name} is in another format: look for a tokenizer.json of the same model"
     return (
-        f"; {older[0]} is in another format, of which transformers makes one: "
+        f"; {older[0]} is in another format, which transformers converts: "
         f"AutoTokenizer.from_pretrained({str(file.parent)!r}).save_pretrained({str(file.parent)!r})"
     )
 
@@ -162,7 +162,7 @@ def _all_named_in(file: Path, key: str) -> list[str | int]:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"data.tokenizer: {str(file)!r} beside it: {error}; mend or remove it, or set data.end_of_text"
+            f"data.tokenizer: {str(file)!r} beside it: {error}; correct or remove it, or set data.end_of_text"
         ) from None
     value = found.get(key) if isinstance(found, dict) else None
     value = value.get("content") if isinstance(value, dict) else value

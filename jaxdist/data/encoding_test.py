@@ -118,8 +118,8 @@ def test_files_that_name_another_end_are_told(folder: Path, beside: dict[str, An
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("vocab.txt", r"vocab\.txt is in another format, of which transformers makes one: AutoTokenizer"),
-        ("tokenizer.model", r"tokenizer\.model is in another format, of which"),
+        ("vocab.txt", r"vocab\.txt is in another format, which transformers converts: AutoTokenizer"),
+        ("tokenizer.model", r"tokenizer\.model is in another format, which"),
         ("cl100k_base.tiktoken", r"cl100k_base\.tiktoken is in another format: look for a tokenizer\.json"),
         ("tekken.json", r"tekken\.json is in another format: look for a tokenizer\.json"),
     ],
@@ -176,7 +176,7 @@ def test_another_end_is_other_data(folder: Path) -> None:
         (names("\ud800"), r"eos_token = '\\ud800', which is no token"),
         (
             {"tokenizer_config": "{"},
-            r"tokenizer_config\.json' beside it: .*; mend or remove it, or set data\.end_of_text",
+            r"tokenizer_config\.json' beside it: .*; correct or remove it, or set data\.end_of_text",
         ),
     ],
 )

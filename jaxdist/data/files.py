@@ -1,4 +1,4 @@
-"""Which files data.path stands for, of which kind they are, and the split that their names tell."""
+"""Finds the files of data.path, their kind, and the splits that their names say."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from jaxdist.config.foreign import read_json
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# What lies beside data and is none: pickles (nanoGPT's meta.pkl), weights; tokenizers and descriptions.
+# Files beside data that are no data: pickles (nanoGPT's meta.pkl), weights; tokenizers and descriptions.
 NOT_DATA = {
     **dict.fromkeys((".pkl", ".pickle"), "pickles are never opened"),
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".onnx", ".h5"), "weights, no text"),
@@ -96,7 +96,7 @@ def find_files(path: Path, by_name: bool) -> Files:
             own, found = own + below, [file for file in below if _is_data(file)]
         elif others := [folder for folder in folders if any(map(_is_data, _visible(folder)))]:
             raise ConfigError(
-                f"data.path = {str(path)!r}: its data lie in folders whose names tell no split ({names(others)}); give "
+                f"data.path = {str(path)!r}: its data are in folders whose names say no split ({names(others)}); give "
                 "one of these, or put the files of all in one folder"
             )
     elif {kind_of(file) for file in found if not _is_about(file)} - {"text"}:
@@ -124,12 +124,12 @@ def _is_about(file: Path) -> bool:
 
 
 def _is_script(file: Path) -> bool:
-    """Whether it lies beside records or ids as what made them does, and is no text of the same corpus."""
+    """Whether, beside records or ids, it is probably a script or description, and no text of the same corpus."""
     return kind_of(file) == "text" and not is_plain(file)
 
 
 def _check_copies(found: Sequence[Path]) -> None:
-    """Raises ConfigError for a file that lies there twice, packed and not."""
+    """Raises ConfigError for a file that is there twice, compressed and not."""
     bare: dict[Path, Path] = {}
     for file in found:
         name = file.with_suffix("") if file.suffix.lower() in PACKED else file
@@ -141,7 +141,7 @@ def _check_copies(found: Sequence[Path]) -> None:
 
 
 def _check_order(state: Path) -> None:
-    """Raises ConfigError where `datasets` saved rows whose order, or choice, lies in another file."""
+    """Raises ConfigError where `datasets` saved the order or the choice of rows in another file."""
     try:
         found = read_json(state)
     except (OSError, ValueError):
@@ -149,7 +149,7 @@ def _check_order(state: Path) -> None:
     if isinstance(found, dict) and found.get("_indices_data_files"):
         raise ConfigError(
             f"data.path = {str(state.parent)!r}: {state.name} names indices, by which the dataset was shuffled or "
-            "selected; save it anew by dataset.flatten_indices().save_to_disk(path)"
+            "selected; save it again by dataset.flatten_indices().save_to_disk(path)"
         )
 
 
@@ -179,7 +179,7 @@ def split_of(file: Path, root: Path) -> str | None:
 
 
 def _split_in(path: Path) -> str | None:
-    """The split that the words of a name tell."""
+    """The split that the words of a name say; None where they say none, or several."""
     found = {SPLITS[word] for word in _words(path.name) if word in SPLITS}
     return found.pop() if len(found) == 1 else None
 
@@ -205,7 +205,7 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _is_index(file: Path) -> bool:
-    """Whether it is the index of a .bin that lies beside it."""
+    """Whether it is the index of a .bin beside it."""
     return file.suffix == ".idx" and file.with_suffix(".bin").is_file()
 
 

@@ -154,7 +154,7 @@ def test_what_lies_beside_data_is_left_alone(tmp_path: Path) -> None:
 def test_data_in_folders_and_what_is_no_data_are_named(tmp_path: Path) -> None:
     write(tmp_path / "en" / "a.npy", 1)
     (tmp_path / "README.md").write_text("a card")
-    with pytest.raises(ConfigError, match=r"folders whose names tell no split \(en\); give one of these"):
+    with pytest.raises(ConfigError, match=r"folders whose names say no split \(en\); give one of these"):
         opened(tmp_path)
     assert opened(tmp_path / "en").sequences("train") == 9
     (tmp_path / "en").rename(tmp_path / "train_sft")
@@ -187,7 +187,7 @@ def test_a_file_twice_and_rows_in_another_order(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"_indices_data_files": None}))
     assert opened(tmp_path).sequences("train") == 9
     (tmp_path / "state.json").write_text(json.dumps({"_indices_data_files": [{"filename": "indices.arrow"}]}))
-    with pytest.raises(ConfigError, match=r"save it anew by dataset\.flatten_indices\(\)"):
+    with pytest.raises(ConfigError, match=r"save it again by dataset\.flatten_indices\(\)"):
         opened(tmp_path)
 
 

@@ -96,7 +96,7 @@ def locate_bins(files: Sequence[Path], declared: str, vocab: int) -> list[Locate
     known = {located.part.dtype.name for located in found if located}
     if not known and any(file.stat().st_size for file in files):
         raise ConfigError(
-            f"data.path = {str(files[0])!r}: holds only zeros, or too few ids to tell their type; set data.bin_dtype = "
+            f"data.path = {str(files[0])!r}: holds only zeros, or too few ids to find their type; set data.bin_dtype = "
             "uint16, uint32, int32 or int64, whichever they were written in"
         )
     if len(known) > 1:
@@ -132,7 +132,7 @@ def _holding(located: Located, vocab: int) -> Located:
 
 
 def _raw(file: Path, declared: str, vocab: int) -> Located | None:
-    """The ids of a file without header; None where its content does not tell their type."""
+    """The ids of a file without header; None where its content does not show their type."""
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
@@ -173,7 +173,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
         why = "every second number is the upper half of an id" if wider else f"as {declared} they reach {ids.max()}"
         raise ConfigError(
             f"data.bin_dtype = {declared}: the ids of {str(file)!r} are {found} by their content: {why}; set "
-            f"data.bin_dtype = {found}, or auto; or, if they are {declared}, save them as .npy, which tells its type"
+            f"data.bin_dtype = {found}, or auto; or, if they are {declared}, save them as .npy, which names its type"
         )
     _check_type(file, content, declared, vocab, likely=False)
     _check_header(file, content, declared, declared, vocab)
@@ -182,7 +182,7 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
 
 
 def width(content: bytes, size: int, vocab: int) -> str | None:
-    """The type of ids of which `content` is a sample, in a file of `size` bytes; None where it does not tell."""
+    """The type of the ids in a file of `size` bytes, of which `content` is a sample; None where that is not enough."""
     for wide in WIDE:
         told = _tells(content, wide, vocab)
         if told is None and size % np.dtype(wide).itemsize == 0:
@@ -193,7 +193,7 @@ def width(content: bytes, size: int, vocab: int) -> str | None:
 
 
 def _tells(content: bytes, wide: str, vocab: int) -> bool | None:
-    """Whether ids are of this type or of half its size; None where there are too few to tell.
+    """Whether ids are of this type or of half its size; None where there are too few to decide.
 
     An id has an upper half that is zero, or nearly so, and a lower one that is not. Of ids half as wide, both halves
     are ids, and look alike: that n of them above all others lie in lower halves alone is a chance of 2^-n. Where all
@@ -262,7 +262,7 @@ def _alike(found: Sequence[Located | None]) -> str:
 
 
 def _rewriting(dtype: str | np.dtype, offset: str = "", wanted: str = "") -> str:
-    """The Python code that writes a file anew, of which the numbers have this type."""
+    """Python code that rewrites a file of numbers of type `dtype`, from `offset` on, as type `wanted`."""
     code = np.dtype(dtype).str
     return f"numpy.fromfile(path, {code!r}{offset}){wanted and f'.astype({wanted!r})'}.tofile(path)"
 

@@ -242,7 +242,7 @@ def test_a_file_that_is_too_small_to_tell_asks_for_the_type(
 ) -> None:
     file = tmp_path / "a.bin"
     np.array(content, dtype).tofile(file)
-    with pytest.raises(ConfigError, match=r"too few ids to tell .*; set data\.bin_dtype = uint16, .*int32 or"):
+    with pytest.raises(ConfigError, match=r"too few ids to find .*; set data\.bin_dtype = uint16, .*int32 or"):
         read(file, vocab)
     assert read(file, vocab, bin_dtype=dtype) == content
 
@@ -257,7 +257,7 @@ def test_no_size_is_read_in_another_type(tmp_path: Path, vocab: int, dtype: str)
         try:
             found = read(tmp_path / "a.bin", vocab)
         except ConfigError as error:
-            assert "too few ids to tell" in str(error) and size < 100, (error, size)
+            assert "too few ids to find" in str(error) and size < 100, (error, size)
         else:
             assert found == wanted.tolist()
 

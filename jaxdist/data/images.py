@@ -20,8 +20,8 @@ FORMS = "give .npz with images and labels, or a folder with a folder of pictures
 class Pictures(NamedTuple):
     """Images and their classes: labels [N], and `read` of some by number, [B, Y, X, C] float32.
 
-    Where files or folders tell the splits, the first `training` are for training; else that is None. `rows` are the
-    start-up table's; `fingerprint` and `earlier`: see `blocks`.
+    Where names of files or folders are those of splits, the first `training` are for training; else that is None.
+    `rows` are the start-up table's; `fingerprint` and `earlier`: see `blocks`.
     """
 
     labels: NDArray[np.int32]
@@ -50,14 +50,14 @@ def open_pictures(data: Data, model: ResNet) -> Pictures:
         raise ConfigError(f"{source}: holds no images; {FORMS}")
     low, high = int(found.labels.min()), int(found.labels.max())
     if low < 0 or high >= model.classes:
-        raise ConfigError(
-            f"{source}: labels from {low} to {high}, where model.classes = {model.classes}; give {high + 1}"
-        )
+        fix = f"set model.classes = {high + 1}" if low >= 0 else "number the classes from 0, without marks as -1"
+        raise ConfigError(f"{source}: labels from {low} to {high}, where model.classes = {model.classes}; {fix}")
     shape, wanted = found.read(np.zeros(1, np.int64)).shape[1:], (model.image, model.image, model.channels)
     if shape != wanted:
+        fix = f"set model.image = {shape[0]} and model.channels = {shape[2]}"
         raise ConfigError(
             f"{source}: images are {list(shape)}, where model.image = {model.image} and model.channels = "
-            f"{model.channels} ask for {list(wanted)}; set model.image and model.channels to those of the data"
+            f"{model.channels} ask for {list(wanted)}; {fix if shape[0] == shape[1] else 'give square images'}"
         )
     mean, std = (np.array(values, np.float32) for values in (data.pixel_mean, data.pixel_std))
     return found._replace(read=lambda numbers: (found.read(numbers) - mean) / std)
@@ -131,7 +131,7 @@ def _array(path: Path) -> tuple[NDArray, NDArray]:
             place = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(images[bad[0]])))
             raise ConfigError(
                 f"{source}: images[{bad[0]}] is {images[bad[0]][place]} at {list(place)}, as are {len(bad)} of "
-                f"{len(images)} images not finite somewhere; mend them or leave them out"
+                f"{len(images)} images not finite somewhere; correct them or leave them out"
             )
     return images, labels
 
@@ -174,7 +174,7 @@ def folder(path: Path, model: ResNet, by_name: bool) -> Pictures:
 
 
 def _labelled(path: Path, by_name: bool) -> tuple[list[tuple[Path, int]], int | None]:
-    """The pictures below a folder with their classes, and how many are for training where folders tell. Raises
+    """The pictures below a folder with their classes, and how many are for training where folders are named so. Raises
     ConfigError where a validation split has a class that training lacks."""
     inner = [found for found in _folders(path) if not found.name.startswith(".")]
     split = {split_of(found, path): found for found in inner if found.name.lower() in SPLITS}

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,15 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         ({"images": np.zeros((3, 6, 6)), "labels": np.zeros(3, int)}, r"images are \[6, 6, 1\], where model.image = 5"),
         (
             {"images": np.zeros((3, 5, 5)), "labels": np.full(3, 7)},
-            "labels from 7 to 7, where model.classes = 4; give 8",
+            "labels from 7 to 7, where model.classes = 4; set model.classes = 8",
+        ),
+        (
+            {"images": np.zeros((3, 5, 5)), "labels": np.array([0, -1, 1])},
+            "labels from -1 to 1, where model.classes = 4; number the classes from 0",
+        ),
+        (
+            {"images": np.zeros((3, 5, 6)), "labels": np.zeros(3, int)},
+            r"images are \[5, 6, 1\], .*; give square images",
         ),
         (
             {"images": np.zeros((3, 5, 5)), "labels": np.zeros(2, int)},
@@ -80,12 +89,25 @@ def test_wrong_images(tmp_path: Path, arrays: dict[str, np.ndarray], told: str) 
         opened(tmp_path / "a.npz")
 
 
+def test_fields_that_a_message_sets_are_right(tmp_path: Path) -> None:
+    """Followed literally, one after another."""
+    np.savez(tmp_path / "a.npz", images=np.zeros((4, 6, 6, 3), np.uint8), labels=np.array([7, 0, 3, 2]))
+    model = dict(MODEL)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as raised:
+            opened(tmp_path / "a.npz", model)
+        model |= {
+            name: int(value) for name, value in re.findall(r"model\.(\w+) = (\d+)", str(raised.value).split("; ")[1])
+        }
+    assert opened(tmp_path / "a.npz", model).sequences("train") == 3
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_pixels_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
     images = RANDOM.random((6, 5, 5, 1), dtype=np.float32)
     images[4, 2, 3, 0] = images[5, 0, 0, 0] = value
     np.savez(tmp_path / "a.npz", images=images, labels=np.zeros(6, int))
-    told = rf"a\.npz': images\[4\] is {value} at \[2, 3, 0\], as are 2 of 6 images not finite somewhere; mend"
+    told = rf"a\.npz': images\[4\] is {value} at \[2, 3, 0\], as are 2 of 6 images not finite somewhere; correct"
     with pytest.raises(ConfigError, match=told):
         opened(tmp_path / "a.npz")
     np.savez(tmp_path / "a.npz", images=images[:4], labels=np.zeros(4, int))

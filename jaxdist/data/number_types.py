@@ -19,14 +19,14 @@ INTEGERS = {">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-e
 NAMES = FLOATS | INTEGERS | {"|u1": "uint8"}
 BITS = 20  # of evidence: by chance one file of a million is taken for another
 SPREAD = 1.0  # bits of entropy by which the high bytes of uint16 ids vary more than the low ones, if they are swapped
-DISTINCT = 64  # ids that differ, from which on the entropy of their bytes tells their order
+DISTINCT = 64  # different ids: enough for the entropy of their bytes to show the byte order
 ALIKE = 0.1  # the most, of 1, by which the distributions of even and odd bytes differ in ids of one byte
 ANY_BYTE = 7.5  # bits of entropy of a byte, above which even and odd bytes are alike in random numbers of any size
-ENOUGH_BYTES = 2048, 256  # from which on that tells: of ids that can be read as uint16, and that cannot
+ENOUGH_BYTES = 2048, 256  # needed for that, where all may be ids as uint16, and where they may not
 HEAD = 1024  # bytes that are searched for a header
 COUNTED = 64  # bytes of a header in which the number of ids is looked for
 HEADERS = (*range(8, 65, 4), 128, 256, 512, 1024)  # bytes
-ENOUGH = 8192  # bytes of ids behind HEAD, from which on they tell what is unusual in it
+ENOUGH = 8192  # bytes behind HEAD that are needed to see what is unusual in it
 # A name in ASCII, then zeros or a small number: a file's magic and version.
 MAGIC = re.compile(rb"[A-Za-z0-9_]{4}([A-Za-z0-9_\0]{4}|[\0-\x40]\0\0\0)")
 
@@ -91,8 +91,8 @@ def likely_type(content: bytes, vocab: int, readable: bool) -> str | None:
 
 
 def header_length(content: bytes, size: int, dtype: str) -> int:
-    """The length in bytes of a header that tells how many ids of this type follow it to the end of a file of `size`
-    bytes; 0 where none does."""
+    """The length in bytes of a header that holds the number of ids of this type behind it, to the end of a file of
+    `size` bytes; 0 where none does."""
     width = np.dtype(dtype).itemsize
     for length in HEADERS:
         # Of wider ids a count of 4 bytes may be one, and of 8 bytes is hardly any.
@@ -128,7 +128,7 @@ def only_at_the_start(content: bytes, dtype: str, vocab: int) -> int | None:
 
 
 def _behind_head(content: bytes) -> bytes:
-    """What a header is no part of, where that is enough to tell a type."""
+    """`content` without a possible header, where enough is left to find a type."""
     return content[HEAD:] if len(content) >= HEAD + ENOUGH else content
 
 

@@ -22,14 +22,14 @@ from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, r
 
 CHUNK = 1 << 22  # ids looked at together when a file is checked
 SHOW_BAR_FROM = 20_000_000  # bytes
-LIBRARY_BLOCKS = 16  # sampled of the library, which Python's version and the files' sizes tell as well
+LIBRARY_BLOCKS = 16  # sampled of the library, which Python's version and the files' sizes identify as well
 
 
 class Stream:
     """Token ids of many files or arrays, end to end; documents lie between `bounds` [documents + 1].
 
-    Where the files tell the splits, the first `training` ids are the training split; else that is None. `fingerprint`
-    and `earlier`: see `blocks`. `rows` are the start-up table's, on what was found.
+    Where names of files say the splits, the first `training` ids are the training split; else that is None.
+    `fingerprint` and `earlier`: see `blocks`. `rows` are the start-up table's, on what was found.
     """
 
     fingerprint: str = ""
@@ -136,8 +136,8 @@ def _end(data: Data, encoder: Encoder | None, joined: bool) -> str:
     """What the start-up table says of the end of documents."""
     if encoder and not joined:
         return encoder.end if data.documents == "packed" else "nothing is added (data.documents = padded)"
-    told = "files are joined as they are" if encoder else "as the ids have it"
-    return told + ("" if data.end_of_text == "auto" else "; data.end_of_text is for what is encoded here")
+    joining = "files are joined as they are" if encoder else "as the ids have it"
+    return joining + ("" if data.end_of_text == "auto" else "; data.end_of_text is for what is encoded here")
 
 
 def _earlier(
