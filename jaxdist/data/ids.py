@@ -35,7 +35,13 @@ LLM_C_HEADER = 4 * llmc.HEADER  # bytes
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, entries of the documents' index
 MEGATRON_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
-PACKED = {b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK)}
+PICKLE = Foreign(
+    "a pickle, which is never opened", "save the ids by numpy.save, as a 1-D array of integers in a .npy file"
+)
+OTHERS = {  # first bytes of files that are no raw ids, beside those of `signatures`
+    b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK),
+    b"\x80\x04\x95": PICKLE, b"\x80\x05\x95": PICKLE,
+}  # fmt: skip
 PAIR = "move the index elsewhere, to read the ids without documents, or make the pair again by Megatron"
 IF_IDS = "or, if these are ids, save them as .npy"
 TEXT, JSON = (
@@ -135,9 +141,9 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     """The ids of a file without header; None where its content does not show their type."""
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
-    packed = next((what for begin, what in PACKED.items() if content.startswith(begin)), None)
+    other = next((what for begin, what in OTHERS.items() if content.startswith(begin)), None)
     text = (JSON if begins_with_record(content.decode("utf-8", "ignore"), True) else TEXT) if is_text(content) else None
-    if what := signature(content) or packed or text:
+    if what := signature(content) or other or text:
         raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what.title}; {what.fix}")
     least = 2 if declared == "auto" else np.dtype(declared).itemsize
     if size % least:

@@ -1,4 +1,5 @@
 import json
+import pickle
 import re
 import struct
 from pathlib import Path
@@ -332,7 +333,13 @@ def test_text_called_bin(tmp_path: Path, content: str, what: str, declared: str)
 
 @pytest.mark.parametrize(
     ("content", "what"),
-    [(b"PK\x03\x04", "zip archive"), (b"\x93NUMPY", ".npy file"), (b"PAR1", "Parquet"), (b"\x1f\x8b\x08", "gzip")],
+    [
+        (b"PK\x03\x04", "zip archive"),
+        (b"\x93NUMPY", ".npy file"),
+        (b"PAR1", "Parquet"),
+        (b"\x1f\x8b\x08", "gzip"),
+        (pickle.dumps(list(range(300))), "pickle, which is never opened; save the ids by numpy.save"),
+    ],
 )
 def test_other_files_called_bin(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "a.bin").write_bytes(content + bytes(64))
