@@ -51,5 +51,7 @@ def test_what_torch_has_no_part_for() -> None:
     made = Experiment.parse({"model": {"family": "mixtral"}, "parallel": {"strategy": "zero1"}}, source="test")
     axes = made.parallel.axes()
     experts.check(made, axes)
-    with pytest.raises(ConfigError, match=r"zero1 with the mesh axis expert = 2: .*; use zero2 or fsdp"):
+    with pytest.raises(
+        ConfigError, match=r"zero1 with the mesh axis expert = 2: .*; use parallel.strategy = zero2 or fsdp"
+    ):
         experts.check(made, axes | {"expert": 2})

@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -100,13 +101,14 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank)
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, as torch has it of matrix products
-    dist.init_process_group(
-        "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl" if offloaded else "nccl",
-        init_method=f"file://{store}" if store else "env://",
-        rank=rank,
-        world_size=plan.ranks,
-        device_id=torch.device("cuda", local_rank) if plan.device == "cuda" else None,
-    )
+    with meeting(rank):
+        dist.init_process_group(
+            "gloo" if plan.device == "cpu" else "cpu:gloo,cuda:nccl" if offloaded else "nccl",
+            init_method=f"file://{store}" if store else "env://",
+            rank=rank,
+            world_size=plan.ranks,
+            device_id=torch.device("cuda", local_rank) if plan.device == "cuda" else None,
+        )
     if not store:  # else `start` watches
         threading.Thread(target=watch, args=(ranks_of_this_host(), rank), daemon=True).start()
     try:
@@ -115,6 +117,24 @@ def process_group(plan: Plan, offloaded: bool = False) -> Iterator[DeviceMesh]:
             dist.barrier()  # no rank leaves while another still needs it
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def meeting(rank: int) -> Iterator[None]:
+    """Around what joins the ranks. Raises ConfigError where they cannot meet, which the first rank says; so does
+    the second, as the first may be the one that is missing."""
+    try:
+        yield
+    except (dist.DistError, ValueError) as error:  # ValueError: of variables that are missing
+        address = ":".join(os.environ.get(name, f"({name} is not set)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = textwrap.shorten(str(error).partition("\n")[0], 200)
+        apart = ConfigError(
+            f"rank {rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}: {reason}; start all ranks, "
+            "and give each the address of the first, with a port that is free there"
+        )
+        if rank == 1:
+            print(f"error: {apart}", file=sys.stderr, flush=True)
+        raise apart from None
 
 
 @contextmanager

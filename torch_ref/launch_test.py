@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from jaxdist.config import TrainingError
+from jaxdist.config import ConfigError, TrainingError
 from torch_ref import launch
 
 STOPPED = """
@@ -156,3 +157,30 @@ def test_a_rank_of_a_launcher_ends_before_python_is_finalized(code: int, monkeyp
     with pytest.raises(SystemExit), launch.ended_at_once():
         sys.exit(code)
     assert ended == [code]
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["port taken", "no address"])
+def test_ranks_that_cannot_meet_say_so_in_one_line(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCH_REF_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        address = {"RANK": "0", "WORLD_SIZE": "2"}
+        port = str(other.getsockname()[1])
+        address |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if taken else {}
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        where = f"127.0.0.1:{port}: " if taken else "(MASTER_ADDR is not set):(MASTER_PORT is not set): "
+        with pytest.raises(ConfigError) as told, launch.process_group(launch.Plan({"fsdp": 2}, "cpu")):
+            pass
+    (line,) = str(told.value).splitlines()
+    assert line.startswith(f"rank 0 cannot meet the others at MASTER_ADDR:MASTER_PORT = {where}")
+    assert line.endswith("start all ranks, and give each the address of the first, with a port that is free there")
+
+
+def test_the_second_rank_says_that_the_first_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError), launch.meeting(1):
+        raise torch.distributed.DistNetworkError("The client socket has timed out after 60000ms\nException raised from")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 1 cannot meet the others") and "has timed out after 60000ms; start all" in line
