@@ -231,6 +231,8 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
             raise ConfigError(f"{source}: {setting} of its optimizer's groups are {values}; jaxdist has one for all")
         if values:
             found[setting] = type(getattr(DEFAULTS, setting))(values.pop())
+    if strange := [name for group in groups for name in group["params"] if name not in shapes]:
+        raise ConfigError(f"{source}: its optimizer has {strange[0]!r:.80}, which the model has not; leave it out")
     decay = max(group.get("weight_decay", 0) for group in groups)
     apart = [
         name
