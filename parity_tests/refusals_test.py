@@ -1,6 +1,7 @@
 """Sources that neither side can start from: both refuse them in the same words."""
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from jaxdist.config import ConfigError
@@ -97,6 +99,34 @@ def test_both_refuse_damaged_files_in_the_same_words(name: str, tmp_path: Path) 
     message = refused(read_by_jaxdist, tmp_path, MODELS["llama"])
     assert re.search(words, message), message
     assert refused(read_by_torch_ref, tmp_path, MODELS["llama"]) == message
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "missing": lambda content: None,
+    "empty": lambda content: b"",
+    "cut": lambda content: content[:-9],
+    "zeros": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_both_refuse_a_damaged_distributed_checkpoint_in_the_same_words(damage: str, tmp_path: Path) -> None:
+    """And the advice, a copy of what is damaged, leads on."""
+    model = MODELS["llama"]
+    tensors = folder_of(tmp_path / "first", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    content = file.read_bytes()
+    file.unlink()
+    if (damaged := DAMAGE[damage](content)) is not None:
+        file.write_bytes(damaged)
+    said = {refused(read, tmp_path / "dcp", model) for read in (read_by_jaxdist, read_by_torch_ref)}
+    assert len(said) == 1 and f"{file.name}: it is " in said.pop()
+    file.write_bytes(content)
+    for read in (read_by_jaxdist, read_by_torch_ref):
+        assert read(tmp_path / "dcp", model)
 
 
 def holding(name: str, content: bytes) -> Callable[[Path], Path]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from jaxdist.config import ConfigError
 from jaxdist.config.dcp import read_index
-from jaxdist.formats.dcp import placed
+from jaxdist.formats.dcp import check_part, placed
 from jaxdist.formats.leaves import Leaf, Leaves
 from torch_ref.arrays import dtype_of, to_numpy
 
@@ -56,18 +56,26 @@ def load(path: Path, state: dict[str, Any], **options: Any) -> None:
 
 def weights(folder: Path) -> Leaves:
     """The weights of a checkpoint of any program, by its names for them. Raises ConfigError."""
-    entries = read_index(folder).state_dict_metadata
+    index: Metadata = read_index(folder)
+    entries = index.state_dict_metadata
+    parts: dict[str, list[Any]] = {}
+    for place, part in index.storage_data.items():
+        parts.setdefault(place.fqn, []).append(part)
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     prefixes, found = placed({name: tuple(tensors[name].size) if name in tensors else None for name in entries})
-    return {name.removeprefix(prefixes["model"]): _leaf(folder, name, tensors[name]) for name in found}
+    return {
+        name.removeprefix(prefixes["model"]): _leaf(folder, name, tensors[name], parts.get(name, [])) for name in found
+    }
 
 
-def _leaf(folder: Path, name: str, entry: TensorStorageMetadata) -> Leaf:
-    read = partial(_read, folder, name, entry)
+def _leaf(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> Leaf:
+    read = partial(_read, folder, name, entry, parts)
     return Leaf(tuple(entry.size), dtype_of(entry.properties.dtype), read)
 
 
-def _read(folder: Path, name: str, entry: TensorStorageMetadata) -> np.ndarray:
+def _read(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> np.ndarray:
+    for part in parts:  # before torch says it in other words than jaxdist
+        check_part(folder, name, part)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_whole(folder, {name: tensor})
     return to_numpy(tensor)

@@ -56,6 +56,7 @@ from jaxdist.convert.torch_records import Records
 from jaxdist.convert.torch_zip import TorchFile
 from jaxdist.formats import models
 from jaxdist.formats.companions import neighbours
+from jaxdist.formats.dcp import COPY
 from jaxdist.formats.folders import beside
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
@@ -86,7 +87,7 @@ AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's Averag
 def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
     """What the file holds, or a part of it; its tensors on the meta device, where they know their place in the file, or
     `mapped` into memory. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
-    with loading(path, "use another checkpoint, or a copy" if part else TORCH_WROTE):
+    with loading(path, COPY if part else TORCH_WROTE):
         if not (size := size_of(path)):
             raise ValueError("it is empty")
         if part or is_zip(path):

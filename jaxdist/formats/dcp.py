@@ -3,12 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdist.config import ConfigError
+from jaxdist.config.foreign import size_of
 from jaxdist.formats.folders import is_trainer_folder
 from jaxdist.formats.naming import MODEL, plain
+from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, OPTIMIZER, SCHEDULER, STEP
+from jaxdist.formats.torch_zips import Place, opened
+
+COPY = "use another checkpoint, or a copy"  # where a file of one is damaged
 
 APP, STATE = "app.", "state."
 FIRST = ("", ".0", "_0")  # Lightning's optimizers and schedulers are the first of several
@@ -54,6 +60,19 @@ def _before(given: Sequence[str], outer: str) -> str:
         if inside and all(plain(name).partition(".")[2] in inside for name in beside):
             return begun
     return outer
+
+
+def check_part(folder: Path, name: str, found: Any) -> None:
+    """Raises ConfigError where the file of a tensor's part, as the index of a checkpoint has found it, is missing, or
+    has nothing there that torch.save wrote."""
+    path = folder / found.relative_path
+    try:
+        with loading(path, COPY):
+            if not size_of(path):
+                raise ValueError("it is empty")
+            opened(path, Place(found.offset, found.length))
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: tensor {name}: {error}") from None
 
 
 def no_weights(path: Path, folder: Path) -> ConfigError:
