@@ -247,7 +247,7 @@ def test_a_damaged_group_of_a_sharded_optimizer(damage: str, tmp_path: Path) -> 
         dcp.save({"optimizer": optimizer}, checkpoint_id=folder / "optimizer_0", no_dist=True)
     command = [str(folder), str(tmp_path / "out"), "--model", str(config(tmp_path))]
     with pytest.raises(
-        ConfigError, match=r"its optimizer (is not as torch saves it: |has '0', which the model).*; leave it out"
+        ConfigError, match=r"its optimizer (is not as torch saves it: |has 'model.0', which the).*; leave it out"
     ):
         main(command)
     shutil.rmtree(folder / "optimizer_0")  # the advice
