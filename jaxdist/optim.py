@@ -246,7 +246,7 @@ def steps_done(state: Any) -> jax.Array:
 def chain(
     o: Optimizer, steps: int, decays: Mapping[str, bool], ruling: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip -> update rule, with decay in what it takes or in what it gives -> learning rate -> average of weights.
+    """Clip -> update rule, with coupled (L2) or decoupled weight decay -> learning rate -> average of weights.
 
     `decays`: whether weight decay applies, by parameter.
     """

@@ -107,7 +107,8 @@ def rule_of(path: Path, scheduler: Mapping[str, Any], groups: Sequence[Mapping[s
     return rule
 
 
-# Schedulers of torch's by what their states alone have, those of other ones first, and what is told of their rule.
+# A key that only this scheduler of torch saves -> its class, and the keys that messages show. Order matters: the first
+# key that is found decides, and `factor` and `gamma`, which several save, come last.
 SCHEDULERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "T_max": ("CosineAnnealingLR", ("T_max", "eta_min")),
     "T_0": ("CosineAnnealingWarmRestarts", ("T_0", "T_mult")),

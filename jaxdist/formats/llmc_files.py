@@ -16,7 +16,7 @@ from jaxdist.formats.tables import Shape, stored
 
 VERSIONS: Mapping[int, Any] = {3: np.float32, 5: ml_dtypes.bfloat16}
 FIELDS = {"positions": 2, "vocab": 3, "layers": 4, "heads": 5, "dim": 6}  # field -> its place in the header
-ROWS, MULTIPLE = 7, 128  # the place of the vocabulary's padded size, and of what its exporter makes it a multiple
+ROWS, MULTIPLE = 7, 128  # the header's place of the padded vocabulary size; the exporter pads to this multiple
 PROCESSES, MASTERS, STEP = 2, 4, 10  # places in the header of a state
 PARAMETERS = "parameters"
 NAMING = "nanogpt"  # has the same tensors: products lie as torch's Linear
