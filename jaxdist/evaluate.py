@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from jaxdist.cache import keep_compiled
+from jaxdist.command_line.arguments import Parser, count, user_path
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
-from jaxdist.config.arguments import Parser, count, user_path
-from jaxdist.config.display import aside, console, perplexity, say
+from jaxdist.convert.weights import load_weights, source_experiment
 from jaxdist.data import Split, dataset_of
 from jaxdist.formats.sources import located
-from jaxdist.malloc import keep_freed
-from jaxdist.memory import ALL_OF_IT, in_memory
-from jaxdist.mesh import axes_of, make_mesh
-from jaxdist.processes import check_same, from_first, run
-from jaxdist.program import Program
-from jaxdist.sharding import BATCH
-from jaxdist.validation import pass_over
-from jaxdist.weights import load_weights, source_experiment
+from jaxdist.parallel.mesh import axes_of, make_mesh
+from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
+from jaxdist.parallel.sharding import BATCH
+from jaxdist.runs.display import aside, console, perplexity, say
+from jaxdist.runtime.compilation_cache import keep_compiled
+from jaxdist.runtime.malloc import keep_freed
+from jaxdist.runtime.processes import check_same, from_first, run
+from jaxdist.training.program import Program
+from jaxdist.training.validation import pass_over
 
 
 @in_memory(f"a smaller --batch, or {ALL_OF_IT}")

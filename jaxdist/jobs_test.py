@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import Arguments, parse
-from jaxdist.launcher import VARIABLES, Launch, launched
+from jaxdist.command_line.arguments import Arguments, parse
+from jaxdist.runtime.launcher import VARIABLES, Launch, launched
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SLURM, KUBERNETES = CONFIGS / "slurm.sh", CONFIGS / "kubernetes.yaml"

@@ -14,16 +14,16 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from jaxdist.command_line.arguments import Parser, add_fields, count, load, user_path
 from jaxdist.config import ConfigError, Experiment, exit_codes
-from jaxdist.config.arguments import Parser, add_fields, count, load, user_path
-from jaxdist.config.display import aside, console, megabytes, microbatches, say
 from jaxdist.config.errors import CODES, DoesNotFit, writes_to
-from jaxdist.config.folder import make
 from jaxdist.config.hardware import Hardware, hardware, shipped
 from jaxdist.planner.compiled import Compiled, compile_plan
 from jaxdist.planner.overlap import Overlap
 from jaxdist.planner.plans import USABLE, Plan, flags, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
+from jaxdist.runs.display import aside, console, megabytes, microbatches, say
+from jaxdist.runs.folder import make
 
 many = partial(count, most=1_000_000)
 UNITS = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "TIB": 2**40, "GIB": 2**30, "MIB": 2**20}

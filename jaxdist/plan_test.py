@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
+from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
-from jaxdist.config.arguments import load
-from jaxdist.config.display import megabytes
 from jaxdist.config.hardware import FILE, hardware, peak_flops, read, shipped
 from jaxdist.config.precision import Dtype
 from jaxdist.plan import main
 from jaxdist.planner.plans import Plan, flags, smallest_change
 from jaxdist.planner.recommend import candidates, reasons, recommend
+from jaxdist.runs.display import megabytes
 
 Capsys = pytest.CaptureFixture[str]
 

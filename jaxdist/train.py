@@ -17,26 +17,29 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from jaxdist import checkpoint, metrics
-from jaxdist.cache import keep_compiled
-from jaxdist.config import RunFolder, check_validation, diverged, overflown, parse
-from jaxdist.config.display import megabytes, progress, say, show_end, show_start
+from jaxdist.accounting.scratch import scratch
+from jaxdist.command_line.arguments import parse
+from jaxdist.config import check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
-from jaxdist.config.saving import Due, Saving
-from jaxdist.config.sources import Source, source_of
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
-from jaxdist.finite import check_resumed
+from jaxdist.formats.described import Source, source_of
 from jaxdist.formats.origin import Beside, begin
-from jaxdist.malloc import keep_freed, share_arena
-from jaxdist.memory import ALL_OF_IT, in_memory
-from jaxdist.mesh import axes_of, make_mesh
-from jaxdist.optim import learning_rate
-from jaxdist.processes import check_same, first, from_first, greatest, run
-from jaxdist.program import Program
-from jaxdist.record import Recorder
-from jaxdist.startup import Startup
-from jaxdist.step import TrainState
-from jaxdist.validation import pass_over
+from jaxdist.parallel.mesh import axes_of, make_mesh
+from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
+from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
+from jaxdist.runs.folder import RunFolder
+from jaxdist.runs.signals import Due, Saving
+from jaxdist.runtime.compilation_cache import keep_compiled
+from jaxdist.runtime.malloc import keep_freed, share_arena
+from jaxdist.runtime.processes import check_same, first, from_first, greatest, run
+from jaxdist.runtime.startup import Startup
+from jaxdist.training import checkpoint, metrics
+from jaxdist.training.finite import check_resumed
+from jaxdist.training.optim import learning_rate
+from jaxdist.training.program import Program
+from jaxdist.training.record import Recorder
+from jaxdist.training.step import TrainState
+from jaxdist.training.validation import pass_over
 
 
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     startup.ended("config")
     keep_compiled()
-    share_arena(experiment, arguments.device)
+    share_arena(partial(scratch, experiment), arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
     keep_freed(mesh)
     startup.ended("devices")
@@ -111,7 +114,7 @@ def described(path: Path) -> Source | None:
     """The model of weights of any kind; what converts is imported where both backends' reader cannot tell."""
     if found := source_of(path):
         return found
-    from jaxdist import weights
+    from jaxdist.convert import weights
 
     return weights.described(path)
 
@@ -120,7 +123,7 @@ def beside(source: Path | None) -> Beside | None:
     """What lies beside the weights or in the folder that a run begins with."""
     if source is None:
         return None
-    from jaxdist.weights import lies_beside
+    from jaxdist.convert.weights import lies_beside
 
     return lies_beside(source)
 
@@ -142,8 +145,8 @@ def starting_state(
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
         return 0, program.initialize()
+    from jaxdist.convert.weights import load_weights  # with all that converts: few runs need it
     from jaxdist.formats.sources import located
-    from jaxdist.weights import load_weights  # with all that converts: few runs need it
 
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
     make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)

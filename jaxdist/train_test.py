@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import checkpoint, compiler, step
-from jaxdist.config import ConfigError, TrainingError, parse, read_metrics
-from jaxdist.config.checkpoints import MANIFEST, damage, steps_in
-from jaxdist.convert import orbax_files
+from jaxdist.command_line.arguments import parse
+from jaxdist.config import ConfigError, TrainingError
+from jaxdist.convert.kinds import orbax_files
 from jaxdist.data import IGNORED, Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
-from jaxdist.models.loss import chunked
-from jaxdist.sharding import TOKENS
-from jaxdist.step import Step
+from jaxdist.families.loss import chunked
+from jaxdist.parallel.sharding import TOKENS
+from jaxdist.runs.checkpoints import MANIFEST, damage, steps_in
+from jaxdist.runs.folder import read_metrics
+from jaxdist.runtime import xla
 from jaxdist.train import main, notes
+from jaxdist.training import checkpoint, step
+from jaxdist.training.step import Step
 
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
@@ -112,7 +115,7 @@ def test_a_run_tells_what_its_compiler_was_told(tmp_path: Path, capsys: pytest.C
     """In the table that it begins with, if it was told anything, and in its summary."""
     main([*TINY, "--mesh", "1x1", "--steps", "1", "--parallel.bucket_mb", "2", "--output", str(tmp_path)])
     told = json.loads((tmp_path / "summary.json").read_text())["compiler_options"]
-    assert told.items() >= dict.fromkeys(compiler.BUCKETS, 2 * 2**20).items()
+    assert told.items() >= dict.fromkeys(xla.BUCKETS, 2 * 2**20).items()
     shown = "".join(capsys.readouterr().out.replace("│", "").split())
     assert "compileroptions" in shown and all(f"{name}={value}" in shown for name, value in told.items())
     memory = dict.fromkeys(("parameters", "gradients", "optimizer_state", "host", "peak"), 0)

@@ -11,15 +11,16 @@ from typing import Any
 
 from rich.progress import track
 
-from jaxdist.config import Arguments, ConfigError, check_new, make_new, parse
-from jaxdist.config.arguments import Parser, user_path
-from jaxdist.config.display import console, say
+from jaxdist.command_line.arguments import Arguments, Parser, parse, user_path
+from jaxdist.config import ConfigError
+from jaxdist.convert.weights import described
 from jaxdist.data import in_steps
-from jaxdist.weights import described
-from parity_tests.levels import FEWEST
-from parity_tests.proof import STEPS, Proof
-from parity_tests.run import REFERENCES, Run, settings
-from parity_tests.verdict import Verdict
+from jaxdist.runs.display import console, say
+from jaxdist.runs.folder import check_new, make_new
+from parity_tests.proof.levels import FEWEST
+from parity_tests.proof.proof import STEPS, Proof
+from parity_tests.proof.verdict import Verdict
+from parity_tests.runs.run import REFERENCES, Run, settings
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--against": {
@@ -123,7 +124,7 @@ def check(a: Arguments) -> Path:
     if a.more["against"] == "transformers":
         if find_spec("transformers") is None:
             raise ConfigError("--against transformers: it is not installed; pip install transformers")
-        from parity_tests.transformers_train import on_batch_axes
+        from parity_tests.runs.transformers_train import on_batch_axes
 
         on_batch_axes(a.experiment)
     return a.output
@@ -131,7 +132,7 @@ def check(a: Arguments) -> Path:
 
 def write(proof: Proof, verdict: Verdict) -> None:
     """verdict.json and report.html."""
-    from parity_tests import report
+    from parity_tests.report import report
 
     verdict.write(proof.folder)
     kinds = [kind for kind in ("one", "mesh", "policy") if all((side, kind) in proof.done for side in proof.sides)]

@@ -17,14 +17,15 @@ pytest.importorskip("torch", reason="the parity suite needs torch: pip install '
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # the user's own is neither written nor read
 
-from jaxdist import models
-from jaxdist.config.checkpoints import seal
-from jaxdist.config.dcp import EXPERIMENT
-from parity_tests import collectives, levels
-from parity_tests.cases import MODELS, experiment, write_documents
-from parity_tests.commands import TRAIN
-from parity_tests.run import Run, command
-from parity_tests.verdict import Check
+from jaxdist import families
+from jaxdist.formats.dcp_index import EXPERIMENT
+from jaxdist.runs.checkpoints import seal
+from parity_tests.expected import collectives
+from parity_tests.proof import levels
+from parity_tests.proof.verdict import Check
+from parity_tests.runs.cases import MODELS, experiment, write_documents
+from parity_tests.runs.forkserver import TRAIN
+from parity_tests.runs.run import Run, command
 
 STEPS = 20
 FIGURES = "figures"  # the property under which a comparison records what it measured
@@ -166,7 +167,7 @@ Collectives = list[dict[str, Any]]
 def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
     """The checks of the counts of collectives, after a change of these."""
     experiment = run.experiment
-    layouts = models.layouts(models.build(experiment.model))
+    layouts = families.layouts(families.build(experiment.model))
     expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
     changed = Run(run.side, run.path)
     changed.summary["collectives"] = change(run.summary["collectives"])

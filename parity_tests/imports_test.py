@@ -1,8 +1,10 @@
-"""Who may import whom: what both sides read is neutral, and nothing that computes is shared."""
+"""Who may import whom: rooms stand on floors, both sides read what is neutral, and nothing that computes is shared."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,47 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
+# The rooms of each package, from the lowest floor up. A module imports its own room, and rooms on floors below.
+# `.` are the modules at the package's root: its commands.
+FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "jaxdist": (
+        ("config",),
+        ("runs",),
+        ("formats",),
+        ("command_line", "data"),
+        ("ops", "runtime"),
+        ("parallel",),
+        ("families",),
+        ("accounting",),
+        ("training",),
+        ("convert", "planner"),
+        (".",),
+        ("bench",),
+    ),
+    "torch_ref": (("parallel", "runtime"), ("families",), ("formats",), ("training",), ("accounting",), (".",)),
+    "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
+}
+NEUTRAL = ("config", "runs", "formats", "command_line", "data")  # rooms of jaxdist that both sides read
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports, at its top or inside a function."""
+
+def source_files(folder: str) -> list[Path]:
+    """The modules under `folder` that are no tests."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return [file for file in files if not file.name.endswith("_test.py") and file.name != "conftest.py"]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of `tree`, without those that only type checkers execute."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
+            yield from statements(node)
+
+
+def imports(file: Path) -> set[str]:
+    """The dotted names that a file imports, at its top or inside a function: modules, and names within them."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -22,105 +60,113 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def sources(folder: str) -> list[Path]:
-    return [
-        p for p in sorted((ROOT / folder).rglob("*.py")) if not p.name.endswith("_test.py") and p.name != "conftest.py"
-    ]
+def packages(file: Path) -> set[str]:
+    """The top-level packages that a file imports."""
+    return {name.partition(".")[0] for name in imports(file)}
 
 
-def called(path: Path) -> set[str]:
-    """The names of what a file calls."""
-    functions = [
-        node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
-    ]
-    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+def room_of(name: str) -> str:
+    """The room of a dotted name: `config` of `jaxdist.config.model`, `.` of `jaxdist.train`."""
+    package, _, rest = name.partition(".")
+    room = rest.partition(".")[0]
+    return room if (ROOT / package / room / "__init__.py").is_file() and room else "."
 
 
-def tops(path: Path) -> set[str]:
-    return {name.partition(".")[0] for name in imports(path)}
+def rooms_imported(file: Path, package: str) -> set[str]:
+    """The rooms of `package` that a file imports; not the package itself, which holds the version."""
+    inside = (name for name in imports(file) if name.startswith(f"{package}."))
+    return {room_of(name) for name in inside} - ({"."} if f"{package}.__version__" in imports(file) else set())
 
 
-NEUTRAL = ("jaxdist.config", "jaxdist.data", "jaxdist.formats")  # what both sides read
-ON_CONFIG = {
-    "jaxdist/config": NEUTRAL[:2],
-    "jaxdist/data": NEUTRAL[:2],
-    "jaxdist/formats": ("jaxdist.config", NEUTRAL[2]),
-}
+@pytest.mark.parametrize("package", FLOORS)
+def test_a_room_imports_rooms_on_lower_floors_alone(package: str) -> None:
+    floors = {room: floor for floor, rooms in enumerate(FLOORS[package]) for room in rooms}
+    for file in source_files(package):
+        own = room_of(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        for room in rooms_imported(file, package) - {own}:
+            assert floors[room] < floors[own], f"{file.relative_to(ROOT)} imports {room}"
 
 
-@pytest.mark.parametrize("folder", ON_CONFIG)
-def test_what_both_read_is_neutral(folder: str) -> None:
-    for path in sources(folder):
-        assert not tops(path) & (JAX | {"torch", "torch_ref", "parity_tests"}), path
-        inside = {name for name in imports(path) if name.startswith("jaxdist.")}
-        assert all(name.startswith(ON_CONFIG[folder]) for name in inside), path
+def modules() -> dict[str, set[str]]:
+    """Each module of the three packages -> the modules of theirs that it imports, at its top or inside a function."""
+    files = {file: ".".join(file.relative_to(ROOT).with_suffix("").parts) for p in FLOORS for file in source_files(p)}
+    names = {file: name.removesuffix(".__init__") for file, name in files.items()}
+    known = set(names.values())
+    return {name: (imports(file) & known) - {name, *parents(name)} for file, name in names.items()}
 
 
-def test_torch_ref_never_imports_jax() -> None:
-    for path in sources("torch_ref"):
-        assert not tops(path) & (JAX | {"parity_tests"}), path
-        inside = {name for name in imports(path) if name.startswith("jaxdist.")} - {"jaxdist.__version__"}
-        assert all(name.startswith(NEUTRAL) for name in inside), path
+def parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter(modules()).prepare()
+
+
+@pytest.mark.parametrize("room", NEUTRAL)
+def test_neutral_rooms_import_no_framework(room: str) -> None:
+    for file in source_files(f"jaxdist/{room}"):
+        assert not packages(file) & (JAX | {"torch", "torch_ref", "parity_tests"}), file
+
+
+def test_torch_ref_imports_neutral_rooms_alone() -> None:
+    for file in source_files("torch_ref"):
+        assert not packages(file) & (JAX | {"parity_tests"}), file
+        assert rooms_imported(file, "jaxdist") <= set(NEUTRAL), file
 
 
 # In convert/: what reads and writes torch's own files.
 TORCH_FILES = {
     *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
-    *("torch_numpy.py", "boxes.py", "dcp_files.py", "optimizers.py", "assembled.py", "deepspeed_folders.py"),
+    *("torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
+    "rules.py",  # optimizers
 }
 WITNESS = "witness.py"  # there too: another implementation's logits, for --verify
 
 
 def test_jaxdist_never_imports_torch() -> None:
-    for path in sources("jaxdist"):
-        within = path.parent.name == "convert"
-        torch = set() if within and path.name in {*TORCH_FILES, WITNESS} else {"torch"}
-        transformers = set() if within and path.name == WITNESS else {"transformers"}
-        assert not tops(path) & (torch | transformers | {"torch_ref", "parity_tests"}), path
+    for file in source_files("jaxdist"):
+        within = "convert" in file.relative_to(ROOT).parts
+        torch = set() if within and file.name in {*TORCH_FILES, WITNESS} else {"torch"}
+        transformers = set() if within and file.name == WITNESS else {"transformers"}
+        assert not packages(file) & (torch | transformers | {"torch_ref", "parity_tests"}), file
 
 
 def test_comparison_needs_neither() -> None:
-    """Of numpy alone, and its dtypes of fewer bits."""
-    assert tops(ROOT / "parity_tests/compare.py") <= {"collections", "typing", "numpy", "ml_dtypes"}
+    """It needs numpy alone, and its dtypes of fewer bits."""
+    assert packages(ROOT / "parity_tests/runs/compare.py") <= {"collections", "typing", "numpy", "ml_dtypes"}
 
 
 @pytest.mark.parametrize("name", ["atoms", "mapping", "suggest", "transforms"])
 def test_key_mappings_need_neither(name: str) -> None:
-    assert not tops(ROOT / f"jaxdist/convert/{name}.py") & (JAX | {"torch"})
+    assert not packages(ROOT / f"jaxdist/convert/mappings/{name}.py") & (JAX | {"torch"})
 
 
-def test_order_within_jaxdist() -> None:
-    """config <- mesh <- sharding <- step <- train: nothing imports what comes after it; models never see a mesh."""
-    order = ["mesh", "sharding", "step", "program", "train"]
-    for i, name in enumerate(order):
-        later = {f"jaxdist.{other}" for other in order[i + 1 :]}
-        assert not imports(ROOT / f"jaxdist/{name}.py") & later, name
-    for path in sources("jaxdist/models"):
-        assert not imports(path) & {"jaxdist.mesh", "jaxdist.program", "jaxdist.step", "jax.sharding.Mesh"}, path
+def test_models_see_no_mesh() -> None:
+    """A family speaks to the mesh by the verbs of `parallel/collectives.py`."""
+    for file in source_files("jaxdist/families"):
+        assert not imports(file) & {"jaxdist.parallel.mesh", "jax.sharding.Mesh"}, file
 
 
-PLANNING = ("plan.py", "planner", "bench")  # commands and packages that may ask the planner
-
-
-def test_training_asks_no_planner() -> None:
-    """A family without closed forms trains all the same."""
-    for path in sources("jaxdist"):
-        if path.relative_to(ROOT / "jaxdist").parts[0] not in PLANNING:
-            assert not any(name.startswith("jaxdist.planner") for name in imports(path)), path
-    assert "jaxdist.planner.plans" in imports(ROOT / "jaxdist/plan.py")
-
-
-# What of jax.lax names a mesh axis, and sends or asks where a device is.
+# Functions of jax.lax that name a mesh axis: they send, or ask where a device is.
 OVER_AXES = {
     *("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute"),
     *("axis_index", "axis_size", "pcast", "pvary"),
 }
 
 
-def test_models_speak_to_the_mesh_by_verbs_alone(tmp_path: Path) -> None:
-    for path in sources("jaxdist/models"):
-        assert not called(path) & OVER_AXES, path
-    assert called(ROOT / "jaxdist/collectives.py") >= {"psum", "pmax", "axis_index"}  # which says what each sends
+def called(file: Path) -> set[str]:
+    """The names of the functions that a file calls."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
+
+
+def test_families_call_no_collective(tmp_path: Path) -> None:
+    for file in source_files("jaxdist/families"):
+        assert not called(file) & OVER_AXES, file
+    assert called(ROOT / "jaxdist/parallel/collectives.py") >= {"psum", "pmax", "axis_index"}
     file = tmp_path / "x.py"
     file.write_text("def f(x):\n    return jax.tree.map(lambda a: lax.psum(a, 'tensor'), x) + pmax(x, 'tensor')\n")
     assert called(file) & OVER_AXES == {"psum", "pmax"}
@@ -128,15 +174,15 @@ def test_models_speak_to_the_mesh_by_verbs_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
-    [("jaxdist", JAX | {"torch"}), ("jaxdist.config", JAX | {"torch"}), ("jaxdist.data", JAX | {"torch"}),
+    [("jaxdist", JAX | {"torch"}), *((f"jaxdist.{room}", JAX | {"torch"}) for room in NEUTRAL),
      ("jaxdist.formats.plan", JAX | {"torch"}),
      ("jaxdist.train", {"torch", "orbax", "jaxdist.convert"}),
      ("jaxdist.convert.__main__", {"torch"}), ("jaxdist.bench.__main__", JAX | {"torch"}),
-     ("torch_ref.train", JAX), ("torch_ref.reader, tensorstore, jaxdist.formats.sources", JAX),
-     ("parity_tests.transformers_train", JAX)],
+     ("torch_ref.train", JAX), ("torch_ref.formats.reader, tensorstore, jaxdist.formats.sources", JAX),
+     ("parity_tests.runs.transformers_train", JAX)],
 )  # fmt: skip
 def test_at_run_time(module: str, forbidden: set[str]) -> None:
-    """The same, of what is really loaded; and training waits for nothing that its first step can do without."""
+    """The modules that are really loaded; and training waits for nothing that its first step can do without."""
     if not module.startswith("jaxdist"):
         pytest.importorskip("torch")
     code = f"import sys, {module}; print(sorted(set(sys.modules) & {forbidden!r}))"
@@ -144,7 +190,13 @@ def test_at_run_time(module: str, forbidden: set[str]) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_check_sees_a_forbidden_import(tmp_path: Path) -> None:
+def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
     file = tmp_path / "x.py"
-    file.write_text("def f():\n    from jax.numpy import array\n    import torch.nn\n")
-    assert tops(file) >= {"jax", "torch"}
+    lines = ["from jax.numpy import array", "import torch.nn", "from jaxdist.training import step"]
+    file.write_text("def f():\n    " + "\n    ".join(lines))
+    assert packages(file) >= {"jax", "torch"}
+    assert rooms_imported(file, "jaxdist") == {"training"}
+    circle = modules()
+    circle["jaxdist.config.errors"].add("jaxdist.config.model")
+    with pytest.raises(CycleError):
+        TopologicalSorter(circle).prepare()

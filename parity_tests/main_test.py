@@ -10,10 +10,10 @@ import pytest
 
 from jaxdist.config import ConfigError
 from parity_tests.__main__ import main
-from parity_tests.levels import FEWEST
-from parity_tests.proof import Proof
-from parity_tests.report_test import WIDTHS, seen
-from parity_tests.run import SIDES
+from parity_tests.proof.levels import FEWEST
+from parity_tests.proof.proof import Proof
+from parity_tests.report.report_test import WIDTHS, seen
+from parity_tests.runs.run import SIDES
 
 SMALL = "--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.hidden 48"
 RUN = f"{SMALL} --data.sequence 16 --train.batch 8 --optimizer.warmup 2 --device cpu".split()
@@ -44,7 +44,11 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     folder, right = tmp_path_factory.mktemp("planted") / "proof", Proof.entry
 
     def entry(self: Proof, side: str) -> tuple[str, ...]:
-        return ("parity_tests.mistakes", "torch_ref.clip_a_thousandth_wider") if side == SIDES[1] else right(self, side)
+        return (
+            ("parity_tests.validation.mistakes", "torch_ref.clip_a_thousandth_wider")
+            if side == SIDES[1]
+            else right(self, side)
+        )
 
     options = ["--mesh", "1x1", "--precision", "fp64", "--steps", "4", "--optimizer.clip", "0.1", "--bisect"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:

@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from jaxdist.config import read_metrics
-from parity_tests import commands
-from torch_ref import checkpoint
+from jaxdist.runs.folder import read_metrics
+from parity_tests.runs import forkserver
+from torch_ref.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
 TINY = {
@@ -66,7 +66,7 @@ def command(*arguments: str, before: str = "", **environment: str) -> subprocess
     inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}  # it changes with every test
     if not before and not environment:
         strict = {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-        return commands.run("torch_ref.train", (*FIELDS, *arguments), inherited | strict)
+        return forkserver.run("torch_ref.train", (*FIELDS, *arguments), inherited | strict)
     code = f"{before}\nfrom torch_ref import train\ntrain.exit_codes(train.main)"
     line = [sys.executable, "-W", "error", "-c", code, *FIELDS, *arguments]
     return subprocess.run(line, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=400)

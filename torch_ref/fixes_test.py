@@ -7,8 +7,8 @@ import pytest
 from jaxdist.config import Experiment
 from jaxdist.config.config_test import INTERLEAVED, MIXED
 from jaxdist.config.fixes_test import RESNET, SIZES, drawn, followed, line_of, refusal
-from torch_ref import experts, pipeline
-from torch_ref.parallelize import check_compile, check_offload
+from torch_ref.parallel import experts, pipeline
+from torch_ref.training.parallelize import check_compile, check_offload
 
 
 def checks(experiment: Experiment, axes: Mapping[str, int]) -> None:

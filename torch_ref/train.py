@@ -14,26 +14,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from jaxdist.config import Arguments, Experiment, RunFolder, check_validation, diverged, exit_codes, overflown, parse
-from jaxdist.config.checkpoints import Saves
-from jaxdist.config.dcp import INDEX
-from jaxdist.config.display import megabytes, progress, say, show_end, show_start
+from jaxdist.command_line.arguments import Arguments, parse
+from jaxdist.config import Experiment, check_validation, diverged, exit_codes, overflown
 from jaxdist.config.errors import LESS, in_device_memory
-from jaxdist.config.saving import Due, Saving
 from jaxdist.data import Batch, Dataset, Targets, dataset_of, dealt, in_steps
+from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.origin import begin
-from torch_ref import checkpoint, experts, footprint, launch, metrics, pipeline
-from torch_ref.arithmetic import Arithmetic
-from torch_ref.context import context
-from torch_ref.hf import describe, lies_beside
-from torch_ref.mesh import BATCH, rank_over
-from torch_ref.models import build
-from torch_ref.optim import Optimizer
-from torch_ref.parallelize import check_compile, check_offload, parallelize
-from torch_ref.record import Recorder, first_nonfinite, nonfinite_weight
-from torch_ref.step import Rows, evaluate, train_step
-from torch_ref.traffic import Traffic
-from torch_ref.weights import draw, fill
+from jaxdist.runs.checkpoints import Saves
+from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
+from jaxdist.runs.folder import RunFolder
+from jaxdist.runs.signals import Due, Saving
+from torch_ref.accounting import footprint
+from torch_ref.accounting.arithmetic import Arithmetic
+from torch_ref.accounting.traffic import Traffic
+from torch_ref.families import build
+from torch_ref.formats.hf import describe, lies_beside
+from torch_ref.parallel import experts, pipeline
+from torch_ref.parallel.context import context
+from torch_ref.parallel.mesh import BATCH, rank_over
+from torch_ref.parallel.weights import draw, fill
+from torch_ref.runtime import launch
+from torch_ref.training import checkpoint, metrics
+from torch_ref.training.optim import Optimizer
+from torch_ref.training.parallelize import check_compile, check_offload, parallelize
+from torch_ref.training.record import Recorder, first_nonfinite, nonfinite_weight
+from torch_ref.training.step import Rows, evaluate, train_step
 
 Report = Callable[[dict[str, Any]], None]
 

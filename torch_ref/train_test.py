@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from jaxdist.config import ConfigError, Parallel, read_metrics
-from jaxdist.config.checkpoints import MANIFEST, steps_in
-from torch_ref import checkpoint, launch
+from jaxdist.config import ConfigError, Parallel
+from jaxdist.runs.checkpoints import MANIFEST, steps_in
+from jaxdist.runs.folder import read_metrics
 from torch_ref.conftest import FIELDS, ROOT, Run, Train, command, distance
+from torch_ref.runtime import launch
 from torch_ref.train import main
+from torch_ref.training import checkpoint
 
 ONE = "--mesh 1x1"
 # More of them in the parity suite, each against JAX, whose meshes are compared with one device.
@@ -60,7 +62,7 @@ def test_prefetch_changes_no_number(train: Train) -> None:
 
 
 MEAN_OF_MEANS = """
-from torch_ref import step
+from torch_ref.training import step
 right = step.sum_over_batch
 step.sum_over_batch = lambda value, mesh: right(value, mesh) if value.is_floating_point() else 2 * value
 """
@@ -145,7 +147,7 @@ def test_the_run_folder_keeps_the_contract(train: Train) -> None:
 
 VALIDATED_WHOLE = """
 import torch
-from torch_ref import step
+from torch_ref.training import step
 losses = step.losses
 def seen(model, rows, chunks):
     if not torch.is_grad_enabled() and (len(rows.inputs), chunks) != (4, 7):
@@ -155,7 +157,7 @@ step.losses = seen
 """
 WITHOUT_ITS_LAST_CHUNK = """
 import torch
-from torch_ref import step
+from torch_ref.training import step
 chunked = step.chunked
 def fewer(targets, chunks):
     found = chunked(targets, chunks)
@@ -487,7 +489,7 @@ def test_weights_without_a_loss_are_not_kept(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_evaluation_leaves_no_weights_gathered(train: Train) -> None:
     """Those would be the evaluated ones, whatever the optimizer does to the pieces after."""
-    forgets = "from torch_ref import step\nstep.reshard = lambda model: None"
+    forgets = "from torch_ref.training import step\nstep.reshard = lambda model: None"
     mesh = "--mesh 2x1 --strategy zero2"
     kept, right = train(mesh, before=forgets).summary["memory"], train(mesh).summary["memory"]
     assert right["parameters"] == train(ONE).summary["memory"]["parameters"] // 2

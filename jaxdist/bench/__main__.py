@@ -20,12 +20,12 @@ from jaxdist.bench import decoders, facts, figures, inputs, pace, readme, saving
 from jaxdist.bench.effort import DEFAULT, FULL, QUICK, Bench
 from jaxdist.bench.figures import Figure, Section, Sections
 from jaxdist.bench.stamp import Others, stamp
+from jaxdist.command_line.arguments import Parser, user_path
 from jaxdist.config import ConfigError, exit_codes
-from jaxdist.config import folder as files
-from jaxdist.config.arguments import Parser, user_path
-from jaxdist.config.display import aside, console, say
 from jaxdist.config.errors import writes_to
-from jaxdist.config.folder import make
+from jaxdist.runs import folder as files
+from jaxdist.runs.display import aside, console, say
+from jaxdist.runs.folder import make
 
 RESULTS, PAGE = "bench.json", "bench.html"
 # Each with its title; in the order in which they are measured and shown.

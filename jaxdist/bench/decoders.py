@@ -19,8 +19,8 @@ from jaxdist.bench.figures import Figure, Goal, ratios
 from jaxdist.bench.pace import COMPILED, JAX, in_turns
 from jaxdist.bench.runs import WARM_UP, Run, apart
 from jaxdist.bench.stamp import gpus
+from jaxdist.command_line.arguments import load
 from jaxdist.config import TrainingError
-from jaxdist.config.arguments import load
 from jaxdist.config.hardware import Hardware, known
 
 Runs = Mapping[str, Sequence[Run]]  # by side, those of one pair at one place

@@ -1,6 +1,6 @@
-"""What a compiled step sends, over the least by a closed form, and what it holds, over the sum of its causes.
+"""Traffic of a compiled step over the least by a closed form, and its memory over the sum of its causes.
 
-Traffic is that of the program that is compiled, by mesh axis (`jaxdist/traffic.py`). Memory is the peak that the
+Traffic is counted in the compiled program, by mesh axis (`jaxdist/accounting/traffic.py`). Memory is the peak that the
 compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.
 """
 
@@ -66,8 +66,8 @@ def rows(figures: Sequence[Figure]) -> dict[str, tuple[Figure, Figure]]:
 
 def of_row(name: str) -> Ratios:
     """Compile a row on 8 virtual devices, and compare. Raises KeyError for no row."""
-    from jaxdist import traffic
-    from jaxdist.config.arguments import load
+    from jaxdist.accounting import traffic
+    from jaxdist.command_line.arguments import load
     from jaxdist.config.experiment import Experiment
     from jaxdist.planner.compiled import compile_plan
     from jaxdist.planner.plans import footprint, layouts

@@ -3,11 +3,10 @@
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
-from jaxdist import memory
 from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
-from jaxdist.collectives import Parallel
 from jaxdist.conftest import often
-from jaxdist.parallel import pipeline
+from jaxdist.parallel import pipeline, rematerialization
+from jaxdist.parallel.collectives import Parallel
 
 
 def met(name: str) -> list[bool | None]:
@@ -30,7 +29,7 @@ def test_a_sum_too_many_is_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_activations_that_are_kept_are_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what is to be computed again is kept."""
-    monkeypatch.setitem(memory.POLICIES, "full", memory.POLICIES["none"])
+    monkeypatch.setitem(rematerialization.POLICIES, "full", rematerialization.POLICIES["none"])
     assert of_row("fsdp, remat full").memory > MEMORY.value and met("fsdp, remat full") == [True, False]
 
 

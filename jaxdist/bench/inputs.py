@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal
 from jaxdist.bench.runs import WARM_UP, train
-from jaxdist.config.arguments import load
+from jaxdist.command_line.arguments import load
 from jaxdist.data import dataset_of
 
 BLOCKS, BATCHES, STEPS = 5, 100, 20

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Drawing
 
 from jaxdist.bench.figures import RATIO, Difference, Figure, Section, Sections, number
 from jaxdist.bench.start import KINDS, STAGES, stages
-from jaxdist.drawing import STYLE, WIDTH, inline, pages
+from jaxdist.runs.drawing import STYLE, WIDTH, inline, pages
 
 MET, MISSED, PLAIN = "#1f5fa8", "#c2571a", "#5f8fc9"
 STACK = ("#0b3d78", "#d0d7de", "#8c959f", "#b48a2f", "#7a9e3f", "#5f8fc9", "#1f5fa8", "#c2571a")

@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxdist.bench import facts, start
 from jaxdist.bench.figures import Figure, Sections, number
 from jaxdist.config import ConfigError
-from jaxdist.config import folder as files
+from jaxdist.runs import folder as files
 
 BEGIN, END = "<!-- written by python -m jaxdist.bench -->", "<!-- to here -->"
 

@@ -14,9 +14,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, TrainingError, read_metrics
-from jaxdist.config.display import console
+from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.hardware import USABLE
+from jaxdist.runs.display import console
+from jaxdist.runs.folder import read_metrics
 
 WARM_UP = 3  # steps: torch compiles in its first, and measures its second
 

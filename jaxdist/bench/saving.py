@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from jaxdist.bench.effort import Bench
 from jaxdist.bench.figures import Figure, Goal
 from jaxdist.bench.runs import apart
-from jaxdist.config import parse, read_metrics
+from jaxdist.command_line.arguments import parse
+from jaxdist.runs.folder import read_metrics
 
 EVERY, STEPS = 50, 150
 TENFOLD = ["--model.dim", "416", "--model.head_dim", "52", "--model.hidden", "1248"]  # 8.5 million in place of 0.85

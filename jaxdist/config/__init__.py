@@ -1,7 +1,5 @@
-"""What both backends read: the experiment, its command line and its run folder. Neither jax nor torch in here."""
+"""The experiment: its sections, their checks, and the hardware it runs on. Imports neither jax nor torch."""
 
-from jaxdist.config.arguments import Arguments, load, parse, positional
-from jaxdist.config.checkpoints import checkpoint_in, newest, whole
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (
     ConfigError,
@@ -20,7 +18,6 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
-from jaxdist.config.folder import RunFolder, check_new, check_writable, differences, make_new, read_metrics
 from jaxdist.config.model import GPT2, Decoder, Family, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
@@ -34,7 +31,6 @@ __all__ = [
     "KEPT",
     "POLICIES",
     "STRATEGIES",
-    "Arguments",
     "Checkpoint",
     "ConfigError",
     "Data",
@@ -52,28 +48,16 @@ __all__ = [
     "Record",
     "ResNet",
     "Rotary",
-    "RunFolder",
     "Train",
     "TrainingError",
     "check_finite",
-    "check_new",
     "check_shapes",
     "check_validation",
-    "check_writable",
-    "checkpoint_in",
-    "differences",
     "diverged",
     "exit_codes",
-    "load",
-    "make_new",
-    "newest",
     "overflown",
-    "parse",
-    "positional",
-    "read_metrics",
     "read_record",
     "same_model",
-    "whole",
     "whole_number",
     "write_record",
 ]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, parse
+from jaxdist.command_line.arguments import SHORTCUTS, Parser, add_fields, fields, load, parse
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.aliases import AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
-from jaxdist.config.arguments import SHORTCUTS, Parser, add_fields, fields, load
 from jaxdist.config.parallel import Parallel
 
 # What else is needed where a field is of one family.

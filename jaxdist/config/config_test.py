@@ -8,19 +8,11 @@ from typing import Any
 
 import pytest
 
-from jaxdist.config import (
-    POLICIES,
-    ConfigError,
-    Experiment,
-    TrainingError,
-    check_finite,
-    exit_codes,
-    parse,
-)
-from jaxdist.config.arguments import fields, find_config, load
-from jaxdist.config.display import show_end
-from jaxdist.config.hf import read_model
+from jaxdist.command_line.arguments import fields, find_config, load, parse
+from jaxdist.config import POLICIES, ConfigError, Experiment, TrainingError, check_finite, exit_codes
 from jaxdist.config.model import GPT2, Llama
+from jaxdist.formats.hf import read_model
+from jaxdist.runs.display import show_end
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.toml"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config.display import say
 from jaxdist.config.errors import ConfigError, TrainingError, check_validation, exit_codes, writes_to
+from jaxdist.runs.display import say
 
 
 def test_names_of_others_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ Verify = Literal["checksums", "sizes"]
 
 
 class Checkpoint(Section):
-    """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/config/saving.py`."""
+    """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/runs/signals.py`."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0: only after the last step."""
@@ -436,3 +436,10 @@ def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> 
     if name in fields:
         return f"did you mean {name!r}?"
     return field_here(place[-1], given) or nearest(place[-1], fields)
+
+
+def as_argument(value: Any) -> str:
+    """A field's value as the command line takes it."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(as_argument, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from jaxdist.config import ConfigError, parse
-from jaxdist.config.arguments import SHORTCUTS
+from jaxdist.command_line.arguments import SHORTCUTS, parse
+from jaxdist.config import ConfigError
 from jaxdist.config.config_test import BAD, INTERLEAVED, MIXED
 from jaxdist.config.experiment import Experiment
 from jaxdist.config.parallel import AXES

@@ -1,7 +1,7 @@
 """Checkpoints of any kind into any other: `python -m jaxdist.convert SOURCE TARGET`."""
 
-from jaxdist.config.hf import experiment_for, read_model
-from jaxdist.convert.hf import read_hf, write_hf
+from jaxdist.convert.kinds.hf import read_hf, write_hf
 from jaxdist.formats.folders import is_hf
+from jaxdist.formats.hf import experiment_for, read_model
 
 __all__ = ["experiment_for", "is_hf", "read_hf", "read_model", "write_hf"]

@@ -14,27 +14,28 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jaxdist.config import ConfigError, exit_codes, whole
-from jaxdist.config.arguments import Parser, load, user_path
-from jaxdist.config.checkpoints import Damaged, run_of
-from jaxdist.config.display import aside, megabytes, say, transfer
-from jaxdist.config.foreign import parse
-from jaxdist.config.hf import read_folder
-from jaxdist.config.hf_decisions import notes_on
-from jaxdist.convert import hf, mapped, peft
+from jaxdist.command_line.arguments import Parser, load, user_path
+from jaxdist.config import ConfigError, exit_codes
+from jaxdist.config.bounded import parse
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.kinds import KINDS, TARGETS, check_name, target_kind
-from jaxdist.convert.mapped import Pytree, Remapping, holds_tensors, is_tree
-from jaxdist.convert.mapping import MAPPINGS, KeyMapping, find_mapping
-from jaxdist.convert.rates import Peak
+from jaxdist.convert.kinds import hf, peft
+from jaxdist.convert.kinds.registry import KINDS, TARGETS, check_name, target_kind
+from jaxdist.convert.mappings import mapped
+from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is_tree
+from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
+from jaxdist.convert.optimizers.rates import Peak
 from jaxdist.convert.replacing import check_apart, check_replaceable
 from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.companions import CONFIG, companions
+from jaxdist.formats.hf import read_folder
+from jaxdist.formats.hf_decisions import notes_on
 from jaxdist.formats.naming import family_of
 from jaxdist.formats.sources import kind_at, kind_of
+from jaxdist.runs.checkpoints import Damaged, run_of, whole
+from jaxdist.runs.display import aside, megabytes, say, transfer
 
 NAMED = 8  # of what stays behind
 KEEP_OR_ZERO = "Give a source without them; or --nonfinite zero, which writes 0 in their place, or --nonfinite keep"

@@ -10,14 +10,14 @@ import numpy as np
 from pydantic import BaseModel
 
 from jaxdist.config import EMA, ConfigError, Decoder, Experiment, same_model
-from jaxdist.config.display import say
-from jaxdist.convert.atoms import Entry
 from jaxdist.convert.entries import entries, kept
+from jaxdist.convert.mappings.atoms import Entry
 from jaxdist.formats.headers import Header
 from jaxdist.formats.leaves import Leaf, Leaves
 from jaxdist.formats.plan import Parts, check_tensors, embedding, parted, untied
 from jaxdist.formats.tables import LAYERS, OWN
-from jaxdist.loss_scale import LossScale, start
+from jaxdist.runs.display import say
+from jaxdist.training.loss_scale import LossScale, start
 
 PARAMETERS = "parameters"
 

@@ -16,18 +16,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist import checkpoint
 from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
-from jaxdist.config.finite import is_square
-from jaxdist.config.hf import from_settings, to_settings
-from jaxdist.config.hf_keys import ARCHITECTURES
-from jaxdist.convert import experiment_for, orbax_files, read_hf, safetensors_writer, stream, write_hf
+from jaxdist.convert import experiment_for, read_hf, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.entries import shapes_of
+from jaxdist.convert.kinds import orbax_files, safetensors_writer
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats import buffers
+from jaxdist.formats.finite import is_square
+from jaxdist.formats.hf import from_settings, to_settings
+from jaxdist.formats.hf_keys import ARCHITECTURES
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS
+from jaxdist.training import checkpoint
 
 SMALL: dict[str, Any] = {
     "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 10, "vocab": 7,

@@ -11,11 +11,11 @@ import pytest
 from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
-from jaxdist.convert.formats_test import content_of, written
+from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.stream import cast
 
 torch = pytest.importorskip("torch")
-importlib.import_module("jaxdist.convert.torch_files")
+importlib.import_module("jaxdist.convert.kinds.torch_files")
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

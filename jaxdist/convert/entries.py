@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxdist import models
+from jaxdist import families
 from jaxdist.config import ConfigError, Family, Optimizer
 from jaxdist.config.optimizer import TAKEN
-from jaxdist.convert.atoms import Entry, by_views, put_rows, split_rows, whole
+from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
 from jaxdist.formats.tables import EXPERTS, LAYERS, NAMINGS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored
-from jaxdist.sharding import Layout
+from jaxdist.parallel.sharding import Layout
 
 
 def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
@@ -118,4 +118,4 @@ def shapes_of(model: Family) -> dict[str, Shape]:
 @lru_cache(maxsize=4)
 def layouts_of(model: Family) -> Mapping[str, Layout]:
     """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
-    return MappingProxyType(models.layouts(models.build(model)))
+    return MappingProxyType(families.layouts(families.build(model)))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxdist.config.finite import BadValues, is_square
+from jaxdist.formats.finite import BadValues, is_square
 
 BLOCK = 1 << 18  # numbers that are looked at together: they stay in a core's cache
 # bits of the exponent, which are all set in what is not finite

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from jaxdist.config import ConfigError
-from jaxdist.config.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
-from jaxdist.convert.mapped import holds_tensors, is_tree
+from jaxdist.convert.mappings.mapped import holds_tensors, is_tree
 from jaxdist.convert.target import no_run_in, refusing
 from jaxdist.formats.companions import is_listed
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.origin import ORIGIN
 from jaxdist.formats.sources import beside, kind_at
-from jaxdist.step import TrainState
+from jaxdist.runs.checkpoints import DAMAGED, FOLDER, UNFINISHED, listed, newest
+from jaxdist.training.step import TrainState
 
 # Paths of all the files within a folder of each kind. A manifest lists others, and chunks of arrays are numbered.
 HUGGING_FACE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")

@@ -14,13 +14,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.config.folder import LOCK
-from jaxdist.config.lock import alone
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content, Origin
 from jaxdist.convert.convert_test import MODELS
-from jaxdist.convert.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.target import whole_or_nothing
+from jaxdist.runs.folder import LOCK
+from jaxdist.runs.lock import alone
 
 MODEL = MODELS["Qwen3ForCausalLM"]
 # What is of no checkpoint of the kind, though a part of its path is.

@@ -12,23 +12,24 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import optim
-from jaxdist.checkpoint import Checkpoints
 from jaxdist.config import GPT2, Checkpoint, ConfigError, Family, Llama
-from jaxdist.config.hf import experiment_for
-from jaxdist.convert import orbax_files, stream
+from jaxdist.convert import stream
 from jaxdist.convert.content import PARAMETERS, Leaf
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.entries import entries, shapes_of
+from jaxdist.convert.kinds import orbax_files
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats import meta
+from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.orbax import CHUNK
 from jaxdist.formats.tables import LAYERS
-from jaxdist.step import TrainState
+from jaxdist.training import optim
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.step import TrainState
 
 torch = pytest.importorskip("torch")
-torch_files = importlib.import_module("jaxdist.convert.torch_files")
-torch_leaves = importlib.import_module("jaxdist.convert.torch_leaves")
+torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+torch_leaves = importlib.import_module("jaxdist.convert.kinds.torch_leaves")
 
 ROWS = 1_000_000
 LLAMA = Llama(layers=1, dim=512, heads=4, kv_heads=4, head_dim=128, hidden=768, vocab=999)

@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, RunFolder
-from jaxdist.config.checkpoints import damage, placed, run_of, seal
-from jaxdist.config.dcp import MOST_BYTES
-from jaxdist.config.display import say
-from jaxdist.config.folder import each_metrics
-from jaxdist.config.foreign import read_json
-from jaxdist.convert import safetensors_writer
+from jaxdist.config import ConfigError
+from jaxdist.config.bounded import read_json
 from jaxdist.convert.content import Content, Origin, Said
+from jaxdist.convert.kinds import safetensors_writer
 from jaxdist.formats import buffers
 from jaxdist.formats.companions import files_of
+from jaxdist.formats.dcp_index import MOST_BYTES
 from jaxdist.formats.origin import FILES, ORIGIN, SAID
 from jaxdist.formats.safetensors_files import Tensors, leaves
+from jaxdist.runs.checkpoints import damage, placed, run_of, seal
+from jaxdist.runs.display import say
+from jaxdist.runs.folder import RunFolder, each_metrics
 
 EXTRAS, BUFFERS = "extras.pt", "buffers.safetensors"
 
@@ -88,6 +88,6 @@ def metrics_of(checkpoint: Path) -> bytes:
 
 def _torch_files() -> Any:
     """What reads and writes it, imported where a run has some. Raises ConfigError where torch is missing."""
-    from jaxdist.convert.kinds import KINDS
+    from jaxdist.convert.kinds.registry import KINDS
 
     return KINDS["torch"].format

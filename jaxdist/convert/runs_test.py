@@ -13,14 +13,14 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import ConfigError, checkpoint_in
-from jaxdist.config.checkpoints import MANIFEST, seal
+from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Origin
 from jaxdist.convert.convert_test import MODELS
-from jaxdist.convert.formats_test import content_of, tensors, written
-from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.kinds.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.formats.sources import kind_of
+from jaxdist.runs.checkpoints import MANIFEST, checkpoint_in, seal
 
 GPT2 = MODELS["GPT2LMHeadModel"]
 MASKS: dict[str, np.ndarray] = {
@@ -83,7 +83,7 @@ class TestBuffers:
     def test_of_a_distributed_checkpoint(self, tmp_path: Path) -> None:
         torch = pytest.importorskip("torch")
         dcp = pytest.importorskip("torch.distributed.checkpoint")
-        dcp_files = pytest.importorskip("jaxdist.convert.dcp_files")
+        dcp_files = pytest.importorskip("jaxdist.convert.kinds.dcp_files")
         weights = torch.load(written(tmp_path / "a.pt", "torch", content_of(GPT2)), weights_only=True)["model"]
         weights |= {name: torch.tensor(array) for name, array in MASKS.items()}
         with warnings.catch_warnings():
@@ -106,7 +106,7 @@ def test_what_torch_had_is_for_torch_alone(tmp_path: Path, monkeypatch: pytest.M
     source = written(tmp_path / "a.pt", "torch", content_of(MODELS["Qwen3ForCausalLM"]))
     main([str(source), str(tmp_path / "run")])
     assert (tmp_path / "run" / "origin" / "extras.pt").exists()
-    for name in [name for name in sys.modules if name.startswith("jaxdist.convert.torch_")]:
+    for name in [name for name in sys.modules if name.startswith("jaxdist.convert.kinds.torch_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     main([str(tmp_path / "run"), str(tmp_path / "hf")])

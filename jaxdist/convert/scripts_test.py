@@ -14,19 +14,19 @@ import pytest
 import tomli_w
 
 from jaxdist.config import ConfigError, Precision
-from jaxdist.config.hf import experiment_for
-from jaxdist.convert import orbax_files, safetensors_writer
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
-from jaxdist.convert.formats_test import content_of, written
-from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.kinds import orbax_files, safetensors_writer
+from jaxdist.convert.kinds.formats_test import content_of, written
+from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.companions import is_companion
+from jaxdist.formats.hf import experiment_for
 
 torch = pytest.importorskip("torch")
-torch_files = importlib.import_module("jaxdist.convert.torch_files")
-dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
+torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 dcp = importlib.import_module("torch.distributed.checkpoint")
 
 MODEL = MODELS["Qwen2ForCausalLM"]

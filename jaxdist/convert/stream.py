@@ -19,11 +19,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.config.finite import BadValues, is_second_moment, of_kind, refused
-from jaxdist.convert.atoms import Atom, Entry, fill
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of
 from jaxdist.convert.finite import bad_values
+from jaxdist.convert.mappings.atoms import Atom, Entry, fill
 from jaxdist.formats import buffers
+from jaxdist.formats.finite import BadValues, is_second_moment, of_kind, refused
 from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
 
 T = TypeVar("T")

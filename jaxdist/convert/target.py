@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from jaxdist.config import ConfigError, TrainingError, check_writable
-from jaxdist.config.checkpoints import run_of, synchronize
-from jaxdist.config.display import megabytes, say
-from jaxdist.config.folder import LOCK
-from jaxdist.config.lock import Taken, alone
+from jaxdist.config import ConfigError, TrainingError
 from jaxdist.formats.sources import beside
+from jaxdist.runs.checkpoints import run_of, synchronize
+from jaxdist.runs.display import megabytes, say
+from jaxdist.runs.folder import LOCK, check_writable
+from jaxdist.runs.lock import Taken, alone
 
 Check = Callable[[Path], object]  # raises ConfigError where what lies at a path is not to be replaced
 TRIES = 100  # to remove a folder, 50 ms apart

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, TrainingError
-from jaxdist.config.folder import LOCK
-from jaxdist.config.lock import alone
-from jaxdist.convert import hf
 from jaxdist.convert import target as target_module
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS
-from jaxdist.convert.formats_test import content_of, tensors, written
-from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.kinds import hf
+from jaxdist.convert.kinds.formats_test import content_of, tensors, written
+from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.target import beside, whole_or_nothing
 from jaxdist.formats import buffers
+from jaxdist.runs.folder import LOCK
+from jaxdist.runs.lock import alone
 
 pytest.importorskip("torch")
 MODEL = MODELS["Qwen2ForCausalLM"]

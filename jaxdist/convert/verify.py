@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.config import ConfigError, Decoder, Experiment, Family, Mixture, ResNet, TrainingError
-from jaxdist.config.checkpoints import check_whole, sealed
-from jaxdist.config.dcp import INDEX
-from jaxdist.config.display import say
-from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.kinds import Kind
+from jaxdist.convert.kinds.registry import Kind
 from jaxdist.convert.stream import Conversion, Recut
+from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.folders import is_hf
+from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.tables import LAYERS, OWN
-from jaxdist.mesh import lay_out
-from jaxdist.program import Program
+from jaxdist.parallel.mesh import lay_out
+from jaxdist.runs.checkpoints import check_whole, sealed
+from jaxdist.runs.display import say
+from jaxdist.training.program import Program
 
 OURS, THEIRS = "jaxdist", "transformers"
 
@@ -39,7 +39,7 @@ def verify_source(path: Path) -> Iterator[str]:
     Run folders have been compared with their manifest already; safetensors have no checksums.
     """
     if (path / INDEX).is_file() and not sealed(path):
-        parts = import_module("jaxdist.convert.dcp_files").parts(path)
+        parts = import_module("jaxdist.convert.kinds.dcp_files").parts(path)
         if summed := sum(checksums(name, opened) for name, opened in parts):
             yield f"verified: the records of {summed} parts of {path.name} have their checksums"
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))

@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, Llama, TrainingError, checkpoints
+from jaxdist.config import ConfigError, Experiment, Llama, TrainingError
 from jaxdist.convert import verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS, SMALL
-from jaxdist.convert.formats_test import content_of, written
-from jaxdist.convert.kinds import KINDS
+from jaxdist.convert.kinds.formats_test import content_of, written
+from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.formats.sources import located
 from jaxdist.formats.tables import HUGGINGFACE, Table
-from jaxdist.loss_scale import state_of
+from jaxdist.runs import checkpoints
+from jaxdist.training.loss_scale import state_of
 
-dcp_files = importlib.import_module("jaxdist.convert.dcp_files")
+dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 
 from jaxdist.config import EMA, Decoder, Family
-from jaxdist.config.display import say
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of, with_vocabulary
 from jaxdist.formats import buffers
+from jaxdist.runs.display import say
 
 MEANS = (PARAMETERS, EMA)  # groups whose new rows are the mean of the others; of moments they are zero
 

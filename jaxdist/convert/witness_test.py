@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Family, ResNet, TrainingError
-from jaxdist.config.hf import experiment_for
 from jaxdist.convert.convert_test import MODELS, draw, saved
-from jaxdist.convert.hf import write_hf
+from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.convert.verify import probe
+from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.tables import HUGGINGFACE, STATISTICS
-from jaxdist.mesh import make_mesh
-from jaxdist.program import Program
+from jaxdist.parallel.mesh import make_mesh
+from jaxdist.training.program import Program
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

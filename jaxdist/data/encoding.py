@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import check_fetched
-from jaxdist.config.sources import OLDER_TOKENIZERS
+from jaxdist.config.bounded import check_fetched
 from jaxdist.data.documents import Piece
+from jaxdist.formats.described import OLDER_TOKENIZERS
 
 # Guesses, where nothing beside a tokenizer.json names its end of text.
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, llmc
-from jaxdist.config.foreign import Foreign
+from jaxdist.config import ConfigError
 from jaxdist.data.blocks import read_blocks
 from jaxdist.data.number_types import (
     NAMES,
@@ -25,6 +24,8 @@ from jaxdist.data.number_types import (
     only_at_the_start,
 )
 from jaxdist.data.signatures import UNPACK, begins_with_record, is_text, signature
+from jaxdist.formats import llmc
+from jaxdist.formats.foreign import Foreign
 
 OPEN_FILES = 64  # mapped at a time: each holds a file descriptor, and a corpus may have thousands of files
 WIDE = ("int64", "int32")  # types whose upper half is nearly always zero, the wider first

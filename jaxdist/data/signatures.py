@@ -3,7 +3,8 @@
 import json
 import re
 
-from jaxdist.config.foreign import FETCH, LFS, MODELS, POINTER, Foreign
+from jaxdist.config.bounded import FETCH, LFS, POINTER
+from jaxdist.formats.foreign import MODELS, Foreign
 
 UNPACK, CONVERT = "unpack it, and give what is in it", "extract its text, or token ids, and give those"
 # First bytes of files that are neither text nor raw ids.

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from jaxdist.config import ConfigError, Data
-from jaxdist.config.display import console
 from jaxdist.data.blocks import BLOCKS, Earlier, fingerprint_by_names, fingerprint_of
 from jaxdist.data.documents import BARE, Documents, text_start
 from jaxdist.data.encoding import Encoder, check_ids, encode, make_encoder
 from jaxdist.data.files import PACKED, Files, find_files, library_files, missing_shards, names
 from jaxdist.data.ids import Located, Mapped, locate_bins, locate_npy, mapped, raw
+from jaxdist.runs.display import console
 
 CHUNK = 1 << 22  # ids looked at together when a file is checked
 SHOW_BAR_FROM = 20_000_000  # bytes

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import read_json
+from jaxdist.config.bounded import read_json
 
 CONFIG = "adapter_config.json"
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import check_index
 from jaxdist.formats.folders import BIN_INDEX, bin_files
+from jaxdist.formats.foreign import check_index
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.torch_weights import weights_in
 

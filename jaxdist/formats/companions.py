@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from jaxdist.config import ConfigError
-from jaxdist.config.display import say
-from jaxdist.config.foreign import read_bytes, within
+from jaxdist.config.bounded import read_bytes, within
+from jaxdist.runs.display import say
 
 CONFIG = "config.json"
 # Files of a Hugging Face folder that say nothing of the weights, and go along.

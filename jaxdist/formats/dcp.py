@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import size_of
+from jaxdist.config.bounded import size_of
 from jaxdist.formats.folders import is_trainer_folder
 from jaxdist.formats.naming import MODEL, plain
 from jaxdist.formats.refusals import loading

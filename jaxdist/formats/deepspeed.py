@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import within
+from jaxdist.config.bounded import within
 from jaxdist.formats import buffers
 from jaxdist.formats.folders import (
     CONFIG,

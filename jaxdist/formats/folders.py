@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import GGUF, INDEX, SINGLE, indexed, read_bytes, within
+from jaxdist.config.bounded import read_bytes, within
+from jaxdist.formats.foreign import GGUF, INDEX, SINGLE, indexed
 
 BIN, BIN_INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 

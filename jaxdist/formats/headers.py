@@ -6,8 +6,9 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import INDEX, SINGLE, check_header, check_index, indexed, within
+from jaxdist.config.bounded import within
 from jaxdist.formats.folders import part_of
+from jaxdist.formats.foreign import INDEX, SINGLE, check_header, check_index, indexed
 from jaxdist.formats.tables import Shape
 
 # The format's names of dtypes and numpy's; what holds no weights is here to be listed.

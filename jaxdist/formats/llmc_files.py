@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxdist.config import ConfigError, Family, llmc
-from jaxdist.formats import buffers
+from jaxdist.config import ConfigError, Family
+from jaxdist.formats import buffers, llmc
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import Shape, stored
 

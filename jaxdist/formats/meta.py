@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json, within
-from jaxdist.config.hf import experiment_for
+from jaxdist.config.bounded import read_json, within
 from jaxdist.config.model import MOST_LAYERS
 from jaxdist.formats import buffers
+from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.naming import recognized
 from jaxdist.formats.tables import Shape, stored
 from jaxdist.formats.torch_weights import weights_in
+from jaxdist.runs.display import say
 
 PARAMS, FILES = "params.json", "consolidated.*.pth"
 LLAMA31 = {"rope_scaling": "llama3", "positions": 131072}  # what `use_scaled_rope` stands for, beside our defaults

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.config import Decoder, Experiment, Family
-from jaxdist.config.hf import experiment_for, read_model
 from jaxdist.formats import nanogpt
 from jaxdist.formats.folders import CONFIG
+from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.naming import Shaped, recognized
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.torch_files import EXPERIMENT, is_own

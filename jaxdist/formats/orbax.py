@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, Family, check_shapes, checkpoint_in
-from jaxdist.config.foreign import check_files, read_json, within
+from jaxdist.config import ConfigError, Experiment, Family, check_shapes
+from jaxdist.config.bounded import read_json, within
 from jaxdist.formats import buffers
+from jaxdist.formats.foreign import check_files
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import EXPERTS, RETURNED, STACKED, Shape, Stored, stored
+from jaxdist.runs.checkpoints import checkpoint_in
 
 if TYPE_CHECKING:  # else imported when a checkpoint is read
     import tensorstore as ts

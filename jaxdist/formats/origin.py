@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxdist.config import ConfigError, Experiment, RunFolder, checkpoint_in
-from jaxdist.config.checkpoints import damage, run_of, seal, steps_in
-from jaxdist.config.display import say
-from jaxdist.config.foreign import read_json
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.bounded import read_json
 from jaxdist.formats.companions import CONFIG, OTHER_WEIGHTS, files_of
 from jaxdist.formats.headers import Headers
+from jaxdist.runs.checkpoints import checkpoint_in, damage, run_of, seal, steps_in
+from jaxdist.runs.display import say
+from jaxdist.runs.folder import RunFolder
 
 ORIGIN, FILES, SAID = "origin", "files", "origin.json"
 NAMED = 8  # of what stays behind

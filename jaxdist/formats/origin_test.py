@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxdist.config import ConfigError, Experiment, RunFolder
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.formats.origin import Beside, begin, beside
+from jaxdist.runs.folder import RunFolder
 
 CONFIG = {"model_type": "llama", "dtype": "float16"}
 

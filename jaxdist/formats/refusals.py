@@ -8,8 +8,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import ZipFile, is_zipfile
 
-from jaxdist.config import ConfigError, llmc
-from jaxdist.config.foreign import SINGLE, Foreign, foreign_content
+from jaxdist.config import ConfigError
+from jaxdist.formats import llmc
 from jaxdist.formats.folders import (
     is_bin_folder,
     is_deepspeed,
@@ -18,6 +18,7 @@ from jaxdist.formats.folders import (
     part_of,
     unreadable,
 )
+from jaxdist.formats.foreign import SINGLE, Foreign, foreign_content
 from jaxdist.formats.naming import MODEL
 
 

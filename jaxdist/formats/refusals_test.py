@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.config.foreign import check_header
-from jaxdist.config.hf import read_model
 from jaxdist.convert.__main__ import main
 from jaxdist.data.encoding import make_encoder
+from jaxdist.formats.foreign import check_header
+from jaxdist.formats.hf import read_model
 
 pytest.importorskip("torch")
 
-from jaxdist.convert import torch_files
+from jaxdist.convert.kinds import torch_files
 
 
 def test_what_git_lfs_has_not_fetched_is_told(tmp_path: Path) -> None:

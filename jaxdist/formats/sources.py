@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Family, checkpoint_in, llmc, whole
-from jaxdist.config.checkpoints import Looked, placed
-from jaxdist.config.dcp import EXPERIMENT, INDEX
-from jaxdist.config.foreign import read_json
-from jaxdist.config.hf import experiment_for, read_model
+from jaxdist.config import ConfigError, Decoder, Experiment, Family
+from jaxdist.config.bounded import read_json
 from jaxdist.formats import (
     adapters,
     bins,
     deepspeed,
+    llmc,
     llmc_files,
     meta,
     models,
@@ -24,11 +22,14 @@ from jaxdist.formats import (
 )
 from jaxdist.formats.companions import companions, neighbours
 from jaxdist.formats.dcp import no_weights
+from jaxdist.formats.dcp_index import EXPERIMENT, INDEX
 from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
+from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.leaves import Leaves, Reader
 from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import is_torch_zip, mapped, refusal, several
 from jaxdist.formats.torch_files import SUFFIXES
+from jaxdist.runs.checkpoints import Looked, checkpoint_in, placed, whole
 
 
 def is_torch(path: Path) -> bool:

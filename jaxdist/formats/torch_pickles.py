@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any
 
-from jaxdist.config.pickles import Careful
+from jaxdist.formats.pickles import Careful
 from jaxdist.formats.stand_ins import STAND_INS
 from jaxdist.formats.torch_zips import Place, storage_of
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, pickles
-from jaxdist.config.dcp import read_index
-from jaxdist.convert.torch_files_test import same
-from jaxdist.convert.torch_records_test import rezipped, with_content
-from jaxdist.formats import torch_zips
+from jaxdist.config import ConfigError
+from jaxdist.convert.kinds.torch_files_test import same
+from jaxdist.convert.kinds.torch_records_test import rezipped, with_content
+from jaxdist.formats import pickles, torch_zips
+from jaxdist.formats.dcp_index import read_index
 
 torch = pytest.importorskip("torch")
-torch_files = importlib.import_module("jaxdist.convert.torch_files")
-torch_records = importlib.import_module("jaxdist.convert.torch_records")
+torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+torch_records = importlib.import_module("jaxdist.convert.kinds.torch_records")
 
 PAIRS = b")q\x00" + b"h\x00\x86q\x00" * 60  # a tuple of one twice, of that twice, ...: 2^60 values
 BILLION = b"J\x00\xca\x9a\x3b"

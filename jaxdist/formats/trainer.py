@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxdist.config.foreign import INDEX, SINGLE
 from jaxdist.formats import bins, safetensors_files
 from jaxdist.formats.folders import BIN, BIN_INDEX, FSDP_FILE, FSDP_WEIGHTS
+from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.torch_weights import weights_in
 

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config.pickles import Careful
+from jaxdist.formats.pickles import Careful
 from jaxdist.formats.torch_zips import is_zip, opened
 
 FILE = "training_args.bin"

@@ -1,1 +1,1 @@
-"""What a table of placements cannot say: programs that send between their own computations."""
+"""How arrays lie on a mesh of devices, and the collectives between them. Imports `config`, `ops`, `runtime`."""

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import TIME, Context
 from jaxdist.config import Parallel
-from jaxdist.models.layers import attend, fused_attend
+from jaxdist.ops.attention import attend, fused_attend
+from jaxdist.parallel.collectives import TIME, Context
 from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
 
 

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import Context, Dispatch, Routing, Rows, wide
 from jaxdist.config import Mixture, Model
+from jaxdist.ops.varying import wide
+from jaxdist.parallel.collectives import Context, Dispatch, Routing, Rows
 
 AXIS = "expert"
 

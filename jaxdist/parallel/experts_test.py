@@ -8,9 +8,9 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.collectives import Routing
 from jaxdist.config import AXES, Mixture
 from jaxdist.parallel import experts
+from jaxdist.parallel.collectives import Routing
 from jaxdist.parallel.context import Whole
 
 B, T, D, E, K = 4, 6, 3, 4, 2

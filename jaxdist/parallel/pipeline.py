@@ -30,8 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import Stages, one_stage, vary
 from jaxdist.config import ConfigError, Parallel
+from jaxdist.ops.varying import vary
+from jaxdist.parallel.collectives import Stages, one_stage
 
 AXIS = "pipeline"
 
@@ -221,7 +222,7 @@ class Pipeline:
         if not kinds:
             raise ConfigError(
                 f"parallel.mesh: axis pipeline = {self.table.stages} splits a stack of blocks, and the model applies "
-                "none by jaxdist.models.layers.scan_layers; use the axis fsdp"
+                "none by jaxdist.families.layers.scan_layers; use the axis fsdp"
             )
 
         def zeros(kind: Any) -> jax.Array:

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist import metrics, traffic
-from jaxdist.checkpoint import Checkpoints
+from jaxdist.accounting import traffic
+from jaxdist.accounting.traffic_test import BOUND, ratios
 from jaxdist.config import Checkpoint, ConfigError, Llama
 from jaxdist.conftest import GPT2, often, tiny
-from jaxdist.mesh import axes_of, make_mesh
 from jaxdist.parallel import pipeline
+from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.pipeline import OneFOneB, Pipeline, Timetable
-from jaxdist.program import Program
-from jaxdist.step_test import LOSS, STAGES, STATE, error, train
-from jaxdist.traffic_test import BOUND, ratios
+from jaxdist.training import metrics
+from jaxdist.training.checkpoint import Checkpoints
+from jaxdist.training.program import Program
+from jaxdist.training.step_test import LOSS, STAGES, STATE, error, train
 
 DEEP = dict(tiny().model.model_dump(), layers=4)
 
@@ -239,7 +240,7 @@ def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeyp
 
 
 def test_a_model_without_a_stack_is_refused(monkeypatch: pytest.MonkeyPatch, batches: Any) -> None:
-    monkeypatch.setattr("jaxdist.models.llama.scan_layers", lambda par, layers, x, *rest: x)
+    monkeypatch.setattr("jaxdist.families.llama.scan_layers", lambda par, layers, x, *rest: x)
     p = program(**STAGES["1F1B"])
     with pytest.raises(ConfigError, match=r"axis pipeline = 4 splits a stack of blocks, .* use the axis fsdp"):
         p.step.trace(p.abstract, p.abstract_batch)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.collectives import wide
+from jaxdist.ops.varying import wide
 
 AXIS = "context"
 OWN = ((0, 0), (1, 0), (1, 1))  # chunks of queries and of keys that meet on the device that has both

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import traffic
-from jaxdist.collectives import Context
-from jaxdist.models.layers import attend, fused_attend, has_kernel
+from jaxdist.accounting import traffic
+from jaxdist.ops.attention import attend, fused_attend, has_kernel
 from jaxdist.parallel import ring_attention
+from jaxdist.parallel.collectives import Context
 from jaxdist.parallel.context import Ring, Ulysses, Whole
 
 B, H, K, C = 2, 8, 4, 3

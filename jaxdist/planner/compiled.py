@@ -9,13 +9,14 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxdist import metrics, traffic
+from jaxdist.accounting import traffic
 from jaxdist.config import Experiment
 from jaxdist.config.hardware import Hardware
-from jaxdist.mesh import lay_out, make_mesh, settle
+from jaxdist.parallel.mesh import lay_out, make_mesh, settle
 from jaxdist.planner import gpus
 from jaxdist.planner.overlap import Overlap, overlaps
-from jaxdist.program import Program
+from jaxdist.training import metrics
+from jaxdist.training.program import Program
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import pytest
 
+from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
-from jaxdist.config.arguments import load
 from jaxdist.config.hardware import shipped
 from jaxdist.conftest import often, tiny
 from jaxdist.planner import gpus

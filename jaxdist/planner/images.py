@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+from jaxdist.accounting.traffic import ITEMSIZE, tokens_of
 from jaxdist.config import ResNet
 from jaxdist.config.model import halved
+from jaxdist.parallel.sharding import Layout, strategy
 from jaxdist.planner.memory import (
     BATCH,
     BLOCKS,
@@ -28,8 +30,6 @@ from jaxdist.planner.memory import (
     Sizes,
     amount,
 )
-from jaxdist.sharding import Layout, strategy
-from jaxdist.traffic import ITEMSIZE, tokens_of
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
 # put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
+from jaxdist.command_line.arguments import load
 from jaxdist.config import Experiment
-from jaxdist.config.arguments import load
 from jaxdist.planner import images
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.images import ImageFootprint

@@ -3,8 +3,8 @@
 A cause is there at some moments of a step and not at others; the peak is at the moment with the largest sum. Here is
 what all models have in common, parameters and what is kept of them; activations are those of a form of its own:
 `tokens.py` for decoders, `images.py` for ResNets. Their tables count the arrays that a block's formulas need for their
-derivatives, read off `jaxdist/models/`. Where XLA finds places for these arrays there are gaps, of which a closed form
-knows nothing.
+derivatives, as `jaxdist/families/` has them. XLA leaves gaps between the arrays that it places; a closed form counts
+none.
 """
 
 import math
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxdist.accounting.traffic import ITEMSIZE, passes
 from jaxdist.config import Experiment
-from jaxdist.sharding import SHARDS, Layout, strategy
-from jaxdist.traffic import ITEMSIZE, passes
+from jaxdist.parallel.sharding import SHARDS, Layout, strategy
 
 # What a table counts -> arrays of so many numbers in the compute dtype, and in float32 or wider.
 Arrays = Mapping[str, tuple[float, float]]
@@ -89,7 +89,7 @@ class Footprint(ABC):
 
     @property
     def several_cpus(self) -> bool:
-        """Whether reductions are XLA's own, which make what they read (`jaxdist/compiler.py`)."""
+        """Whether reductions are XLA's own, which make what they read (`jaxdist/runtime/xla.py`)."""
         return self.platform == "cpu" and self.several
 
     @cached_property

@@ -10,16 +10,16 @@ import jax
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
-from jaxdist import memory as rematerialization
-from jaxdist import metrics
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.experiment import read_toml
-from jaxdist.mesh import make_mesh
+from jaxdist.parallel import rematerialization as rematerialization
+from jaxdist.parallel.mesh import make_mesh
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.memory import WORKSPACE, Footprint
 from jaxdist.planner.plans import footprint as form_of
 from jaxdist.planner.tokens import TokenFootprint
-from jaxdist.program import Program
+from jaxdist.training import metrics
+from jaxdist.training.program import Program
 
 jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
 

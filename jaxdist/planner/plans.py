@@ -6,15 +6,17 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from jaxdist import models, sharding, traffic
+from jaxdist import families
+from jaxdist.accounting import traffic
 from jaxdist.config import ConfigError, Experiment, Family, ResNet
 from jaxdist.config.hardware import USABLE, Hardware, rate
-from jaxdist.metrics import flops_per_token
+from jaxdist.parallel import sharding
+from jaxdist.parallel.sharding import Layout
 from jaxdist.planner import memory, time
 from jaxdist.planner.images import ImageFootprint
 from jaxdist.planner.memory import Footprint
 from jaxdist.planner.tokens import TokenFootprint
-from jaxdist.sharding import Layout
+from jaxdist.training.metrics import flops_per_token
 
 CHUNKS = 8  # of the loss, as torchtune's default has it
 # What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
@@ -30,7 +32,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 @cache
 def layouts(model: Family) -> dict[str, Layout]:
     """The declared parameters of a model."""
-    return models.layouts(models.build(model))
+    return families.layouts(families.build(model))
 
 
 def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:

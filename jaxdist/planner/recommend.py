@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from rich.progress import track
 
-from jaxdist import sharding
 from jaxdist.config import AXES, STRATEGIES, ConfigError, Experiment, Mixture, ResNet
-from jaxdist.config.display import console, megabytes
 from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, Hardware
+from jaxdist.parallel import sharding
+from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS
 from jaxdist.planner.plans import Plan, changed, written
-from jaxdist.sharding import BATCH, SHARDS, TOKENS
+from jaxdist.runs.display import console, megabytes
 
 REMATS = ("none", "selective", "full")  # the fastest first
 LONG = 16384  # tokens: below that nobody splits sequences

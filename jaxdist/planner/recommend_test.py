@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from jaxdist import traffic
+from jaxdist.accounting import traffic
+from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, STRATEGIES, ConfigError
-from jaxdist.config.arguments import load
-from jaxdist.config.display import megabytes
 from jaxdist.config.errors import DoesNotFit
 from jaxdist.config.hardware import USABLE, hardware
+from jaxdist.parallel.sharding import SHARDS, TOKENS
 from jaxdist.planner.plans import Plan, written
 from jaxdist.planner.recommend import COMPARED, REMATS, candidates, none_fits, reasons, recommend
 from jaxdist.planner.time import links
-from jaxdist.sharding import SHARDS, TOKENS
+from jaxdist.runs.display import megabytes
 
 FREE = ("data", "fsdp")
 VERDICT = re.compile(

@@ -9,8 +9,8 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from jaxdist.drawing import STYLE, WIDTH, inline, pages
 from jaxdist.planner.plans import KINDS, Plan, written
+from jaxdist.runs.drawing import STYLE, WIDTH, inline, pages
 
 MOST = 12  # bars of a figure
 COLOURS = ("#0b3d78", "#1f5fa8", "#c2571a", "#7a9e3f", "#5f8fc9", "#b48a2f", "#8c959f")

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from jaxdist import traffic
+from jaxdist.accounting import traffic
 from jaxdist.config import AXES
 from jaxdist.config.hardware import Hardware, rate
+from jaxdist.parallel.sharding import strategy
 from jaxdist.planner.images import ImageFootprint
 from jaxdist.planner.memory import Arrays, Footprint
 from jaxdist.planner.tokens import TokenFootprint
-from jaxdist.sharding import strategy
 
 PRODUCTS, MOVED = 0.80, 0.90  # of the data sheet: 790 TFLOP/s of large bf16 products, 4.3 TB/s
 ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 than at 4096, with heads of 64 alone

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError, Llama
-from jaxdist.config.arguments import load
 from jaxdist.config.hardware import hardware
 from jaxdist.planner.plans import Plan
 from jaxdist.planner.time import reach, work

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+from jaxdist.accounting.traffic import ITEMSIZE, Attends, passes, tokens_of
 from jaxdist.config import Mixture
-from jaxdist.models.grouped import rows_of
-from jaxdist.models.layers import has_kernel
+from jaxdist.ops.attention import has_kernel
+from jaxdist.ops.grouped import rows_of
+from jaxdist.parallel.sharding import strategy
 from jaxdist.planner.memory import (
     AGAIN_ONE,
     BATCH,
@@ -32,8 +34,6 @@ from jaxdist.planner.memory import (
     Sizes,
     amount,
 )
-from jaxdist.sharding import strategy
-from jaxdist.traffic import ITEMSIZE, Attends, passes, tokens_of
 
 # The tables are of numbers a token. D model, Q heads · C, K kv heads · C, S scores: heads · T, P those of a pair of the
 # ring's chunks, F hidden; of a mixture F and d, hidden and D of the rows that a device's experts have room for. The

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.config import GPT2, RunFolder, load, positional
+from jaxdist.command_line.arguments import load, positional
+from jaxdist.config import GPT2
 from jaxdist.data import dataset_of
+from jaxdist.runs.folder import RunFolder
 
 SAVED = 3  # the iteration before which ckpt.pt is saved
 

@@ -8,8 +8,8 @@ from torch.nn.functional import cross_entropy
 from transformers import OPTConfig, OPTForCausalLM
 
 from parity_tests.examples.sharded_opt import OPT
-from parity_tests.port import Port
-from parity_tests.sharded import Sharded
+from parity_tests.port.port import Port
+from parity_tests.port.sharded import Sharded
 
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": 64}
 more = {"word_embed_proj_dim": 32, "max_position_embeddings": 24, "pad_token_id": None}

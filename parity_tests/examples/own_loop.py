@@ -9,8 +9,9 @@ import math
 import torch
 from transformers import AutoModelForCausalLM
 
-from jaxdist.config import RunFolder, load, positional
+from jaxdist.command_line.arguments import load, positional
 from jaxdist.data import IGNORED, dataset_of
+from jaxdist.runs.folder import RunFolder
 
 config, start, run = positional(__doc__, "CONFIG.toml", "HF_FOLDER", "RUN_DIR")
 experiment = load(config, {})  # <- what the run is to be compared with

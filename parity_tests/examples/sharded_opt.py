@@ -6,19 +6,11 @@ Shape letters: B batch, T time, D model, H heads, C head_dim, F hidden.
 import jax
 from flax import nnx
 
-from jaxdist.collectives import Parallel
-from jaxdist.memory import Rematerialize
-from jaxdist.models.layers import (
-    ColumnLinear,
-    Embedding,
-    LayerNorm,
-    RowLinear,
-    add_bias,
-    attend,
-    dot,
-    scan_layers,
-    stacked,
-)
+from jaxdist.families.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, scan_layers, stacked
+from jaxdist.ops.attention import attend
+from jaxdist.ops.linear import add_bias, dot
+from jaxdist.parallel.collectives import Parallel
+from jaxdist.parallel.rematerialization import Rematerialize
 
 OFFSET = 2  # of positions, an old padding's
 

@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from transformers import ViTConfig, ViTForImageClassification
 
 from parity_tests.examples.flax_vit import ViT
-from parity_tests.port import Port
+from parity_tests.port.port import Port
 
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56, "image_size": 16}
 module = ViTForImageClassification(ViTConfig.from_dict(size | {"patch_size": 4, "num_labels": 5})).eval()

@@ -1,0 +1,1 @@
+"""Closed forms of traffic and counts read from traced programs. Imports `config` and `parallel`."""

@@ -1,0 +1,24 @@
+"""In which dtype a step computes what cannot bear few bits: softmax, norms, rotation and the loss.
+
+Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
+train worse for it. The program shows it at once, where it is written with these functions: a norm that divides by a
+square root is not told from Adam, which does too.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxdist.accounting.traffic import equations
+
+DELICATE = ("exp", "exp2", "log", "log1p", "rsqrt", "cos", "sin")
+
+
+def narrowest(closed: Any) -> dict[str, str]:
+    """function -> the narrowest dtype that a traced program (`jit(f).trace(...).jaxpr`) computes it in."""
+    found: dict[str, Any] = {}
+    for equation, *_ in equations(closed):
+        if (name := equation.primitive.name) in DELICATE:
+            dtype = equation.outvars[0].aval.dtype
+            found[name] = max(found.get(name, dtype), dtype, key=lambda dtype: float(jnp.finfo(dtype).eps))
+    return {name: str(dtype) for name, dtype in sorted(found.items())}

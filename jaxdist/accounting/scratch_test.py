@@ -1,0 +1,20 @@
+"""Temporary memory of a step, estimated."""
+
+import pytest
+
+from jaxdist.accounting import scratch
+from jaxdist.command_line.arguments import load
+from jaxdist.runtime.malloc import HEAP
+from jaxdist.runtime.processes import World
+
+SMALL, LARGE = ({"parallel.mesh": "8x1", "model.layers": n} for n in (4, 64))
+
+
+def test_which_steps_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that need more than a heap holds, of several devices that this process is known to have."""
+    found = [
+        scratch.scratch(load("default", LARGE | {"parallel.mesh": mesh})) > HEAP for mesh in ("8x1", "1x1", "-1x1")
+    ]
+    assert found == [True, False, False] and scratch.scratch(load("default", SMALL)) < HEAP
+    monkeypatch.setattr(scratch, "world", lambda: World(8))
+    assert scratch.scratch(load("default", LARGE)) == 0

@@ -1,0 +1,1 @@
+"""One reader and writer for each kind of checkpoint. `registry` has a row of each."""

@@ -1,0 +1,117 @@
+"""Orbax checkpoints that lie, or that nobody sealed: errors of our own, nothing read from outside, no memory for it."""
+
+import json
+import os
+import shutil
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxdist.config import ConfigError
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.kinds.formats_test import content_of, written
+from jaxdist.runs.checkpoints import MANIFEST
+
+ARRAY = "parameters/embed.embedding"
+
+
+@pytest.fixture
+def lone(tmp_path: Path) -> Path:
+    """A checkpoint without a manifest, as another program may write it, in no run folder."""
+    run = written(tmp_path / "run", "orbax", content_of(MODELS["Qwen3ForCausalLM"]))
+    (tmp_path / "lone").mkdir()
+    folder = (run / "checkpoints" / "7").rename(tmp_path / "lone" / "7")
+    (folder / MANIFEST).unlink()
+    return folder
+
+
+def refused(folder: Path, says: str, to: str = "orbax") -> None:
+    target = folder.parent.parent / "target"
+    with pytest.raises(ConfigError, match=says):
+        main([str(folder), str(target), "--to", to])
+    assert not target.exists()
+
+
+def test_it_is_read(lone: Path, tmp_path: Path) -> None:
+    main([str(lone), str(tmp_path / "target"), "--to", "orbax"])
+
+
+@pytest.mark.parametrize("place", [f"{ARRAY}/0.0", ARRAY, "parameters", "optimizer"])
+def test_links_that_lead_outside(lone: Path, place: str, tmp_path: Path) -> None:
+    """Of a chunk, an array, an item; within the checkpoint they may lead where they like."""
+    shutil.move(lone / place, tmp_path / "elsewhere")
+    (lone / place).symlink_to(tmp_path / "elsewhere")
+    refused(lone, "is outside of")
+    (lone / place).unlink()
+    shutil.move(tmp_path / "elsewhere", lone / "inside")
+    if place.startswith(ARRAY):
+        (lone / "inside").rename(lone / "parameters" / "inside")
+        (lone / place).symlink_to(lone / "parameters" / "inside")
+        main([str(lone), str(tmp_path / "target"), "--to", "orbax"])
+
+
+@pytest.mark.parametrize("place", [f"{ARRAY}/0.0", f"{ARRAY}/.zarray", "parameters/_METADATA"])
+def test_pipes(lone: Path, place: str) -> None:
+    (lone / place).unlink()
+    os.mkfifo(lone / place)
+    refused(lone, "it is no file")
+
+
+def test_a_chunk_that_stands_for_much_more_than_the_array(lone: Path) -> None:
+    array = lone / ARRAY
+    said = json.loads((array / ".zarray").read_text())
+    rows = 200_000_000 // 4 // said["shape"][1]
+    said |= {"chunks": [rows, said["shape"][1]], "compressor": {"id": "zlib", "level": 1}}
+    (array / ".zarray").write_text(json.dumps(said))
+    (array / "0.0").write_bytes(zlib.compress(bytes(4 * rows * said["shape"][1]), 1))
+    tracemalloc.start()
+    refused(lone, "embed.embedding has chunks of 200,000,000 bytes")
+    assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    tracemalloc.stop()
+
+
+def test_an_array_called_like_a_place_outside(lone: Path, tmp_path: Path) -> None:
+    shutil.move(lone / ARRAY, tmp_path / "elsewhere")
+    file = lone / "parameters" / "_METADATA"
+    text = file.read_text()
+    for name, says in ((str(tmp_path / "elsewhere"), "is outside of"), ("../../../elsewhere", "is outside of")):
+        file.write_text(text.replace("embed.embedding", name))
+        refused(lone, says)
+
+
+def optimizers() -> dict[str, Any]:
+    count = np.zeros((), np.int32)
+    return {
+        "no list": {"a": np.ones(3)},
+        "no parts": [np.ones(2)],
+        "no number": [{"updates": np.ones(3, np.int32), "kept": {"exp_avg": {"a": np.ones(2)}}}],
+        "no names": [{"updates": count, "kept": [np.ones(2)]}],
+        "no count": [{"kept": {"exp_avg": {"a": np.ones(2)}}}],
+        "no arrays": [{"updates": count, "kept": {"exp_avg": {"a": {"b": np.ones(2)}}}}],
+    }
+
+
+def saved(folder: Path, tree: Any) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, tree)
+
+
+@pytest.mark.parametrize("how", optimizers())
+def test_an_optimizer_of_another_form(lone: Path, how: str) -> None:
+    saved(lone / "optimizer", optimizers()[how])
+    refused(lone, "checkpoint .*7 is damaged")
+
+
+@pytest.mark.parametrize("tree", [[np.ones(3)], {"a": {"b": np.ones(3)}}], ids=["list", "nested"])
+def test_parameters_of_another_form(lone: Path, tree: Any) -> None:
+    saved(lone / "parameters", tree)
+    refused(lone, "is damaged: its parameters are no arrays by name")
+    with pytest.raises(ConfigError, match="are no arrays by name"):
+        main(["--inspect", str(lone)])

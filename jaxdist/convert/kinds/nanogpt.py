@@ -1,0 +1,35 @@
+"""A nanoGPT checkpoint's experiment, completed by what --model sets."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import Experiment
+from jaxdist.convert.content import agreed
+from jaxdist.formats.nanogpt import EXACT, SOURCE, notes, sections
+from jaxdist.runs.display import say
+
+
+def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None) -> Experiment:
+    """The experiment that the file tells, with what --model, `wanted`, sets in place of it.
+
+    Raises ConfigError where this is another model."""
+    source, told = f"{path}: {SOURCE}", sections(path, tree)
+    for note in notes(path, tree):
+        say(note)
+    found = Experiment.parse(told, source)
+    if not wanted:
+        return found
+    given = wanted.model_dump(exclude_unset=True, exclude_none=True)
+    if (gelu := given["model"].get("gelu", EXACT)) != EXACT:
+        say(f"{path}: GELU is {gelu}, as --model says; nanoGPT's own has been exact since March 2023")
+        found = Experiment.parse(told | {"model": told["model"] | {"gelu": gelu}}, source)
+    return agreed(str(path), found, filled(told, wanted, source))
+
+
+def filled(told: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) -> Experiment:
+    """What --model sets, and of all else what the file tells; all as it is of another family. Raises ConfigError."""
+    if wanted.model.family != told["model"]["family"]:
+        return wanted
+    given: dict[str, dict[str, Any]] = wanted.model_dump(exclude_unset=True, exclude_none=True)
+    return Experiment.parse({name: told.get(name, {}) | given.get(name, {}) for name in {**told, **given}}, source)

@@ -1,0 +1,296 @@
+"""Orbax checkpoints of jaxdist: `checkpoints/<step>/`, read and written a layer at a time.
+
+Our arrays hold all layers. What is converted are their layers, under the names of LAYERS, each of which can be read by
+itself: those of a run and those written here lie in chunks of one layer.
+"""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from orbax.checkpoint.type_handlers import get_json_tspec_read
+
+from jaxdist import families
+from jaxdist.config import ConfigError, Experiment, check_shapes
+from jaxdist.config.bounded import read_json, within
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
+from jaxdist.convert.entries import cut, parts, shapes_of
+from jaxdist.convert.kinds.zarr_files import ZarrFiles
+from jaxdist.convert.mappings.atoms import Shape
+from jaxdist.convert.runs import begin, metrics_of, origin_of
+from jaxdist.convert.stream import Conversion, Recut, one_dtype
+from jaxdist.formats.foreign import check_files
+from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, reading
+from jaxdist.formats.tables import LAYERS, OWN
+from jaxdist.runs.checkpoints import publish, sealed, unfinished
+from jaxdist.training import checkpoint
+from jaxdist.training.loss_scale import state_of
+from jaxdist.training.optim import State, optimizer
+from jaxdist.training.orbax_io import items
+
+# Of TensorStore: files are seen where the page cache has them, not copied into fresh memory.
+READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
+
+
+def described(path: Path) -> dict[str, Leaf]:
+    """Every parameter."""
+    found = checkpoint.locate(path, "small")
+    return {name: leaf(found, store) for name, store in arrays(found).items()}
+
+
+def opened(path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+    """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
+    of `Content.checkpoint` are still to be compared. Raises ConfigError."""
+    found = checkpoint.locate(path, "small")
+    experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
+
+    def layers(what: str, group: str, there: Mapping[str, ts.TensorStore]) -> Leaves:
+        wanted = {name: entry.shape for name, entry in entries_of(OWN, experiment, group).items()}
+        check_shapes(what, {name: tuple(store.shape) for name, store in there.items()}, wanted)
+        return {part: leaf for name, store in there.items() for part, leaf in _layers(found, name, store).items()}
+
+    groups = {PARAMETERS: layers(str(path), PARAMETERS, arrays(found))}
+    updates = scaling = None
+    if training and (found / "optimizer").is_dir():
+        optimizer_item = stores(found, "optimizer")
+        with reading(found):
+            kept = checkpoint.kept_in(optimizer_item)
+            counts = [part["updates"] for part in optimizer_item if isinstance(part, dict) and "updates" in part]
+            updates = int(numbers_of(found, named(found, "updates", dict(enumerate(counts)))[0]))
+        asked = experiment.optimizer.kept
+        groups |= {
+            kind: layers(f"{path}, {kind}", kind, named(found, kind, arrays)) if kind in asked else {}
+            for kind, arrays in kept.items()
+        }
+        if (found / "scaling").is_dir():
+            scales = named(found, "scaling", stores(found, "scaling"))
+            with reading(found):
+                scaling = state_of(**{name: numbers_of(found, store) for name, store in scales.items()})
+    if not found.name.isdecimal():
+        raise ConfigError(f"{path}: its step is told by its name, and {found.name} is none; rename it to its step")
+    step = int(found.name)
+    beside = origin_of(found), metrics_of(found)
+    return Content(experiment, LAYERS, groups, step, updates, *beside, scaling, sealed(found)).checked(path)
+
+
+class Opening(ocp.type_handlers.NumpyHandler):
+    """Opens arrays of what a checkpoint calls `kind`, and leaves to read them to who asks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def typestr(self) -> str:
+        return self.kind
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        for info in infos:
+            within(Path(info.parent_dir), info.name)
+        opened = [
+            await ts.open(
+                get_json_tspec_read(info, info.is_ocdbt_checkpoint),
+                open=True,
+                context=ts.Context(READING, parent=info.ts_context),
+            )
+            for info in infos
+        ]
+        for info, store in zip(infos, opened, strict=True):
+            check_chunks(info.name, store)
+        return opened
+
+
+def named(path: Path, what: str, tree: Any) -> Any:
+    """A part of a checkpoint's pytree that is to be arrays by name. Raises ConfigError where it is something else."""
+    if isinstance(tree, dict) and tree and all(isinstance(store, ts.TensorStore) for store in tree.values()):
+        return tree
+    raise ConfigError(f"checkpoint {path} is damaged: its {what} are no arrays by name; use another, or a copy of it")
+
+
+def stores(root: Path, item: str = ".") -> Any:
+    """The pytree that Orbax wrote to a folder, or to an item of it, its arrays not read yet. Raises ConfigError."""
+    path = root / item
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray")), (float, Opening("scalar"))
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as reader, reading(path):
+        within(root, item)
+        check_files(path)
+        read_json(path / "_METADATA")  # Orbax would take any size
+        if (found := reader.metadata(path).item_metadata) is None:
+            raise ValueError("its tree cannot be read, or has leaves that are no arrays")
+        tree = found.tree
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=ts.TensorStore), tree)
+        return reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
+
+
+def leaf(path: Path, store: ts.TensorStore) -> Leaf:
+    """An array of the checkpoint `path`."""
+    return Leaf(tuple(store.shape), np.dtype(store.dtype.numpy_dtype), partial(numbers_of, path, store))
+
+
+def _layers(path: Path, name: str, store: ts.TensorStore) -> dict[str, Leaf]:
+    """The layers of an array by their names, or itself where it has none."""
+    return {
+        part: leaf(path, store[place] if place else store) for part, place in places(name, tuple(store.shape)).items()
+    }
+
+
+def places(name: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Where along its first axes, of layers and experts, an array has each of its parts."""
+    stack, _ = cut(name, shape)
+    return {part: tuple(map(int, np.unravel_index(number, stack))) for part, (_, number), _ in parts(name, shape)}
+
+
+@dataclass(frozen=True)
+class Coming:
+    """An array that a conversion will give; `places` are those of its tensors along the first axes."""
+
+    group: str
+    shape: Shape
+    dtype: np.dtype
+    places: Mapping[str, tuple[int, ...]]
+
+
+class Streaming(ocp.type_handlers.NumpyHandler):
+    """Writes arrays as a conversion gives their tensors, each in files of its own: one database of all, as Orbax has it
+    else, is written by a thread at a time."""
+
+    def __init__(self, conversion: Recut) -> None:
+        super().__init__()
+        self.conversion, self.lock, self.failed = conversion, threading.Lock(), False
+        self.begun: list[ocp.future.Future] = []
+        self.arrays: list[tuple[str, ZarrFiles]] = []  # item/array
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """Checksums of the arrays' files, by their names in the checkpoint."""
+        return {f"{name}/{file}": digest for name, array in self.arrays for file, digest in array.sums.items()}
+
+    def handler(self) -> ocp.PyTreeCheckpointHandler:
+        """What handles pytrees of `Coming` and of numpy arrays."""
+        arrays = ocp.type_handlers.create_type_handler_registry(
+            (Coming, self), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        )
+        # Weights hardly compress, and it would take most of the time.
+        return ocp.PyTreeCheckpointHandler(type_handler_registry=arrays, use_compression=False, use_ocdbt=False)
+
+    def save(self, writer: ocp.Checkpointer, path: Path, args: Any) -> None:
+        """Writes a checkpoint. Where one of its items fails, or a signal comes, the rest is left.
+
+        When this ends nothing is being written any more.
+        """
+        with ThreadPoolExecutor(1) as pool:  # the thread that signals come to waits for it here, and not within Orbax
+            try:
+                pool.submit(writer.save, path, args=args).result()
+            except BaseException:
+                self.failed = True
+                raise
+            finally:
+                for item in self.begun:
+                    with suppress(Exception):  # it has been raised already
+                        item.result()
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        """Writes them all."""
+        writing = ocp.future.CommitFutureAwaitingContractedSignals(self._write(values, infos))
+        self.begun.append(writing)
+        await asyncio.to_thread(writing.result)
+        return []
+
+    async def _write(self, values: Sequence[Any], infos: Sequence[Any]) -> None:
+        there: dict[tuple[str, str], tuple[ZarrFiles, tuple[int, ...]]] = {}
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            folder = within(Path(info.parent_dir), info.name)
+            array = ZarrFiles(folder, value.shape, len(next(iter(value.places.values()))), value.dtype)
+            item = folder.parent.name.partition(".")[0]  # which has another ending until it is whole
+            self.arrays.append((f"{item}/{info.name}", array))
+            there |= {(value.group, name): (array, place) for name, place in value.places.items()}
+
+        def put(group: str, name: str, numbers: np.ndarray) -> None:
+            if self.failed:
+                raise RuntimeError("the conversion has ended")
+            array, place = there[group, name]
+            array.put(place, numbers)
+
+        def convert() -> None:
+            with self.lock:  # two items at once would be twice as much in memory
+                if self.failed:
+                    return
+                try:
+                    self.conversion.each(put, *{value.group: None for value in values})
+                except BaseException:
+                    self.failed = True
+                    raise
+
+        await asyncio.to_thread(convert)
+
+
+def check(conversion: Conversion) -> None:
+    """Raises ConfigError where layers of one array are of several dtypes, since an array has one."""
+    for group, leaves in conversion.groups.items():
+        for name, shape in shapes_of(conversion.content.experiment.model).items():
+            if len(dtypes := {leaves[part].dtype.name for part, _, _ in parts(name, shape) if part in leaves}) > 1:
+                raise ConfigError(
+                    f"{group} {name}: its layers are {', '.join(sorted(dtypes))}, and Orbax has one array of them; "
+                    f"{one_dtype(group)}"
+                )
+
+
+def write(path: Path, conversion: Conversion) -> None:
+    """Write a run folder that `jaxdist` goes on from, with this one checkpoint. Raises ConfigError."""
+    check(conversion)
+    content = conversion.content
+    folder = begin(path, content)
+    coming = {
+        group: {n: _coming(group, n, e.shape, leaves) for n, e in entries_of(OWN, content.experiment, group).items()}
+        for group, leaves in conversion.groups.items()
+    }
+    values: dict[str, Any] = {
+        "parameters": ocp.args.PyTreeSave(coming[PARAMETERS]),
+        "experiment": ocp.args.JsonSave(content.experiment.model_dump(exclude_none=True)),
+    }
+    if content.updates is not None:
+        values["optimizer"] = ocp.args.PyTreeSave(_optimizer(content, coming))
+    if content.scaling:
+        values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
+    streaming = Streaming(conversion)
+    with ocp.Checkpointer(items(streaming.handler)) as writer:
+        streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
+    publish(folder.checkpoints, content.step, streaming.sums)
+
+
+def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
+    where = places(name, shape)
+    return Coming(group, shape, leaves[next(iter(where))].dtype, where)
+
+
+def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:
+    """The state of our optimizer, the moments to come."""
+    e = content.experiment
+    layouts = families.layouts(families.build(e.model))
+    trained = {name: array for name, array in coming[PARAMETERS].items() if not layouts[name].statistic}
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in trained.items()}
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, State):
+            count: Any = np.asarray(content.updates, np.int32)
+            return State(count, {kind: coming[kind] for kind in part.kept})  # type: ignore[misc]
+        if isinstance(part, optax.ScaleByScheduleState):
+            return part._replace(count=np.asarray(content.step, np.int32))
+        return part
+
+    state = jax.eval_shape(optimizer(e.optimizer, e.train.steps, layouts).init, shapes)
+    return tuple(filled(part) for part in state)

@@ -1,0 +1,157 @@
+"""LoRA adapters of PEFT, merged into the weights of their base model: W + scale · B A (arXiv:2106.09685)."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxdist.config import ConfigError
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves
+from jaxdist.convert.mappings.atoms import Shape
+from jaxdist.convert.stream import cast
+from jaxdist.formats.adapters import CONFIG, settings_of
+from jaxdist.formats.hf import SHOWN
+from jaxdist.formats.safetensors_files import Tensors, leaves
+from jaxdist.formats.tables import NAMINGS
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+# Settings that are honoured, and those that say how an adapter was trained and not how it is added. All others that are
+# set are refused by name.
+HONOURED = ("peft_type", "lora_alpha", "fan_in_fan_out", "use_rslora", "alpha_pattern", "init_lora_weights")
+WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "r",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "velora_config",
+)  # fmt: skip
+# Other ways to begin, as PiSSA and OLoRA, take what they begin with off the base, so that the sum is another.
+BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
+
+
+class Pair(NamedTuple):
+    """What is added to a tensor of the base: scale · B A of B [O, r] and A [r, I]; `turned` where that is (I, O)."""
+
+    a: Leaf
+    b: Leaf
+    scale: float
+    turned: bool
+
+    @property
+    def shape(self) -> Shape:
+        """That of the tensor of the base."""
+        shape = self.b.shape[0], self.a.shape[1]
+        return shape[::-1] if self.turned else shape
+
+    def change(self, weight: np.ndarray) -> np.ndarray:
+        """The weight with the product added, computed in float32 at least."""
+        wide = np.result_type(weight.dtype, np.float32)
+        delta = wide.type(self.scale) * (self.b.read().astype(wide) @ self.a.read().astype(wide))
+        return weight.astype(wide) + (delta.T if self.turned else delta)
+
+
+class Saved(NamedTuple):
+    """A tensor that was trained whole, which takes the place of the base's (modules_to_save)."""
+
+    leaf: Leaf
+
+    @property
+    def shape(self) -> Shape:
+        return self.leaf.shape
+
+    def change(self, weight: np.ndarray) -> np.ndarray:
+        return self.leaf.read()
+
+
+def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Path], Leaves]) -> Content:
+    """The base model with an adapter merged into its weights. Raises ConfigError, also where a tensor of the adapter
+    belongs to no tensor of the base. `read_torch` reads a file of torch.save's."""
+    if base.naming != "huggingface":
+        raise ConfigError(
+            f"--adapter {adapter}: SOURCE {source} has other names than transformers; give a Hugging Face folder"
+        )
+    settings, tensors = settings_of(adapter), _tensors(adapter, read_torch)
+    _check(adapter, settings)
+    weights = dict(base.groups[PARAMETERS])
+    inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
+    model = base.experiment.model
+    tied = NAMINGS["huggingface"][model.family].head if model.tied else ""
+    for name, change in _changes(adapter, settings, tensors):
+        target = _target(adapter, name, inside, tied)
+        before = weights[target]
+        if change.shape != before.shape:
+            raise ConfigError(
+                f"{adapter}: {name} is of a tensor {change.shape}, and {target} of {source} is {before.shape}; give "
+                "the model that the adapter was trained on"
+            )
+        read = partial(_read, change, before, target)
+        weights[target] = replace(before, read=read, place=None, besides=2 * before.bytes)
+    return replace(base, groups={**base.groups, PARAMETERS: weights})
+
+
+def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError, naming every setting by which an adapter would not be B A times its scale."""
+    wrong = [key for key in settings if settings[key] and key not in (*HONOURED, *WITHOUT_EFFECT)]
+    wrong += [key for key, allowed in (("peft_type", ("LORA",)), ("init_lora_weights", BEGINNINGS))
+              if settings.get(key) not in allowed]  # fmt: skip
+    if wrong:
+        told = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
+        raise ConfigError(f"{adapter}: {told}: not merged here; merge it by PEFT's merge_and_unload")
+    if not isinstance(settings.get("lora_alpha"), int | float):
+        raise ConfigError(f"{adapter / CONFIG}: lora_alpha = {SHOWN.repr(settings.get('lora_alpha'))}; give a number")
+
+
+def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:
+    """The changed tensor in the dtype of the base. Raises ConfigError where a finite value becomes infinite."""
+    return cast(name, np.ascontiguousarray(change.change(before.read())), before.dtype)
+
+
+def _target(adapter: Path, name: str, inside: Mapping[str, str], tied: str) -> str:
+    """The tensor of the base that a tensor of the adapter changes. `tied`: the head of a base that ties it, or empty.
+
+    Raises ConfigError where there is none."""
+    bare = name.removeprefix(PREFIX).replace(".base_layer.", ".")  # a table that is saved beside its factors
+    for found in (bare, f"{bare}.weight"):
+        if found in inside:
+            return inside[found]
+    if tied and tied in (bare, f"{bare}.weight"):
+        raise ConfigError(
+            f"{adapter}: {name} is of a head that the base model ties to its embedding: not merged here; merge it by "
+            "PEFT's merge_and_unload into a model with tie_word_embeddings = false"
+        )
+    raise ConfigError(f"{adapter}: tensor {name} belongs to no tensor of the base model; give the adapter's own base")
+
+
+def _changes(adapter: Path, settings: Mapping[str, Any], tensors: Leaves) -> Iterator[tuple[str, Pair | Saved]]:
+    """Each name of the base, with PREFIX, and what changes there. Raises ConfigError for a factor that is alone."""
+    pairs: dict[tuple[str, bool], dict[str, Leaf]] = defaultdict(dict)
+    for name, leaf in tensors.items():
+        if match := FACTOR.fullmatch(name):
+            pairs[match[1], bool(match[2])][match[3]] = leaf
+        else:
+            yield name, Saved(leaf)
+    for (module, embedding), pair in pairs.items():
+        if pair.keys() != {"A", "B"}:
+            raise ConfigError(f"{adapter}: {module} has lora_{next(iter(pair))} alone; give a whole adapter")
+        turned = embedding or bool(settings.get("fan_in_fan_out"))
+        yield module, Pair(pair["A"], pair["B"], _scale(settings, module, pair["A"].shape[0]), turned)
+
+
+def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """lora_alpha / r, or / sqrt(r) (arXiv:2312.03732), with the module's own alpha where a pattern names one."""
+    bare, patterns = module.removeprefix(PREFIX), settings.get("alpha_pattern") or {}
+    own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", bare))
+    return float(next(own, settings["lora_alpha"])) / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
+def _tensors(path: Path, read_torch: Callable[[Path], Leaves]) -> Leaves:
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ConfigError(f"{path}: neither {' nor '.join(WEIGHTS)}; give a folder that PEFT's save_pretrained wrote")
+    return leaves(Tensors(file)) if file.suffix == ".safetensors" else read_torch(file)

@@ -1,0 +1,483 @@
+"""What training scripts save by `torch.save`: read whatever its form, and given back as it was."""
+
+import importlib
+import json
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tomli_w
+
+from jaxdist.config import ConfigError
+from jaxdist.config.optimizer import STATES
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import PARAMETERS, Origin
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.entries import entries
+from jaxdist.convert.kinds import orbax_files
+from jaxdist.convert.kinds.formats_test import content_of, tensors, written
+from jaxdist.convert.stream import Conversion
+from jaxdist.formats.hf import experiment_for, to_settings
+from jaxdist.training import checkpoint
+from jaxdist.training.optim import learning_rate
+
+torch = pytest.importorskip("torch")
+torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+
+PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.")
+
+
+class TestTorchFiles:
+    model = MODELS["Qwen2ForCausalLM"]
+
+    def saved(self, path: Path, **parts: Any) -> dict[str, Any]:
+        """What a training script saves of a model, an optimizer and a step, with `parts` instead of its own."""
+        written(path, "torch", content_of(self.model))
+        tree = torch.load(path, weights_only=True)
+        tree = {key: value for key, value in (tree | parts).items() if value is not None}
+        torch.save(tree, path)
+        return tree
+
+    def config(self, folder: Path, schedule: bool = False) -> str:
+        """A model section alone, or all sections."""
+        file, experiment = folder / "model.toml", experiment_for(self.model.model_dump(), "test")
+        file.write_text(experiment.to_toml() if schedule else tomli_w.dumps(experiment.model_dump(exclude_unset=True)))
+        return str(file)
+
+    @pytest.mark.parametrize("prefix", PREFIXES)
+    def test_wrappers_prefixes(self, prefix: str, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {prefix + name: tensor for name, tensor in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        assert list(torch.load(tmp_path / "b.pt", weights_only=True)["model"]) == list(tree["model"])
+
+    def test_inside_of_a_path(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        wrapped = {name.replace("layers.", "layers._fsdp_wrapped_module.", 1): t for name, t in tree["model"].items()}
+        torch.save(tree | {"model": wrapped}, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_a_bare_state_dict_needs_a_model(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree["model"], tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt does not say what model it is; give --model"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        same(torch.load(tmp_path / "b.pt", weights_only=True), dict(tree["model"]))
+
+    def test_the_way_of_a_real_script(self, tmp_path: Path) -> None:
+        """A module and an optimizer of torch's own take what is written, and give it back, the scaler and RNG too."""
+        transformers = pytest.importorskip("transformers")
+        from jaxdist.formats.hf import to_settings
+
+        module = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**to_settings(self.model, "float32")))
+        named = dict(module.named_parameters())
+        decayed = [item for item in named.items() if item[1].ndim >= 2]
+        others = [item for item in named.items() if item[1].ndim < 2]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for _ in range(3):
+            module(input_ids=torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        saved = {
+            "model": {f"module.{name}": tensor for name, tensor in module.state_dict().items()},
+            "optimizer": optimizer.state_dict(),
+            "scheduler": schedule.state_dict(),
+            "scaler": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 3},
+            "amp": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 3}},
+            "rng": torch.get_rng_state(),
+            "numpy": np.random.RandomState(3).get_state(),
+            "best": {"loss": np.float64(1.25), "last": np.arange(6, dtype=">i4").reshape(2, 3).T},
+            "epoch": 2,
+        }
+        torch.save(saved, tmp_path / "a.pt")
+        config = self.config(tmp_path)
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", config])
+        main([str(tmp_path / "run"), str(tmp_path / "dcp"), "--to", "dcp"])
+        main([str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--verify"])
+        back = torch.load(tmp_path / "b.pt", weights_only=False)  # numpy's are more than tensors and plain values
+        np.random.RandomState().set_state(back["numpy"])
+        assert np.array_equal(back["numpy"][1], saved["numpy"][1]) and back["numpy"][2:] == saved["numpy"][2:]
+        assert type(back["best"]["loss"]) is np.float64 and back["best"]["loss"] == 1.25
+        assert np.array_equal(back["best"]["last"], saved["best"]["last"])  # numpy itself reads it in its own order
+        for key in ("scaler", "amp", "epoch"):
+            assert back[key] == saved[key]
+        assert torch.equal(back["rng"], saved["rng"]) and back["scheduler"]["last_epoch"] == 3
+        assert list(back) == list(saved)
+        assert list(back["model"]) == list(saved["model"])
+        module.load_state_dict({name.removeprefix("module."): t for name, t in back["model"].items()})
+        optimizer.load_state_dict(back["optimizer"])
+        schedule.load_state_dict(back["scheduler"])
+        after = optimizer.state_dict()
+        for i, state in saved["optimizer"]["state"].items():
+            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *STATES["adamw"]))
+
+    @pytest.mark.parametrize("order", ["one group", "others first", "unnamed", "by name"])
+    def test_orders_of_an_optimizer(self, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        right = tensors(tmp_path / "a.pt")
+        names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
+        by_name = dict(zip(names, optimizer["state"].values(), strict=True))
+        shapes = entries("huggingface", self.model)
+        decayed, others = ([n for n in shapes if (len(shapes[n].shape) >= 2) == wide] for wide in (True, False))
+        groups = {
+            "one group": [list(shapes)],
+            "others first": [others, decayed],
+            "unnamed": [decayed, others],
+            "by name": [names],
+        }[order]
+        order_of = [name for group in groups for name in group]
+        numbers = {name: name if order == "by name" else i for i, name in enumerate(order_of)}
+        changed = {
+            "state": {numbers[name]: by_name[name] for name in order_of},
+            "param_groups": [
+                {"lr": 0.1, "weight_decay": 0.1, "params": [numbers[n] for n in group]} for group in groups
+            ],
+        }
+        self.saved(tmp_path / "a.pt", optimizer=changed)
+        capsys.readouterr()
+        assert tensors(tmp_path / "a.pt") == right
+        assert "is its own; going on, jaxdist decays matrices alone" in capsys.readouterr().out
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        same(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"], changed)
+
+    def test_an_order_that_cannot_be(self, tmp_path: Path) -> None:
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        for group in optimizer["param_groups"]:
+            del group["param_names"]
+        optimizer["param_groups"][0]["params"].reverse()
+        optimizer["param_groups"][1]["params"].reverse()
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"has \d+ entries in 2 groups, in no order"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    @pytest.mark.parametrize("given_names", [True, False])
+    def test_parameters_that_are_not_trained(self, given_names: bool, tmp_path: Path) -> None:
+        """They have no moments; what helps is told, and which, where names are there."""
+        optimizer = self.saved(tmp_path / "a.pt")["optimizer"]
+        name = optimizer["param_groups"][0]["param_names"][0]
+        del optimizer["state"][optimizer["param_groups"][0]["params"][0]]
+        for group in optimizer["param_groups"]:
+            if not given_names:
+                del group["param_names"]
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        told = f"none for {name}" if given_names else "none for the others"
+        with pytest.raises(ConfigError, match=rf"entries for \d+ parameters, and {told}, .*weights alone, --to hf"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / "a.pt"), str(tmp_path / "hf"), "--to", "hf"])
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0], "lr": 0.1}]},
+            {"state": {0: {}}, "param_groups": [{}]},
+            {"state": {0: {}}, "param_groups": [5]},
+            {"state": {"norm": 3}, "param_groups": []},
+            {"state": [1, 2], "param_groups": None},
+        ],
+        ids=str,
+    )
+    def test_an_optimizer_of_another_kind(self, optimizer: dict[str, Any], tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt", optimizer=optimizer)
+        with pytest.raises(ConfigError, match=r"a.pt: its optimizer"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    def test_a_file_of_old(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        torch.save(tree, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_views_and_transposes_are_read_as_they_are(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        right = tensors(tmp_path / "a.pt")
+        tree["model"] = {n: t.T.contiguous().T if t.ndim == 2 else t for n, t in tree["model"].items()}
+        torch.save(tree, tmp_path / "a.pt")
+        assert tensors(tmp_path / "a.pt") == right
+
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text"])
+    def test_damage(self, damage: str, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        data = (tmp_path / "a.pt").read_bytes()
+        broken = {"cut": data[:-900], "flipped": data[:70] + b"\xff" * 90 + data[160:], "empty": b"", "text": b"hello"}
+        (tmp_path / "a.pt").write_bytes(broken[damage])
+        with pytest.raises(ConfigError, match=r"a.pt: it is empty; give" if damage == "empty" else r"a.pt"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize("kind", ["run", "file"])
+    def test_views_of_one_storage(self, kind: str, tmp_path: Path) -> None:
+        """What a script keeps besides may be slices of one flat tensor, or turned."""
+        flat, matrix = torch.arange(12.0), torch.arange(6.0).reshape(2, 3)
+        averages = {"a": flat[:4], "b": flat[4:8], "c": flat[8:], "turned": matrix.T, "half": flat.bfloat16()[1:3]}
+        saved = self.saved(tmp_path / "a.pt", ema=averages)
+        if kind == "run":
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        main([str(tmp_path / ("run" if kind == "run" else "a.pt")), str(tmp_path / "b.pt")])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)["ema"]
+        assert back.keys() == saved["ema"].keys() == averages.keys()
+        for name, tensor in averages.items():
+            assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
+
+    @pytest.mark.parametrize("kind", ["torch", "dcp"])
+    def test_checksums(self, kind: str, tmp_path: Path) -> None:
+        """Each record has its own, as in what torch.save writes; and a flipped number is seen."""
+        made = written(tmp_path / "made", kind, content_of(self.model))
+        files = sorted(made.rglob("*.distcp")) if kind == "dcp" else [made]
+        assert len(files) == (1 if kind == "torch" else 4 * len(entries("torch_ref", self.model)) + 1)
+        for file in files:
+            with zipfile.ZipFile(file) as archive:
+                assert archive.testzip() is None
+                records = [info for info in archive.infolist() if "/data/" in info.filename]
+                record = max(records, key=lambda info: info.file_size)
+        content = bytearray(files[-1].read_bytes())
+        content[record.header_offset + record.file_size] ^= 1
+        files[-1].write_bytes(content)
+        with zipfile.ZipFile(files[-1]) as archive:
+            assert archive.testzip() is not None
+        if kind == "torch":
+            with pytest.raises(ConfigError, match=r"its record \S+ has changed since it was written"):
+                main([str(made), str(tmp_path / "run"), "--verify"])
+
+    def test_a_copy_of_a_checkpoint_is_of_no_run(self, tmp_path: Path) -> None:
+        """What lies beside it there need not be its own."""
+        self.saved(tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        (found,) = (tmp_path / "run" / "checkpoints").iterdir()
+        copy = shutil.copytree(found, tmp_path / "run" / "exports" / found.name)
+        assert orbax_files.opened(found).origin.kind == "torch" and orbax_files.opened(copy).origin == Origin()
+
+    @pytest.mark.parametrize("what", ["origin.json", "extras.pt", "files/config.json"])
+    def test_damage_to_what_waits_for_the_way_back(self, what: str, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        (tmp_path / "config.json").write_text("{}")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+        file = tmp_path / "run" / "origin" / what
+        content = bytearray(file.read_bytes())
+        content[-2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} has changed"):
+            main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+        file.unlink()
+        with pytest.raises(ConfigError, match=rf"origin is damaged: its file {what} is missing"):
+            main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
+
+    def test_files_that_none_of_ours_put_there(self, tmp_path: Path) -> None:
+        """Neither take the place of weights nor lead outside."""
+        source = written(tmp_path / "a", "hf", content_of(self.model))
+        main([str(source), str(tmp_path / "run")])
+        files = tmp_path / "run" / "origin" / "files"
+        (files / "model.safetensors").write_text("mine")
+        main([str(tmp_path / "run"), str(tmp_path / "b"), "--to", "hf"])
+        assert tensors(tmp_path / "b") == tensors(source)
+        (tmp_path / "secret").write_text("secret")
+        (files / "tokenizer.json").symlink_to(tmp_path / "secret")
+        with pytest.raises(ConfigError, match=r"'tokenizer\.json' is outside of"):
+            main([str(tmp_path / "run"), str(tmp_path / "c"), "--to", "hf"])
+
+    def test_a_tensor_that_shows_few_numbers_often(self, tmp_path: Path) -> None:
+        tree = self.saved(tmp_path / "a.pt")
+        torch.save(tree | {"more": torch.zeros(1).expand(10**14)}, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a tensor \(100000000000000,\) is larger than the file"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+    def script(self, file: Path, rule: Any = None, **keys: str) -> tuple[dict[str, Any], Any]:
+        """What a script of torch's own saves after five steps, `keys` being its names of the parts."""
+        written(file, "torch", content_of(self.model))
+        weights = torch.load(file, weights_only=True)["model"]
+        shapes = entries("huggingface", self.model)
+        parameters = [(n, torch.nn.Parameter(weights[n])) for n in shapes]
+        groups = [[(n, p) for n, p in parameters if (p.ndim >= 2) == wide] for wide in (True, False)]
+        optimizer = torch.optim.AdamW(
+            [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}],
+            lr=1e-3, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.03,
+        )  # fmt: skip
+        schedule = rule and rule(optimizer)
+        for _ in range(5):
+            for _, parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            if schedule:
+                schedule.step()
+        name = {key: keys.get(key, key) for key in ("model", "optimizer", "step", "scheduler")}
+        tree = {"args": {"seed": 3}, name["model"]: dict(weights), name["optimizer"]: optimizer.state_dict()}
+        tree[name["model"]] |= {n: p.detach().clone() for n, p in parameters}
+        tree |= {name["step"]: 5} | ({name["scheduler"]: schedule.state_dict()} if schedule else {})
+        torch.save(tree, file)
+        return torch.load(file, weights_only=True), optimizer
+
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            None,
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4),
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o,
+                [torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 20)],
+                [3],
+            ),
+        ],
+        ids=["none", "cosine", "sequential"],
+    )
+    @pytest.mark.parametrize("through", ["orbax", "dcp", "torch"])
+    def test_a_script_gets_back_what_it_saved(self, through: str, rule: Any, tmp_path: Path) -> None:
+        """All of it under its keys in their order, and none of ours: groups, schedule, step."""
+        saved, optimizer = self.script(
+            tmp_path / "a.pt", rule, model="state_dict", step="global_step", scheduler="lr_scheduler"
+        )
+        config = ["--model", self.config(tmp_path)]
+        main([str(tmp_path / "a.pt"), str(tmp_path / "there"), "--to", through, *config])
+        main([str(tmp_path / "there"), str(tmp_path / "b.pt"), *(config if through == "torch" else [])])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        assert list(back) == list(saved)
+        same(back, saved)
+        optimizer.load_state_dict(back["optimizer"])
+
+    def test_the_optimizer_goes_along(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Its settings are the run's, and its peak; the schedule is that of --model."""
+
+        def of(rule: Any, *arguments: str) -> Any:
+            self.script(tmp_path / "a.pt", rule)
+            given = ["--model", self.config(tmp_path, schedule=True), *arguments]
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *given])
+            return checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+
+        with pytest.raises(ConfigError, match=r"its rate of now is 0.001, and the schedule of --model has 0.00125 at"):
+            of(None)
+        o, default = of(None, "--peak", "now"), experiment_for(self.model.model_dump(), "test").optimizer
+        assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
+        assert (o.decay, o.warmup) == (default.decay, default.warmup)
+        assert "scheduler" not in capsys.readouterr().out
+        assert of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)).learning_rate == 1e-3
+        told = "its peak, 0.001, goes on by the schedule of --model, whose own is 0.005; --peak schedule takes"
+        assert told in capsys.readouterr().out
+        exponential = of(lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "--peak", "schedule")
+        assert exponential.learning_rate == default.learning_rate
+
+    def test_without_a_scheduler_the_rate_stays(self, tmp_path: Path) -> None:
+        """Where no config says otherwise."""
+        self.script(tmp_path / "a.pt")
+        (tmp_path / "config.json").write_text(json.dumps(to_settings(self.model, "float32")))
+        o = torch_files.opened(tmp_path / "a.pt").experiment.optimizer
+        assert (o.learning_rate, o.decay, o.warmup) == (1e-3, "constant", 0)
+
+    def test_more_steps_change_the_groups(self, tmp_path: Path) -> None:
+        """Once more steps were made, rate and counters are those of now, under the script's names."""
+        self.script(tmp_path / "a.pt", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, 1e-4))
+        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        later = replace(content, step=25, updates=25)
+        torch_files.write(tmp_path / "b.pt", Conversion(later, "huggingface"))
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        rate = float(learning_rate(content.experiment.optimizer, content.experiment.train.steps, jnp.asarray(26)))
+        rates = [group["lr"] for group in back["optimizer"]["param_groups"]]
+        assert "experiment" in back  # which says how it went on
+        assert rates == pytest.approx([rate] * 2, rel=1e-6) and back["scheduler"]["_last_lr"] == rates
+        assert (back["step"], back["scheduler"]["last_epoch"], back["scheduler"]["T_max"]) == (25, 25, 50)
+        assert {float(state["step"]) for state in back["optimizer"]["state"].values()} == {25.0}
+
+    @pytest.mark.parametrize("step", [7.0, np.int64(7), np.float64(7.0), torch.tensor(7), torch.tensor(7.0)], ids=repr)
+    def test_a_step_of_any_type(self, step: Any, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        torch.save(saved | {"step": step}, tmp_path / "a.pt")
+        experiment = experiment_for(self.model.model_dump(), "test")
+        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 7
+        torch.save(saved | {"step": 7.5}, tmp_path / "a.pt")
+        assert torch_files.opened(tmp_path / "a.pt", experiment).step == 5  # as the optimizer counted
+
+    def test_an_optimizer_before_its_first_step(self, tmp_path: Path) -> None:
+        """It comes back as it was; and with ours once there are moments."""
+        saved, _ = self.script(tmp_path / "a.pt")
+        saved["optimizer"]["state"], saved["step"] = {}, 0
+        torch.save(saved, tmp_path / "a.pt")
+        content = torch_files.opened(tmp_path / "a.pt", experiment_for(self.model.model_dump(), "test"))
+        torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        same(back, saved)
+        moments = dict.fromkeys(STATES["adamw"], content.groups[PARAMETERS])
+        later = replace(content, groups={**content.groups, **moments}, step=3, updates=3)
+        torch_files.write(tmp_path / "c.pt", Conversion(later, "huggingface"))
+        state = torch.load(tmp_path / "c.pt", weights_only=True)["optimizer"]
+        assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            ({"amsgrad": True}, "has amsgrad = True"),
+            ({"maximize": True}, "has maximize = True"),
+            ({"decoupled_weight_decay": False, "weight_decay": 0.1}, "has decoupled_weight_decay = False"),
+            ({"lr": 1e-2}, "learning_rate of its optimizer's groups are"),
+            ({"betas": (0.1, 0.2)}, "beta1 of its optimizer's groups are"),
+        ],
+    )
+    def test_what_our_optimizer_cannot_do(self, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        saved["optimizer"]["param_groups"][0] |= change
+        torch.save(saved, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=f"a.pt: .*{says}"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        assert not (tmp_path / "run").exists()
+
+    def test_a_rate_that_is_a_tensor(self, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        for group in saved["optimizer"]["param_groups"]:
+            group["lr"] = torch.tensor(2e-3)
+        torch.save(saved, tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+        kept = checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+        assert kept.learning_rate == pytest.approx(2e-3, rel=1e-7)
+
+    @pytest.mark.parametrize("step", [float("nan"), float("inf"), 1e30, 2.0**40, 0.5, -1.0])
+    def test_a_step_that_cannot_be(self, step: float, tmp_path: Path) -> None:
+        saved, _ = self.script(tmp_path / "a.pt")
+        for state in saved["optimizer"]["state"].values():
+            state["step"] = torch.tensor(step)
+        torch.save(saved, tmp_path / "a.pt")
+        with pytest.raises(ConfigError, match=r"a.pt: step = .* of its optimizer; give a whole number"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
+
+    def test_other_parts_of_the_same_name(self, tmp_path: Path) -> None:
+        """A model's name, a script's own experiment, a config.json that is none of a model."""
+        saved, _ = self.script(tmp_path / "a.pt", model="state_dict")
+        (tmp_path / "config.json").write_text('{"batch": 3}')
+        torch.save({"model": "qwen"} | saved | {"experiment": {"name": "run1"}}, tmp_path / "a.pt")
+        main([str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), "--model", self.config(tmp_path)])
+        back = torch.load(tmp_path / "b.pt", weights_only=True)
+        same(back, {"model": "qwen"} | saved | {"experiment": {"name": "run1"}})
+
+    def test_a_zip_without_its_directory(self, tmp_path: Path) -> None:
+        self.saved(tmp_path / "a.pt")
+        data = (tmp_path / "a.pt").read_bytes()
+        place = data.index(b"PK\x01\x02")
+        (tmp_path / "a.pt").write_bytes(data[:place] + b"none" + data[place + 4 :])
+        with pytest.raises(ConfigError, match=r"a.pt"):
+            main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert that two trees are the same to the bit; what was a tuple may be a list."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    else:
+        assert a == b

@@ -1,0 +1,48 @@
+"""Tensors of a file between whose numbers others lie: read in pieces, whatever their strides."""
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+torch_leaves = importlib.import_module("jaxdist.convert.kinds.torch_leaves")
+
+SHOWN = {
+    "a column": lambda x: x[:, 5],
+    "some columns": lambda x: x[:, 3:9],
+    "some columns, turned": lambda x: x[:, 3:9].T,
+    "every seventh row": lambda x: x[::7],
+    "one number of each block": lambda x: x.reshape(4, 16, 8, 8)[:, 3, :, 1],
+    "four of two axes alike": lambda x: x.as_strided((2, 2), (140, 140)),
+    "all": lambda x: x,
+    "all, turned": lambda x: x.T,
+    "nothing": lambda x: x[:0, :3],
+    "one number": lambda x: x[3, 4],
+    "one row, many times": lambda x: x[:1].expand(9, 64),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
+def test_what_lies_between_is_read_a_little_at_a_time(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = SHOWN[what](torch.arange(4096.0).reshape(64, 64))
+    torch.save(shown, tmp_path / "a.pt")
+    counts: list[int] = []
+    right = torch_leaves.buffers.read
+
+    def read(path: Path, start: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        counts.append(math.prod(shape) * dtype.itemsize)
+        return right(path, start, shape, dtype)
+
+    monkeypatch.setattr(torch_leaves.buffers, "read", read)
+    monkeypatch.setattr(torch_leaves, "PIECE", 600)
+    leaf = torch_leaves.leaf(tmp_path / "a.pt", "a", torch_files.load(tmp_path / "a.pt"))
+    found = leaf.read()
+    assert np.array_equal(found, shown.numpy()) and found.dtype == np.float32 and found.flags.c_contiguous
+    assert max(counts) <= (leaf.besides or leaf.bytes) and leaf.besides <= 600

@@ -1,0 +1,63 @@
+"""The tree of tensors in a file of `torch.save`, whose numbers are read from their place in the file when asked for."""
+
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._weights_only_unpickler import Unpickler
+from torch.storage import TypedStorage, UntypedStorage
+
+from jaxdist.convert.kinds import torch_numpy
+from jaxdist.formats.torch_pickles import rehearse
+from jaxdist.formats.torch_zips import Place, opened, storage_of
+
+
+class Records:
+    """Those of a file, or of a part of it."""
+
+    def __init__(self, path: Path, part: Place | None = None) -> None:
+        """Raises OSError, ValueError or BadZipFile, and ConfigError for numbers of another byte order."""
+        self.path, self.storages = path, dict[Place, UntypedStorage]()
+        self.mapping: Any = None
+        self.pickle, self.places = opened(path, part)
+
+    def tree(self, mapped: bool = False) -> Any:
+        """What was saved. Its tensors are on the meta device, and `place` says where they lie; or they are `mapped`
+        into memory. Raises UnpicklingError, ValueError, and whatever else a damaged pickle leads to."""
+        self.storages.clear()
+        rehearse(io.BytesIO(self.pickle), len(self.pickle))
+        reader: Any = Unpickler(io.BytesIO(self.pickle), encoding="utf-8")
+        reader.persistent_load = partial(self._storage, self._mapped if mapped else _on_meta)
+        with torch_numpy.allowed():
+            return reader.load()
+
+    def _storage(self, made: Callable[[Place], UntypedStorage], said: Any) -> TypedStorage:
+        """What a pickle says of a storage: its type, its key, where it was, and how many numbers it has."""
+        _, kind, key, _, count = said
+        dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
+        asked = storage_of(self.places, key, str(dtype), dtype.itemsize, count)
+        if asked not in self.storages:
+            self.storages[asked] = made(asked)
+            self.storages[asked].place = asked  # type: ignore[attr-defined]
+        return TypedStorage(wrap_storage=self.storages[asked], dtype=dtype, _internal=True)
+
+    def _mapped(self, place: Place) -> UntypedStorage:
+        if self.mapping is None:
+            self.mapping = UntypedStorage.from_file(str(self.path), False, self.path.stat().st_size)
+        return cast(UntypedStorage, self.mapping[place.start : place.start + place.size])
+
+
+def _on_meta(place: Place) -> UntypedStorage:
+    return UntypedStorage(place.size, device="meta")
+
+
+def place(tensor: Tensor) -> Place:
+    """Where the storage of a tensor on the meta device lies in its file. Raises ValueError where it has none there."""
+    storage: Any = tensor.untyped_storage()
+    if (found := getattr(storage, "place", None)) is None:
+        raise ValueError("it was saved without its numbers, on torch's meta device")
+    return cast(Place, found)

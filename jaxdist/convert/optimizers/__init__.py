@@ -1,0 +1,1 @@
+"""Optimizer state, learning rates, schedules and loss scales of other trainers, as ours and back."""

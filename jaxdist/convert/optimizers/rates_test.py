@@ -1,0 +1,209 @@
+"""One optimizer has one schedule, whatever it is saved in: a torch file, a folder of Accelerate, a DCP, DeepSpeed's."""
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tomli_w
+
+from jaxdist.command_line.arguments import load
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.content import Content
+from jaxdist.convert.convert_test import MODELS
+from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
+from jaxdist.convert.kinds.formats_test import content_of, written
+from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.convert.optimizers.rates import rate_at
+from jaxdist.formats.hf import experiment_for
+from jaxdist.formats.sources import kind_of
+
+torch = pytest.importorskip("torch")
+dcp = importlib.import_module("torch.distributed.checkpoint")
+save_file = importlib.import_module("safetensors.torch").save_file
+
+LLAMA = MODELS["LlamaForCausalLM"]
+DONE = deepspeed.STEP
+PEAK, LEAST, STEPS = 3e-4, 3e-5, 200
+
+
+def cosine(step: int) -> float:
+    """torch's CosineAnnealingLR at a step of ours, counted from 1."""
+    return LEAST + (PEAK - LEAST) * (1 + math.cos(math.pi * (step - 1) / STEPS)) / 2
+
+
+class Saved(NamedTuple):
+    """What a loop has of learning rates: settings of its groups, the state of its scheduler."""
+
+    group: dict[str, Any]
+    scheduler: dict[str, Any]
+
+
+COUNTERS = {"last_epoch": DONE, "_step_count": DONE + 1, "base_lrs": [PEAK] * 2, "_last_lr": [1e-4] * 2}
+ALONE = Saved({"lr": 1e-4}, {})
+LAMBDA = Saved({"lr": 1e-4, "initial_lr": PEAK}, COUNTERS | {"lr_lambdas": [None, None]})
+COSINE = Saved({"lr": cosine(DONE + 1), "initial_lr": PEAK}, COUNTERS | {"T_max": STEPS, "eta_min": LEAST})
+
+
+def tree(folder: Path, saved: Saved) -> dict[str, Any]:
+    """Model and optimizer, as a script saves them."""
+    found: dict[str, Any] = torch.load(written(folder / "a.pt", "torch", content_of(LLAMA)), weights_only=True)
+    for entry in found["optimizer"]["state"].values():
+        entry["step"] = torch.tensor(float(DONE))
+    for group in found["optimizer"]["param_groups"]:
+        del group["initial_lr"]
+        group |= saved.group
+    return {"model": found["model"], "optimizer": found["optimizer"]}
+
+
+def file(folder: Path, saved: Saved) -> Path:
+    scheduler = {"scheduler": saved.scheduler} if saved.scheduler else {}
+    torch.save(tree(folder, saved) | scheduler | {"step": DONE}, folder / "a.pt")
+    return folder / "a.pt"
+
+
+def accelerate(folder: Path, saved: Saved) -> Path:
+    found, made = tree(folder, saved), folder / "state"
+    made.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in found["model"].items()}, made / "model.safetensors")
+    torch.save(found["optimizer"], made / "optimizer.bin")
+    if saved.scheduler:
+        torch.save(saved.scheduler, made / "scheduler.bin")
+    return made
+
+
+def distributed(folder: Path, saved: Saved) -> Path:
+    found = tree(folder, saved)
+    groups, state = found["optimizer"]["param_groups"], found["optimizer"]["state"]
+    names = {i: n for group in groups for i, n in zip(group["params"], group["param_names"], strict=True)}
+    entries = {
+        f"state.{names[i]}.{key}": value for i, entry in state.items() for key, value in entry.items()
+    } | {
+        f"param_groups.{name}.{key}": value
+        for group in groups
+        for name in group["param_names"]
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }  # fmt: skip
+    made = {"model": found["model"], "optimizer": entries, "train_state": {"step": torch.tensor(DONE)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is here
+        scheduler = {"lr_scheduler": saved.scheduler} if saved.scheduler else {}
+        dcp.save(made | scheduler, checkpoint_id=folder / "step", no_dist=True)
+    return folder / "step"
+
+
+def zero(folder: Path, saved: Saved) -> Path:
+    with pytest.MonkeyPatch.context() as patched:
+        for key, value in saved.group.items():
+            patched.setitem(deepspeed.SETTINGS, key, value)
+        made = deepspeed.zero_2(folder / "zero", deepspeed.Trained(folder), lr_scheduler=saved.scheduler or None)
+    (made / "config.json").unlink()
+    return made
+
+
+Save = Callable[[Path, Saved], Path]
+SOURCES: tuple[Save, ...] = (file, accelerate, distributed, zero)
+
+
+def model(**schedule: Any) -> Experiment:
+    """What --model has: a model section, and a schedule if one is given."""
+    values = experiment_for(LLAMA.model_dump(), "test").model_dump(exclude_unset=True)
+    return Experiment.parse(values | ({"optimizer": schedule, "train": {"steps": STEPS}} if schedule else {}), "test")
+
+
+def opened(path: Path, wanted: Experiment, **peak: Any) -> Content:
+    return KINDS[kind_of(path)].format.opened(path, wanted, **peak)
+
+
+def next_rates(content: Content) -> list[float]:
+    assert content.step == content.updates == DONE
+    return [rate_at(content.experiment, step) for step in range(DONE + 1, STEPS + 1, 9)]
+
+
+@pytest.mark.parametrize("save", SOURCES)
+def test_without_a_rule_the_rate_of_now_stays(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And it is said, whether there is a scheduler or none."""
+    for saved, reason in ((ALONE, "it has no schedule"), (LAMBDA, "the rule of its scheduler is not in it")):
+        (folder := tmp_path / reason).mkdir()
+        content = opened(save(folder, saved), model())
+        assert next_rates(content) == pytest.approx([1e-4] * 9, rel=1e-9)
+        assert f"{reason}; its rate of now, 0.0001, stays; --model gives a schedule" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("save", SOURCES)
+def test_the_rule_of_a_scheduler_goes_on(save: Save, tmp_path: Path) -> None:
+    content = opened(save(tmp_path, COSINE), model())
+    assert next_rates(content) == pytest.approx([cosine(step) for step in range(DONE + 1, STEPS + 1, 9)], rel=1e-6)
+
+
+SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAST / PEAK}
+
+
+@pytest.mark.parametrize("save", SOURCES)
+def test_a_given_schedule_decides_the_rates_to_come(
+    save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept where it has the rate of now, refused where it has another, of the groups' own peak where they tell it."""
+    right = [cosine(step) for step in range(DONE + 1, STEPS + 1, 9)]
+    given = model(learning_rate=PEAK, **SHAPE)
+    for name, group, peak in (
+        ("on", {"lr": cosine(DONE + 1)}, PEAK),
+        ("before", {"lr": cosine(DONE)}, PEAK),
+        ("own", {"lr": 1e-4, "initial_lr": PEAK / 2}, PEAK / 2),
+    ):
+        (tmp_path / name).mkdir()
+        content = opened(save(tmp_path / name, Saved(group, {})), given)
+        assert next_rates(content) == pytest.approx([rate * peak / PEAK for rate in right], rel=1e-6), name
+    assert "its peak, 0.00015, goes on by the schedule of --model, whose own is 0.0003" in capsys.readouterr().out
+    off = save(tmp_path, ALONE)
+    there = f"{cosine(DONE):g} at step {DONE} and {cosine(DONE + 1):g} at step {DONE + 1}"
+    with pytest.raises(ConfigError, match=rf"rate of now is 0.0001, and the schedule of --model has {there}; give"):
+        opened(off, given)
+    assert next_rates(opened(off, given, peak="schedule")) == pytest.approx(right, rel=1e-6)
+    assert next_rates(opened(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
+
+
+@pytest.mark.parametrize("save", SOURCES)
+def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) -> None:
+    """By the command, for every kind whose optimizer is torch's."""
+    source, config = save(tmp_path, ALONE), tmp_path / "model.toml"
+    given = model(learning_rate=PEAK, **SHAPE).model_dump(exclude_unset=True)
+    config.write_text(tomli_w.dumps(given))
+    command = [str(source), str(tmp_path / "run"), "--to", "orbax", "--model", str(config)]
+    with pytest.raises(ConfigError, match=r"give --peak schedule to go on by .* or --peak now"):
+        main(command)
+    assert not (tmp_path / "run").exists()
+    main([*command, "--peak", "schedule"])
+    assert rate_at(load(tmp_path / "run" / "config.toml", {}), DONE + 1) == pytest.approx(cosine(DONE + 1))
+
+
+def test_the_flag_without_a_schedule_is_refused(tmp_path: Path) -> None:
+    """And of a kind that has no such optimizer."""
+    source = file(tmp_path, LAMBDA)
+    with pytest.raises(ConfigError, match=r"--peak schedule: .* has no schedule that can be read; give one by --model"):
+        opened(source, model(), peak="schedule")
+    assert opened(source, model(learning_rate=2e-4), peak="schedule").experiment.optimizer.learning_rate == 2e-4
+    main([str(source), str(tmp_path / "hf"), "--to", "hf", "--model", str(section(tmp_path))])
+    with pytest.raises(ConfigError, match=r"--peak: SOURCE .* it belongs to deepspeed, trainer, dcp, torch; leave it"):
+        main([str(tmp_path / "hf"), str(tmp_path / "run"), "--peak", "now"])
+    with pytest.raises(ConfigError, match=r"--peak now: of .* no optimizer is read, which has a rate; leave it out"):
+        main([str(source), str(tmp_path / "more"), "--to", "hf", "--model", str(section(tmp_path)), "--peak", "now"])
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_checkpoint_of_ours_has_its_schedule(kind: str, tmp_path: Path) -> None:
+    source = written(tmp_path / ("a.pt" if kind == "torch" else "a"), kind, content_of(MODELS["LlamaForCausalLM"]))
+    command = [str(source), str(tmp_path / "run"), "--to", "orbax"]
+    with pytest.raises(ConfigError, match=r"--peak now: .* is jaxdist's own, and its config has its schedule; leave"):
+        main([*command, "--peak", "now"])
+    main(command)
+
+
+def section(folder: Path) -> Path:
+    (folder / "section.toml").write_text(tomli_w.dumps(model().model_dump(exclude_unset=True)))
+    return folder / "section.toml"

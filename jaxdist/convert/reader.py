@@ -1,8 +1,0 @@
-"""How JAX's side reads what is not numpy's, for the neutral readers of sources."""
-
-from jaxdist.convert import dcp_files, torch_files
-from jaxdist.convert.entries import shapes_of
-from jaxdist.convert.torch_leaves import leaf
-from jaxdist.formats.leaves import Reader
-
-READER = Reader(torch_files.load, leaf, lambda folder: dcp_files.Tensors(folder).parameters, shapes_of)

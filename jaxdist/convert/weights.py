@@ -1,0 +1,87 @@
+"""Weights from any source, laid out for a program."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.config import ConfigError, Experiment, same_model
+from jaxdist.convert.content import PARAMETERS
+from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.convert.stream import Conversion
+from jaxdist.convert.vocabulary import resized, vocabulary_of
+from jaxdist.formats.companions import CONFIG
+from jaxdist.formats.described import Source, of_experiment, source_of
+from jaxdist.formats.finite import of_start
+from jaxdist.formats.origin import Beside, beside
+from jaxdist.formats.sources import kind_of
+from jaxdist.formats.tables import OWN
+from jaxdist.training import checkpoint, orbax_io
+from jaxdist.training.finite import check_start
+from jaxdist.training.program import Program
+
+
+def source_experiment(path: Path) -> Experiment:
+    """The experiment of a checkpoint; where it has none, the defaults around its model. Raises ConfigError."""
+    kind = kind_of(path)
+    if kind == "torch":
+        from jaxdist.convert.kinds.torch_files import experiment_in  # torch, where there is one
+
+        return experiment_in(path)
+    if kind == "orbax":
+        return checkpoint.read_experiment(path)
+    return KINDS[kind].format.opened(path, training=False).experiment
+
+
+def described(path: Path) -> Source | None:
+    """What both backends can tell of the model at `path`, or what a reader of checkpoints can; None where the file does
+    not say. Raises ConfigError as `source_of`."""
+    if found := source_of(path):
+        return found
+    with suppress(ConfigError):  # whoever reads the weights says what is wrong
+        return of_experiment(path, source_experiment(path))
+    return None
+
+
+def lies_beside(path: Path) -> Beside | None:
+    """What a run that begins with these weights keeps for the way back; also of what only a reader of checkpoints can
+    open. Raises ConfigError as `beside`."""
+    if (found := beside(path)) is not None:
+        return found
+    with suppress(ConfigError):
+        origin = KINDS[kind_of(path)].format.opened(path, training=False).origin
+        return Beside(origin.files, origin.dtype) if CONFIG in origin.files else None
+    return None
+
+
+def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, jax.Array]:
+    """The weights of a `located` checkpoint of any kind, laid out for the program, one at a time where it is not ours;
+    with `ema` their moving average.
+
+    Raises ConfigError, also where the model of the source differs in what shapes cannot show, such as a window, and
+    where a weight is not finite.
+    """
+    abstract, model = program.abstract.parameters, program.experiment.model
+    found = checkpoint.read_experiment(path) if checkpoint.is_checkpoint(path) else None
+    if found and not ema and vocabulary_of(found.model) == vocabulary_of(model):
+        same_model(model, found.model, str(path))
+        weights = orbax_io.restore(path, parameters=abstract).parameters
+        check_start(program, path, weights, found.precision.parameters)
+        return program.placed(weights)
+
+    def put(a: Any, array: Any) -> jax.Array:
+        def part(index: Any) -> Any:
+            with np.errstate(over="ignore"):  # it is looked at below
+                return array[index].astype(a.dtype)
+
+        return jax.make_array_from_callback(a.shape, a.sharding, part)
+
+    content = KINDS[kind_of(path)].format.opened(path, program.experiment, training=ema)
+    content = resized(content.averaged(path) if ema else content, model)
+    conversion = Conversion(content, OWN, widen=True, nonfinite="refuse")
+    weights = {name: put(abstract[name], array) for _, name, array in conversion.stream(PARAMETERS)}
+    conversion.refuse(path, of_start(path))
+    check_start(program, path, weights, None)
+    return program.placed(weights)

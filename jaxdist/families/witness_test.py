@@ -1,0 +1,325 @@
+"""The models compute what transformers' own do, from weights that both read from files."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import GPT2 as GPT2_CONFIG
+from jaxdist.config import ConfigError, Experiment
+from jaxdist.convert import experiment_for, read_hf
+from jaxdist.families import gpt2, layers, llama, mixtral
+from jaxdist.formats.hf import from_settings, to_settings
+from jaxdist.formats.hf_keys import GELUS
+from jaxdist.formats.tables import HUGGINGFACE, Table
+from jaxdist.ops import attention, rotary
+from jaxdist.parallel import context, sharding
+from jaxdist.parallel.collectives import Parallel
+from jaxdist.parallel.mesh import make_mesh
+from jaxdist.training.program import Program
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+BOUND = 2e-6  # relative L2 between float32 logits
+TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40), dtype=np.int32)
+
+# Sizes that hide nothing: 6 query heads on 2 kv heads, H·C = 48 ≠ D, an odd vocabulary.
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+GPT2 = {"vocab_size": 97, "n_embd": 36, "n_layer": 3, "n_head": 6, "n_positions": 48, "n_inner": 44}
+# Shapes that do not give a mistaken mapping away.
+SQUARE = {"intermediate_size": 36, "num_key_value_heads": 6, "head_dim": 6}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+MIXTRAL = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    **SIZES,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "output_router_logits": True,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SIZES),
+    "llama biases": ("Llama", {**SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
+    "llama3": ("Llama", {**SIZES, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 7}),
+    "mistral no window": ("Mistral", {**SIZES, "sliding_window": None}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2 tied window": ("Qwen2", {**SIZES, **WINDOW, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SIZES),
+    "qwen3 biases window": ("Qwen3", {**SIZES, **WINDOW, "attention_bias": True}),
+    "qwen3 square": ("Qwen3", {**SIZES, **SQUARE}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2 square": ("GPT2", {**GPT2, "n_inner": 36}),
+    "gpt2 exact": ("GPT2", {**GPT2, "activation_function": "gelu"}),
+    "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {**MIXTRAL, "sliding_window": 7}),
+    "mixtral square": ("Mixtral", {**MIXTRAL, **SQUARE}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe biases": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
+}
+
+
+class Witness(NamedTuple):
+    """A Hugging Face folder, what we read from it, and transformers' logits [B, T, V]."""
+
+    folder: Path
+    experiment: Experiment
+    parameters: dict[str, np.ndarray]
+    logits: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def witness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Witness]:
+    """The witness of a case, made once."""
+    made: dict[str, Witness] = {}
+
+    def make(case: str) -> Witness:
+        if case not in made:
+            made[case] = _witness(*CASES[case], tmp_path_factory.mktemp("hf"))
+        return made[case]
+
+    return make
+
+
+def _witness(family: str, settings: dict[str, Any], path: Path) -> Witness:
+    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
+    model = getattr(transformers, family + head)(config).eval()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # norms far from 1, biases far from 0: none may be left out
+            p.copy_(
+                torch.randn(p.shape, generator=random) * 0.2 + float("norm" in name or "ln_" in name) * (p.ndim == 1)
+            )
+        logits = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    model.save_pretrained(path)
+    read, parameters = read_hf(path)
+    return Witness(path, experiment_for(read.model_dump(), "test"), parameters, logits)
+
+
+def error(witness: Witness, **changes: Any) -> float:
+    """Relative L2 distance of our logits from the witness's; `changes` are fields of the model."""
+    _, experiment, parameters, logits = witness
+    experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    ours = program.logits({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)
+    assert ours.dtype == np.float32 and ours.shape == logits.shape
+    return float(np.linalg.norm(ours - logits) / np.linalg.norm(logits))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
+    assert error(witness(case)) < BOUND
+
+
+def balance(witness: Witness) -> float:
+    """What ours adds to the loss, over its weight, on two devices that have a row of TOKENS each."""
+    _, experiment, parameters, _ = witness
+    parallel = experiment.parallel.model_copy(update={"mesh": "data=2", "strategy": "ddp"})
+    experiment = experiment.model_copy(update={"parallel": parallel})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+
+    def function(parameters: Any, tokens: jax.Array) -> jax.Array:
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.PARTS)
+
+    specs = (program.specs.parameters, program.batch_specs[0])
+    added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
+    weight = experiment.model.balance  # type: ignore[union-attr]
+    return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
+
+
+def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' load_balancing_loss_func, of all blocks and tokens at once."""
+    made = witness("qwen3_moe")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
+    with torch.no_grad():
+        told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
+    assert balance(made) == pytest.approx(float(told), rel=BOUND)
+    monkeypatch.setattr(Parallel, "of_all_tokens", lambda self, sums: sums)  # planted: each row by itself
+    assert balance(made) != pytest.approx(float(told), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama", {"norm_eps": 2e-5}),
+        ("gpt2", {"norm_eps": 2e-5}),
+        ("llama", {"rope_theta": 10001.0}),
+        ("llama3", {"rope_scaling": "none"}),
+        ("llama3", {"rope_original_positions": 17}),
+        ("llama3", {"rope_high_freq_factor": 3.9}),
+        ("mistral", {"window": 6}),
+        ("mistral", {"window": 8}),
+        ("qwen2 tied window", {"window": 0}),
+        ("mixtral", {"norm_topk_prob": False}),
+        ("mixtral", {"capacity": 1.0}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_caught(case: str, changes: dict[str, Any], witness: Callable[[str], Witness]) -> None:
+    assert error(witness(case), **changes) > 5 * BOUND
+
+
+def interleaved(x: jax.Array, rotation: rotary.Rotation) -> jax.Array:
+    """Planted: pairs are neighbours, the layout of Meta's files."""
+    (cos, sin), (even, odd) = rotation, (x[..., ::2], x[..., 1::2])
+    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
+
+
+def other_head_order(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) -> jax.Array:
+    """Planted: query head h reads kv head h mod K."""
+    B, T, H, C = q.shape
+    groups = q.reshape(B, T, H // k.shape[2], k.shape[2], C).swapaxes(2, 3).reshape(q.shape)
+    out = attention.attend(groups, k, v, window)
+    return out.reshape(B, T, k.shape[2], H // k.shape[2], C).swapaxes(2, 3).reshape(q.shape)
+
+
+def unscaled(q: jax.Array, k: jax.Array, v: jax.Array, window: int = 0) -> jax.Array:
+    """Planted: scaled by 1/sqrt(D/H) where head_dim is another."""
+    return attention.attend(q * (8 / 6) ** 0.5, k, v, window)
+
+
+def unnormalized(norm: layers.RMSNorm, x: jax.Array) -> jax.Array:
+    """Planted: queries and keys are not normalized."""
+    return x if norm.scale[...].shape == (8,) else _rms(norm, x)
+
+
+_rms = layers.RMSNorm.__call__
+
+
+def exact_gelu(x: jax.Array, approximate: bool) -> jax.Array:
+    """Planted: the error function instead of its approximation by tanh."""
+    return _gelu(x, approximate=False)
+
+
+_gelu = jax.nn.gelu
+
+
+GELUS_OF_TRANSFORMERS = [name for name in transformers.activations.ACT2FN if "gelu" in name]
+
+
+@pytest.mark.parametrize("name", GELUS_OF_TRANSFORMERS)
+def test_every_gelu_of_transformers_is_decided(name: str) -> None:
+    """Those that are read are the function that the config names, and its slope; others are refused."""
+    settings = to_settings(GPT2_CONFIG(family="gpt2"), "float32") | {"activation_function": name}
+    if name not in GELUS:
+        with pytest.raises(ConfigError, match=rf"activation_function = '{name}'; jaxdist computes 'gelu_new'"):
+            from_settings(settings)
+        return
+    ours = gpt2.exact_gelu if from_settings(settings)["gelu"] == "exact" else partial(_gelu, approximate=True)
+    x = np.linspace(-6, 6, 1001, dtype=np.float32)
+    given = torch.tensor(x, requires_grad=True)
+    right = transformers.activations.ACT2FN[name](given)
+    right.sum().backward()
+    slope = jax.grad(lambda x: ours(x).sum())(jnp.asarray(x))
+    np.testing.assert_allclose(ours(jnp.asarray(x)), right.detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(slope, given.grad.numpy(), atol=1e-5)
+    assert np.abs(np.asarray(_gelu(x, approximate=ours is gpt2.exact_gelu)) - right.detach().numpy()).max() > 1e-4
+
+
+def the_least_probable(probabilities: jax.Array, k: int) -> jax.Array:
+    """Planted: sorted the other way."""
+    return jnp.argsort(probabilities, axis=-1)[..., :k]
+
+
+@pytest.mark.parametrize(
+    ("case", "owner", "name", "mistake"),
+    [
+        ("llama", llama, "rotate", interleaved),
+        ("llama", context, "attend", other_head_order),
+        ("llama", context, "attend", unscaled),
+        ("qwen3", layers.RMSNorm, "__call__", unnormalized),
+        ("llama", jax.nn, "silu", jax.nn.gelu),
+        ("gpt2", jax.nn, "gelu", exact_gelu),
+        ("mixtral", mixtral, "choose", the_least_probable),
+    ],
+)
+def test_a_planted_mistake_is_caught(
+    case: str,
+    owner: Any,
+    name: str,
+    mistake: Any,
+    witness: Callable[[str], Witness],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = witness(case)
+    monkeypatch.setattr(owner, name, mistake)
+    assert error(right) > 5 * BOUND
+
+
+def swapped(*pairs: tuple[str, str]) -> Callable[[Table], Table]:
+    """Planted: two names of ours change places."""
+    names = dict(pairs) | {b: a for a, b in pairs}
+
+    def plant(table: Table) -> Table:
+        rows = []
+        for row in table.rows:
+            ours = tuple(
+                next((name.replace(a, b) for a, b in names.items() if f".{a}." in name), name) for name in row.ours
+            )
+            rows.append(row._replace(ours=ours))
+        return table._replace(rows=rows)
+
+    return plant
+
+
+def flipped(part: str) -> Callable[[Table], Table]:
+    """Planted: a transpose is missing or too many."""
+    return lambda table: table._replace(
+        rows=[
+            row._replace(transpose=not row.transpose) if part in row.theirs and row.theirs.endswith(".weight") else row
+            for row in table.rows
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "plant"),
+    [
+        ("qwen3 square", swapped(("gate_proj", "up_proj"))),
+        ("qwen3 square", swapped(("q_proj", "k_proj"))),
+        ("qwen3 square", swapped(("k_proj", "v_proj"))),
+        ("qwen3 square", swapped(("attention_norm", "mlp_norm"))),
+        ("qwen3 square", swapped(("q_norm", "k_norm"))),
+        ("qwen3 square", flipped("q_proj")),
+        ("qwen3 square", flipped("o_proj")),
+        ("qwen3 square", flipped("down_proj")),
+        ("mixtral square", swapped(("gate_proj", "up_proj"))),
+        ("gpt2 square", swapped(("q_proj", "k_proj"))),
+        ("gpt2 square", swapped(("k_proj", "v_proj"))),
+        ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),
+        ("gpt2 square", flipped("attn.c_proj")),
+        ("gpt2 square", flipped("c_fc")),
+    ],
+)
+def test_a_mistaken_mapping_is_caught(
+    case: str,
+    plant: Callable[[Table], Table],
+    witness: Callable[[str], Witness],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = witness(case)
+    family = right.experiment.model.family
+    monkeypatch.setitem(HUGGINGFACE, family, plant(HUGGINGFACE[family]))
+    _, parameters = read_hf(right.folder)
+    assert error(right._replace(parameters=parameters)) > 5 * BOUND

@@ -1,0 +1,105 @@
+"""Files that others wrote, and in which nothing is believed: JSON, the index of a Hugging Face folder, a header.
+
+Both sides read them by these functions, so that what one refuses no other takes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxdist.config.bounded import FETCH, LFS, MOST_BYTES, POINTER, check_fetched, parse, read_json, size_of, within
+from jaxdist.config.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Foreign(NamedTuple):
+    """A file of another kind than its name says: what it is, and what to do about it."""
+
+    title: str
+    fix: str
+
+
+GGUF = "GGUF of llama.cpp, whose weights are mostly quantized"
+AGAIN, SAFELY = "download it again", "give the weights as safetensors, in a Hugging Face folder"
+MODELS = {b"GGUF": GGUF, b"\x89HDF": "a file of HDF5, as Keras writes it"}  # first bytes of a format -> its name
+BEGINNINGS = {  # first bytes of files of other formats that are found where weights are expected
+    LFS: Foreign(POINTER, FETCH),
+    b"<!DOCTYPE": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
+    b"<html": Foreign("a page of HTML, as a download that failed leaves it", AGAIN),
+    **{start: Foreign(title, SAFELY) for start, title in MODELS.items()},
+}
+
+
+def foreign_content(path: Path) -> Foreign | None:
+    """What a file is by its first bytes, where it is neither torch's nor safetensors'; also of a safetensors file, for
+    whoever looks for one of torch's. None where they do not tell. Raises OSError."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return Foreign("a safetensors file", f"rename it to {SINGLE}, beside config.json, and give the folder")
+    return next((found for beginning, found in BEGINNINGS.items() if start.startswith(beginning)), None)
+
+
+def check_files(folder: Path) -> None:
+    """What is to be opened by a library that opens anything. Raises OSError, and ValueError where something in `folder`
+    is neither file nor folder, or a link that leads outside."""
+    for entry in folder.rglob("*"):
+        name = entry.relative_to(folder).as_posix()
+        if not within(folder, name).is_dir():
+            try:
+                size_of(entry)
+            except ValueError as error:
+                raise ValueError(f"{name[:100]!r}: {error}") from None
+
+
+def indexed(folder: Path, name: str = INDEX) -> dict[str, Path] | None:
+    """Tensor -> file in `folder`, as its index of that `name` has it; None without an index. Raises ConfigError."""
+    index = folder / name
+    if not index.exists():
+        return None
+    try:
+        places = read_json(index)["weight_map"]
+        files = {file: within(folder, file) for file in set(places.values())}
+        return {name: files[file] for name, file in places.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{index}: {error!r}; give an index with a weight_map of names to files in its folder"
+        ) from None
+
+
+def check_index(folder: Path, places: Mapping[str, Path] | None, found: Mapping[str, Path], index: str = INDEX) -> None:
+    """Raises ConfigError where the index of `folder` has a tensor in another file than it was `found` in, or in none.
+
+    None is the index of a folder without one.
+    """
+    for name, file in (places or {}).items():
+        if found.get(name) != file:
+            there = f"it is in {found[name].name}" if name in found else "no file of the folder has it"
+            raise ConfigError(
+                f"{folder / index}: its weight_map has tensor {name[:200]} in {file.name}, and {there}; "
+                "give the index that belongs to these files"
+            )
+
+
+def check_header(path: Path) -> dict[str, int]:
+    """Tensor -> where its bytes begin in a safetensors file, once the library has opened it too.
+
+    Raises ConfigError where the file gives a tensor twice, or a header that is longer than itself.
+
+    The library refuses all else: overlaps and gaps, offsets and shapes beyond the file, and what is not of the format.
+    """
+    try:
+        size = size_of(path)
+        with path.open("rb") as file:
+            check_fetched(file.read(len(LFS)))
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size - 8, MOST_BYTES):
+                if found := foreign_content(path):
+                    raise ConfigError(f"{path} is {found.title}; {found.fix}")
+                raise ValueError(f"a header of {length:,} bytes in a file of {size:,}")
+            header = parse(file.read(length))
+        return {name: 8 + length + said["data_offsets"][0] for name, said in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path}: {error}; give a whole safetensors file") from None

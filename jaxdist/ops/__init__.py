@@ -1,0 +1,1 @@
+"""Operations on one device's arrays: attention, matrix products, rotations. They name no mesh axis."""

@@ -1,0 +1,27 @@
+"""Dtypes and device-varying types of arrays within `jax.shard_map`: conversions that send nothing."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """`x` in float32 or wider: what norms, softmax, rotations, the loss and every sum over tokens are computed in."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`x`, the same on all devices of `axes`, typed as differing there. Sends nothing."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def differing(x: jax.Array) -> frozenset[str]:
+    """The mesh axes along which `x` differs between devices, by its type."""
+    varying: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return varying
+
+
+def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x`, typed as differing wherever one of `others` does."""
+    axes = frozenset().union(*map(differing, others)) - differing(x)
+    return vary(x, tuple(sorted(axes))) if axes else x

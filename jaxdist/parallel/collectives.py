@@ -1,0 +1,264 @@
+"""The verbs by which a model speaks to the mesh, and what each sends.
+
+Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
+mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
+device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
+a strategy shards over fsdp it shards over expert and context too, but for experts, which expert has given out already.
+
+| verb | forward | backward |
+|---|---|---|
+| `use` | fsdp, if it reshards: all-gather, w(n-1)/n | zero2, fsdp: reduce-scatter, w(n-1)/n |
+| `enter` | nothing | all-reduce over tensor, 2x(n-1)/n |
+| `leave` | all-reduce over tensor, 2x(n-1)/n | nothing |
+| `enter`, sequence | all-gather over tensor, x(n-1)/n | reduce-scatter over tensor, x(n-1)/n |
+| `leave`, sequence | reduce-scatter over tensor, x(n-1)/n | all-gather over tensor, x(n-1)/n |
+| `attend` | over context: `parallel/context.py` | the same |
+| `experts` | over expert: `parallel/experts.py` | the same |
+| `stages` | over pipeline: `parallel/pipeline.py` | the same |
+| `of_all_times`, sequence | all-reduce over tensor of 2E numbers a microbatch | nothing |
+| `of_images`, but `replica` | all-reduce of 2C numbers a batch norm, over all axes that split images | the same |
+| `of_all_tokens` | all-reduce of E numbers a microbatch, over all axes that split tokens | nothing |
+| `own_times` | nothing | nothing, but see below |
+| `lookup` | nothing (its caller leaves) | nothing |
+| `highest_of_vocabulary`, `of_vocabulary` | all-reduces of 3 floats a token of the loss over tensor | nothing |
+
+A weight that is whole on each tensor device, which uses it for its own heads or, under sequence parallelism, times, has
+its gradient all-reduced over tensor, 2w(n-1)/n: JAX does so by its type.
+
+No verb asks whether an axis has size 1: a collective over one device costs a copy at most, and one path is one thing to
+test.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.flatten_util import ravel_pytree
+
+from jaxdist.config import Precision
+from jaxdist.ops.varying import vary, wide
+from jaxdist.parallel.rematerialization import on_device
+from jaxdist.parallel.sharding import PARTS, TOKENS, Cut, Strategy
+
+M = TypeVar("M", bound=nnx.Module)
+X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
+TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism splits
+
+
+class Weight(NamedTuple):
+    """A parameter as `use` takes it: this device's piece, and where its gradient is to arrive.
+
+    `sink` has the shape of the gradient accumulator; its value is never read. Differentiating with respect to the
+    sinks, not the pieces, lets parameters and gradients be laid out independently: all that tells strategies apart.
+    """
+
+    piece: jax.Array
+    sink: jax.Array | None
+
+
+def local(index: jax.Array, size: int) -> jax.Array:
+    """Indices into the vocabulary as those into this device's part of it, of `size`; outside of that, another's."""
+    return index - lax.axis_index("tensor") * size
+
+
+def held(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
+    mine = (index >= 0) & (index < size)
+    return mine, jnp.where(mine, index, 0)
+
+
+def of_vocabulary(sums: X) -> X:
+    """Sums over the whole vocabulary, of those over each device's part of it."""
+    return lax.psum(sums, "tensor")
+
+
+def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
+    """The largest values of the whole vocabulary, of those of each device's part. No gradient goes through it."""
+    return lax.pmax(highest, "tensor")
+
+
+def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
+    """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
+    return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
+
+
+def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
+    """Reduce-scatter of what is to be cut."""
+    return lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
+    # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
+    piece = on_device(piece)
+    # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over batch and stages before
+    # any use, so that nothing below sums its gradient there: the backward rule alone decides.
+    piece = vary(piece.astype(parallel.precision.compute), cut.replicas)
+    return gather(piece, cut) if parallel.strategy.reshards else vary(piece, cut.axes)
+
+
+def _whole_forward(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> Any:
+    return _whole(parallel, cut, piece, sink), None
+
+
+def _whole_backward(parallel: "Parallel", cut: Cut, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+    if parallel.strategy.gradients:
+        gradient = scatter(gradient.astype(parallel.precision.reduce), cut)
+    return None, gradient.astype(parallel.precision.parameters)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+class Context(Protocol):
+    """How a sequence is split over the mesh axis `context` (`parallel/context.py`). n: the size of the axis."""
+
+    def order(self, length: int, n: int) -> np.ndarray:
+        """The times [T] in the order in which the devices hold them, equally many each."""
+
+    def rows(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of this device's times, of a table of all."""
+
+    def all_times(self, x_BT: jax.Array) -> jax.Array:
+        """x [B, T, ...] of all times, in their order, of which each device has its own. No gradient goes through it."""
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
+        """`layers.attend` over all times, of which each device has its own queries, keys and values."""
+
+
+Rows = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Stages(Protocol):
+    """How a stack of blocks is split over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
+
+    def __call__(self, blocks: Callable[[X], X], x: X) -> X:
+        """What all stages make of `x`; `blocks` are this device's."""
+
+
+def one_stage(blocks: Callable[[X], X], x: X) -> X:
+    """All blocks are here."""
+    return blocks(x)
+
+
+class Routing(NamedTuple):
+    """The router's weights and choices of experts [B, T, k], and which tokens are valid [B, T]."""
+
+    weights_BTk: jax.Array
+    chosen_BTk: jax.Array
+    valid_BT: jax.Array
+
+
+class Dispatch(Protocol):
+    """How tokens come to the experts on the mesh axis `expert`, and back (`parallel/experts.py`)."""
+
+    def __call__(self, experts: Rows, x_BTD: jax.Array, routing: Routing, context: Context) -> jax.Array:
+        """The weighted sum of what a token's k experts make of it; `experts` are this device's, of rows [N, D] sorted
+        by expert and how many each has."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What a model may know of how it is distributed: the verbs."""
+
+    strategy: Strategy
+    precision: Precision
+    context: Context
+    dispatch: Dispatch
+    sequence: bool = False
+    stages: Stages = one_stage
+    batch_norm: str = "global"
+
+    def use(self, module: M) -> M:
+        """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
+        graph, state = nnx.split(module)
+
+        def whole(v: nnx.Variable) -> nnx.Variable:
+            return v.replace(_whole(self, v.cut, *v.get_value())) if isinstance(v, nnx.Param) else v
+
+        return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        """Before a column-parallel product: the same x on each tensor device, whose gradients are summed.
+
+        Under sequence parallelism each has had its own times of x [B, T, D], and all of them from here on.
+        """
+        return lax.all_gather(x, "tensor", axis=TIME, tiled=True) if self.sequence else vary(x, ("tensor",))
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """After a row-parallel product: the sum of the tensor devices' partial results, or each one's times of it."""
+        total = (
+            lax.psum_scatter(x, "tensor", scatter_dimension=TIME, tiled=True)
+            if self.sequence
+            else lax.psum(x, "tensor")
+        )
+        return checkpoint_name(total, "leave")
+
+    def length(self, tokens_BT: jax.Array) -> int:
+        """The times of whole sequences, of which this device has those of `tokens_BT`."""
+        return int(tokens_BT.shape[1] * lax.axis_size("context"))
+
+    def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
+        """`layers.attend` over all times, of which this device has its own."""
+        return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
+
+    def experts(self, experts: Rows, x_BTD: jax.Array, routing: Routing) -> jax.Array:
+        """The sum over each token's chosen experts, as weighted; partial over tensor where these are."""
+        return self.dispatch(experts, x_BTD, routing, self.context)
+
+    def of_all_times(self, sums: jax.Array) -> jax.Array:
+        """Sums over all times that this device enters, of those over the times that it has between `leave` and
+        `enter`."""
+        return lax.psum(sums, "tensor") if self.sequence else sums
+
+    def of_all_tokens(self, sums: jax.Array) -> jax.Array:
+        """Sums over the microbatch of all devices. No gradient goes through it."""
+        return lax.psum(lax.stop_gradient(sums), TOKENS)
+
+    def of_images(self, sums: jax.Array) -> jax.Array:
+        """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
+        return lax.psum(sums, PARTS) if self.batch_norm == "global" else sums
+
+    def normalized_together(self, count: int) -> int:
+        """How many images these are, of which this device has `count`."""
+        return count * int(lax.axis_size(PARTS)) if self.batch_norm == "global" else count
+
+    def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Running statistics as microbatches move them: one of all devices, or each device's own."""
+        if self.batch_norm == "global":
+            return statistics
+        return {name: vary(s, PARTS) if s.ndim else s for name, s in statistics.items()}  # all count alike
+
+    def kept_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Of each device's own those of the first, as DDP keeps them."""
+        if self.batch_norm == "global":
+            return statistics
+        vectors = {name: s for name, s in statistics.items() if s.ndim}
+        flat, whole = ravel_pytree(vectors)
+        kept = lax.psum(jnp.where(lax.axis_index(PARTS) == 0, flat, 0), PARTS)
+        return statistics | whole(kept)
+
+    def own_times(self, table_TD: jax.Array) -> jax.Array:
+        """The rows of the times that this device has between `leave` and `enter`."""
+        if not self.sequence:
+            return table_TD
+        size = table_TD.shape[0] // lax.axis_size("tensor")
+        return lax.dynamic_slice_in_dim(table_TD, lax.axis_index("tensor") * size, size)
+
+    def lookup(self, embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+        """Vocabulary-parallel embedding, partial over tensor: rows of other devices are zero.
+
+        The rows are taken in float32 or wider, which changes none of them, because the gradient of a frequent token is
+        a sum over all its places: added in bfloat16 it would be off by a third.
+        """
+        rows = len(embedding_VD)
+        mine, index = held(local(tokens_BT, rows), rows)
+        found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[index], 0)
+        return found_BTD.astype(embedding_VD.dtype)

@@ -1,0 +1,195 @@
+"""What a device holds: its share of the state, and as many activations as the mode of rematerialization keeps."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config import TrainingError
+from jaxdist.conftest import tiny
+from jaxdist.families import llama
+from jaxdist.parallel import rematerialization
+from jaxdist.parallel.mesh import make_mesh
+from jaxdist.parallel.sharding import PARTS
+from jaxdist.training import metrics
+from jaxdist.training.metrics import held
+from jaxdist.training.program import Program
+from jaxdist.training.step import TrainState
+
+# With XLA's own code for fusions, which the conftest goes without: it decides on what is copied.
+AS_FOR_A_USER = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
+
+def program(**sections: Any) -> Program:
+    experiment = tiny(**{"precision": {"policy": "fp32"}} | sections)
+    return Program(experiment, make_mesh(experiment, "cpu")[0])
+
+
+def compiled(p: Program, **options: Any) -> Any:
+    return p.step.lower(p.abstract, p.abstract_batch).compile(options)
+
+
+def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
+    traced = p.step.trace(p.abstract, p.abstract_batch)
+    return metrics.memory(p, traced, traced.lower().compile(), state)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "parameters", "optimizer"),
+    [
+        ("8x1", "ddp", 1, 1),
+        ("8x1", "zero1", 1, 8),
+        ("8x1", "zero2", 1, 8),
+        ("8x1", "fsdp", 8, 8),
+        ("data=2,fsdp=4", "fsdp", 4, 4),
+    ],
+)
+def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
+    p = program(parallel={"mesh": mesh, "strategy": strategy})
+    state = p.initialize()
+    whole = metrics.parameter_count(p.layouts) * 4
+    assert held(state.parameters) == whole // parameters
+    counts = 2 * 4  # the step counts of Adam and of the schedule
+    assert held(state.optimizer) == 2 * whole // optimizer + counts
+    found = reported(p)
+    assert (found["parameters"], found["optimizer_state"]) == (held(state.parameters), held(state.optimizer))
+
+
+def test_what_is_reported_is_what_is_held() -> None:
+    """Of a state that lies otherwise than declared, each device holding all of its moments."""
+    p = program(parallel={"mesh": "8x1"})
+    state, declared = p.initialize(), reported(p)
+    assert reported(p, state) == declared
+    everywhere = state._replace(optimizer=jax.device_put(state.optimizer, NamedSharding(p.mesh, P())))
+    found = reported(p, everywhere)
+    assert found["parameters"] == declared["parameters"]
+    assert found["optimizer_state"] == held(everywhere.optimizer) > 7 * declared["optimizer_state"]
+
+
+def gradients(p: Program, batch: Any) -> Any:
+    """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
+    sharded = p.strategy.gradients
+    apart = {n: tuple(a for a in PARTS if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
+    specs = {n: P(apart[n], *layout.split(sharded)) for n, layout in p.layouts.items()}
+
+    def function(parameters: Any, batch: Any) -> Any:
+        return {name: g[None] for name, g in p.step_function.accumulate(parameters, batch)[1].items()}
+
+    inputs = (p.specs.parameters, p.batch_specs)
+    mapped = jax.shard_map(function, mesh=p.mesh, in_specs=inputs, out_specs=specs)
+    return jax.jit(mapped)(p.initialize().parameters, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "reduce", "share"),
+    [
+        ("8x1", "ddp", "auto", 1),
+        ("8x1", "zero1", "auto", 1),
+        ("8x1", "zero2", "auto", 8),
+        ("8x1", "zero2", "step", 1),
+        ("8x1", "fsdp", "auto", 8),
+        ("data=2,fsdp=4", "fsdp", "auto", 4),
+    ],
+)
+def test_gradients_are_the_share_that_is_reported(
+    mesh: str, strategy: str, reduce: str, share: int, batches: Any
+) -> None:
+    p = program(parallel={"mesh": mesh, "strategy": strategy, "reduce": reduce})
+    found = held(gradients(p, batches(p.experiment, 1)[0]))
+    assert found == reported(p)["gradients"] == metrics.parameter_count(p.layouts) * 4 // share
+
+
+def test_initialization_never_holds_the_whole_model() -> None:
+    """Drawing a weight born sharded needs no more than its share of memory, arguments to the draw included."""
+    p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
+    analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.specs)).lower().compile().memory_analysis()
+    whole = metrics.parameter_count(p.layouts) * 4
+    assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # 3/8 are the state itself
+
+
+def temporary(remat: str, every: int = 1, **sections: Any) -> int:
+    model = dict(tiny().model.model_dump(), layers=8, dim=64, hidden=256)
+    p = program(model=model, data={"sequence": 64}, memory={"remat": remat, "remat_every": every}, **sections)
+    return compiled(p).memory_analysis().temp_size_in_bytes
+
+
+def test_rematerialization_saves_memory() -> None:
+    none, selective, full, half = (temporary(*mode) for mode in (("none",), ("selective",), ("full",), ("full", 2)))
+    assert full < selective < none
+    assert full < half < none
+
+
+LAYERS = 16
+
+
+def scratch(mesh: str, remat: str, every: int = 1) -> float:
+    """Scratch memory of the compiled step over the bytes of the whole model, where weights dwarf activations."""
+    model = dict(tiny().model.model_dump(), layers=LAYERS, dim=256, hidden=1024)
+    p = program(
+        model=model,
+        data={"sequence": 8},
+        train={"steps": 1, "batch": 8},
+        parallel={"mesh": mesh},
+        memory={"remat": remat, "remat_every": every},
+    )
+    whole = metrics.parameter_count(p.layouts) * 4
+    return compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / whole
+
+
+def allowed(devices: int) -> float:
+    """A device's share of the gradients twice, accumulated and of one microbatch, and two blocks whole."""
+    return 2 / devices + 2 / LAYERS
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [pytest.param("1x1", 1, marks=pytest.mark.slow), ("8x1", 8)])
+@pytest.mark.parametrize(("remat", "every"), [("none", 1), ("full", 1), ("full", 2)])
+def test_a_step_copies_no_weights(mesh: str, devices: int, remat: str, every: int) -> None:
+    """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
+    assert scratch(mesh, remat, every) < allowed(devices)
+
+
+@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+def test_kept_weights_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rematerialization.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
+    assert scratch(mesh, "none") > allowed(devices)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")
+@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
+def test_copied_slices_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliced outside of the checkpoint, every block's weights are stacked once more for the backward pass."""
+
+    def copying(par: Any, layers: Any, x: Any, rematerialize: Any, *rest: Any) -> Any:
+        graph, weights = nnx.split(layers)
+        apply = rematerialize.block(lambda x, weights: par.use(nnx.merge(graph, weights))(par, x, *rest))
+        groups = jax.tree.map(lambda w: w[:, None], weights)
+        return jax.lax.scan(lambda x, group: (apply(x, jax.tree.map(lambda w: w[0], group)), None), x, groups)[0]
+
+    monkeypatch.setattr(llama, "scan_layers", copying)
+    assert scratch(mesh, "full") > allowed(devices)
+
+
+def test_same_numbers_in_every_mode(batches: Any) -> None:
+    results = []
+    for remat in ("none", "full", "selective"):
+        p = program(memory={"remat": remat}, precision={"policy": "fp64"})
+        state, values = p.step(p.initialize(), batches(p.experiment, 1)[0])
+        results.append((float(values["loss"]), float(values["grad_norm"]), np.asarray(state.parameters["norm.scale"])))
+    for loss, norm, scale in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=1e-14) and norm == pytest.approx(results[0][1], rel=1e-13)
+        np.testing.assert_allclose(scale, results[0][2], rtol=1e-13)
+
+
+def test_a_device_without_memory_is_told() -> None:
+    @rematerialization.in_memory("less")
+    def step(message: str) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    with pytest.raises(TrainingError, match=r"^a device is out of memory: RESOURCE_EXHAUSTED: Out .*; use less$"):
+        step("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 30.20GiB.\nAnd much more.")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        step("INTERNAL: another error")

@@ -1,0 +1,383 @@
+"""The run folder: config.toml, metrics.jsonl, summary.json and checkpoints/<step>/, the same from either backend."""
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from jaxdist.config.bounded import read_bytes
+from jaxdist.config.errors import ConfigError, TrainingError, remedy
+from jaxdist.config.experiment import Experiment, as_argument, read_toml
+from jaxdist.config.model import Mixture, ResNet
+from jaxdist.config.record import write_record
+from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
+from jaxdist.runs.display import say
+from jaxdist.runs.lock import Taken, alone
+
+# What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
+# Where the data lie and how they are told is free as well: `data.fingerprint` knows what was read.
+FREE = (
+    "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
+    "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
+    "data.bin_dtype", "data.split", "data.end_of_text",
+)  # fmt: skip
+
+# Why a field that differs is another run, where that is not plain.
+WHY = {
+    "optimizer.decay_steps": "train.steps is where the decay ends unless that is given",
+    "train.accumulation": "batch norms, and the balance and capacity of experts, are computed within a microbatch",
+}
+
+# What is also free where a checkpoint of another program was converted and no step was made since: the batches, and the
+# learning rates of the steps to come, which such a checkpoint may not tell.
+CONVERTED = (
+    "data.", "train.", "optimizer.learning_rate", "optimizer.warmup", "optimizer.decay", "optimizer.final",
+)  # fmt: skip
+
+LOCK = ".lock"  # held by the run that writes the folder
+MOST_BYTES = 2_000_000_000  # of metrics.jsonl: some ten million steps
+BESIDE = ".tmp"  # ends the name of a file until it is whole
+# Names of all that a run folder has.
+PARTS = ("config.toml", "metrics.jsonl", "summary.json", FOLDER, "record", "origin", "events.out.*", LOCK, f"*{BESIDE}")
+
+
+class RunFolder:
+    """Opening only looks; `create` is the first to write. `experiment` knows the data that the run began with."""
+
+    def __init__(self, path: Path, experiment: Experiment, resume: bool = False) -> None:
+        """Raises ConfigError when `path` cannot be written, or holds a run that this one is not to continue."""
+        self.path, self.experiment, self.resume = path, experiment, resume
+        self.begun = experiment  # the one that the folder holds so far
+        self.unwritten = ""  # lines of metrics.jsonl for which there was no room
+        self.failed: dict[str, str] = {}  # file -> why it could not be written
+        self.removed = False  # whether the folder was, while the run went on
+        check_writable(path, f"--output {path}")
+        self._held = ExitStack()
+        self._found = self._there()
+        begun = (LOCK, f"config.toml{BESIDE}")  # left by a run that was killed before it wrote anything
+        occupied = path.is_dir() and any(entry.name not in begun for entry in path.iterdir())
+        if occupied and not (path / "config.toml").exists():
+            raise ConfigError(f"--output {path} holds files that are no run; give a new or an empty folder")
+        if occupied and not resume:
+            raise ConfigError(f"--output {path} already holds a run; go on with it by --resume, or give another folder")
+        if occupied:
+            self._same_run()
+        if experiment.metrics.tensorboard and find_spec("tensorboardX") is None:
+            raise ConfigError(
+                "metrics.tensorboard = true needs a package that is missing; pip install 'jaxdist[tensorboard]'"
+            )
+
+    @cached_property
+    def _events(self) -> Any:
+        from tensorboardX import SummaryWriter
+
+        return SummaryWriter(str(self.path))
+
+    def _same_run(self) -> None:
+        file = self.path / "config.toml"
+        if not (values := read_toml(file, "--output")):
+            raise ConfigError(f"--output: {file} is empty; put a copy of it back, or begin a new run elsewhere")
+        begun = self.begun = Experiment.parse(values, source=str(file))
+        if not self.experiment.data.fingerprint:
+            self.experiment = self.experiment.on_data(begun.data.fingerprint)
+        found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
+        if found:
+            told = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)
+            why = "".join(f"; {WHY[field]}" for field, *_ in found if field in WHY)
+            flags = " ".join(f"--{field} {as_argument(before)}" for field, before, _ in found if before is not None)
+            raise ConfigError(
+                f"--output {self.path} holds a run with {told}{why}; resume it with {flags}, or give another folder"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / FOLDER
+
+    def resume_from(self, marker: str) -> int | None:
+        """The step to go on from; None for a start, also where a run was killed before its first checkpoint.
+
+        It is that of the newest whole checkpoint. `marker` is what each one of the caller's backend holds.
+        Raises ConfigError when the run is past `train.steps` already, or was saved by the other backend, or none of
+        its checkpoints is whole, or there is none where there should be.
+        """
+        e = self.experiment
+        if self.resume and not steps_in(self.checkpoints):
+            self._never_saved()
+        step, steps = newest_whole(self.checkpoints, e.checkpoint.verify) if self.resume else None, e.train.steps
+        if step is not None and step > steps:
+            raise ConfigError(f"train.steps = {steps}: the run is at step {step} already; ask for more")
+        if step is not None and not (self.checkpoints / str(step) / marker).exists():
+            raise ConfigError(
+                f"--resume: {self.checkpoints / str(step)} is no checkpoint of this backend, it lacks {marker}; "
+                "go on with the command that began the run, or give another --output"
+            )
+        return step
+
+    def _never_saved(self) -> None:
+        """Raises ConfigError where a run was saved: its first checkpoint is whole before the second begins."""
+        logged, config = len(read_metrics(self.path)), self.begun.checkpoint
+        if config.every and config.failure == "stop" and logged > 2 * config.every:
+            raise ConfigError(
+                f"--resume: {logged} steps are logged, and {self.checkpoints} holds no checkpoint; put a copy of one "
+                "there, or begin a new run in another folder"
+            )
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, by the sizes of its files."""
+        return last_whole(self.checkpoints)
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def create(self, experiment: Experiment, from_step: int = 0) -> None:
+        """Write the config; drop metrics and set aside checkpoints after `from_step`, whose steps come once more.
+
+        From here on the folder is this run's alone, until the run ends. Raises ConfigError where it is another's.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._held.close()
+            self._held.enter_context(alone(self.path / LOCK))
+            if self._there() != self._found:
+                raise ConfigError(f"--output {self.path} was written by another run just now; look, and start again")
+            kept = self._kept(from_step)
+            clean(self.checkpoints, from_step)
+            replace(self.path / "config.toml", experiment.to_toml())
+            replace(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+        except Taken:
+            raise ConfigError(
+                f"--output {self.path} is being written by another run; wait until it ends, or give another folder"
+            ) from None
+        except OSError as error:
+            why = str(error.strerror)
+            raise ConfigError(f"--output {self.path}: {why}; {remedy(why)}, or give another folder") from None
+
+    def _there(self) -> tuple[bool, list[int], int]:
+        """What tells whether another run has written here: its config, its checkpoints, and how much it logged."""
+        logged = self.metrics.stat().st_size if self.metrics.exists() else 0
+        return (self.path / "config.toml").exists(), steps_in(self.checkpoints), logged
+
+    def _kept(self, step: int) -> list[dict[str, Any]]:
+        """What was logged up to `step`; says so where a loss of power took lines of it, or someone the file."""
+        begun = self.metrics.exists()
+        kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
+        # What was converted has an empty one where its source had none.
+        if (kept or not begun) and (lost := step - len(kept)):
+            say(f"{self.metrics} lacks {lost} of the {step} steps that are done")
+        return kept
+
+    def synchronize(self) -> None:
+        """Wait until what was logged would outlast a loss of power, as the checkpoint that follows it will.
+
+        Puts back the config of a folder that was removed, without which the checkpoint could not be resumed from.
+        """
+        if not (self.path / "config.toml").exists():
+            say(f"--output {self.path} was removed while the run went on: config.toml is written again")
+            self.removed = True
+            with self.writing("config.toml"):
+                self.path.mkdir(parents=True, exist_ok=True)
+                replace(self.path / "config.toml", self.experiment.to_toml())
+        # Network file systems and quotas tell here what they did not when it was written.
+        with self.writing("metrics.jsonl"):
+            if self.metrics.exists():
+                synchronize(self.metrics)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one step's record; JSON has no NaN and no infinity: they are null."""
+        finite = {n: None if isinstance(x, float) and not math.isfinite(x) else x for n, x in record.items()}
+        self.unwritten += json.dumps(finite, allow_nan=False) + "\n"
+        self._flush()
+        if self.experiment.metrics.tensorboard:
+            for name, value in record.items():
+                self._events.add_scalar(name, value, record["step"])
+
+    def _flush(self) -> None:
+        with self.writing("metrics.jsonl"):
+            append(self.metrics, self.unwritten)
+            self.unwritten = ""
+
+    def record(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Keep tensors of a step."""
+        with self.writing(f"record/{step}.safetensors"):
+            write_record(self.path, step, arrays)
+
+    @contextmanager
+    def writing(self, file: str) -> Iterator[None]:
+        """Around what writes `file`. Raises TrainingError where it cannot be written, or prints it once where training
+        is to go on."""
+        try:
+            yield
+            self.failed.pop(file, None)
+        except (OSError, SafetensorError) as error:
+            reason = str(getattr(error, "strerror", error))
+            message = f"--output {self.path}: {file} could not be written: {reason}"
+            if self.experiment.checkpoint.failure == "stop":
+                raise TrainingError(f"{message}; {self._helps(reason)}") from None
+            if file not in self.failed:
+                say(f"{message}; training goes on without it")
+            self.failed[file] = reason
+
+    def _helps(self, reason: str) -> str:
+        """What helps where a file could not be written for this `reason`."""
+        if not self.path.is_dir():
+            return "the folder was removed while the run went on: put it back and go on by --resume, or begin a new run"
+        return f"{remedy(reason)}, and go on by --resume"
+
+    def check_kept(self, saves: Saves) -> None:
+        """Raises TrainingError where a run that went on without what it could not write has lost its last checkpoint,
+        or files beside it."""
+        saves.check_latest()
+        if self.removed:
+            raise TrainingError(
+                f"--output {self.path} was removed while the run went on: the last checkpoint is there, and what was "
+                "written before is not; keep the folder in its place"
+            )
+        if self.failed:
+            files = ", ".join(f"{file} ({reason})" for file, reason in self.failed.items())
+            raise TrainingError(f"--output {self.path}: the checkpoints are there, but not all of {files}")
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.unwritten:
+            self._flush()
+        if "_events" in self.__dict__:
+            self._events.close()
+        self._held.close()
+
+    @property
+    def summarized(self) -> bool:
+        """Whether a run has ended here, and what it measured is kept."""
+        return (self.path / "summary.json").exists()
+
+    def summarize(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        with self.writing("summary.json"):
+            replace(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def append(file: Path, text: str) -> None:
+    """Add to `file` all of `text` or nothing of it. Raises OSError."""
+    content = text.encode()
+    with file.open("ab", buffering=0) as opened:
+        size = opened.tell()
+        try:
+            while content:  # what a full disk takes in part fails at the rest, with the reason
+                content = content[opened.write(content) :]
+        except OSError:
+            opened.truncate(size)
+            raise
+
+
+def replace(file: Path, text: str) -> None:
+    """Write `file` whole or not at all: a kill, or a loss of power, leaves what was there before."""
+    beside = file.with_name(f"{file.name}{BESIDE}")
+    beside.write_text(text, encoding="utf-8")
+    synchronize(beside)
+    beside.replace(file)
+    synchronize(file.parent)
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raises ConfigError when no folder can be made at `path`, which `what` asked for."""
+    try:
+        existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    except OSError as error:  # a name too long, or below a folder that is closed to us
+        raise ConfigError(f"{what}: {error.strerror}; give another folder") from None
+    if not existing.is_dir():
+        raise ConfigError(f"{what}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what}: {existing} cannot be written to; give another folder")
+
+
+def check_new(path: Path, what: str) -> None:
+    """Raises ConfigError when `path`, which `what` asked for, cannot be made a folder or holds something already."""
+    check_writable(path, what)
+    if path.exists() and any(path.iterdir()):
+        raise ConfigError(f"{what} is not empty; give another folder")
+
+
+def make_new(path: Path, what: str) -> None:
+    """Make the folder `path`, or take an empty one. Raises ConfigError as `check_new` and `make`."""
+    check_new(path, what)
+    make(path, what)
+
+
+def make(path: Path, what: str) -> None:
+    """Make the folder `path`, which `what` asked for, or take the one that is there. Raises ConfigError where it cannot
+    be made or written to."""
+    check_writable(path, what)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror}; give another folder") from None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a run folder's metrics.jsonl; a last line cut short by a kill is left out. Raises ConfigError."""
+    return list(each_metrics(path))
+
+
+def each_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Those one by one: all of a long run take ten times the memory that its log does. Raises ConfigError."""
+    file = path / "metrics.jsonl"
+    try:
+        yield from parse_metrics(read_bytes(file, MOST_BYTES)) if file.exists() else ()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} is damaged: {error}; mend or remove it") from None
+
+
+def parse_metrics(log: bytes) -> Iterator[dict[str, Any]]:
+    """The records of lines of JSON, as `each_metrics` has them. Raises ValueError."""
+    for line in io.BytesIO(log):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            record = json.loads(line.decode())
+        except RecursionError:
+            raise ValueError("a line is nested too deeply") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError("a line has no step")
+        yield record
+
+
+def _may_change(begun: Experiment, field: str) -> bool:
+    """Whether a run that `begun` describes goes on as the same one where `field` differs.
+
+    A run folder that was converted has seen no data, so no fingerprint. Gradients are means over the tokens of the
+    whole batch, however many microbatches it is cut into.
+    """
+    if not begun.data.fingerprint and field.startswith(CONVERTED):
+        return True
+    model = begun.model
+    within = isinstance(model, ResNet) or (isinstance(model, Mixture) and (model.balance or model.capacity))
+    return field == "train.accumulation" and not within
+
+
+def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
+    """(field, a's value, b's) of what tells two experiments apart in what they train; FREE fields do not."""
+    before, now = (_flat(e.model_dump(exclude_none=True)) for e in (a, b))
+    # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
+    for config in (before, now):
+        config["optimizer.decay_steps"] = config["optimizer.decay_steps"] or config["train.steps"]
+        if config["optimizer.decay"] == "constant":
+            del config["optimizer.decay_steps"]
+    for field in sorted(before.keys() | now.keys()):
+        if not field.startswith(FREE) and before.get(field) != now.get(field):
+            yield field, before.get(field), now.get(field)
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, table in values.items() for name, value in table.items()}

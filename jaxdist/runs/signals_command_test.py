@@ -1,0 +1,138 @@
+"""Signals that save and end a run, and runs that do not save their end, by the command line."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist.config import TrainingError
+from jaxdist.config.errors import Interrupted
+from jaxdist.data import Batch, Dataset
+from jaxdist.runs import checkpoints
+from jaxdist.runs.checkpoints import steps_in
+from jaxdist.runs.folder import RunFolder, read_metrics
+from jaxdist.train import main
+from jaxdist.train_test import TINY, assert_same, command, outside
+from jaxdist.training import checkpoint, metrics
+
+
+def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
+    """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""
+    straight, path = tmp_path / "straight", tmp_path / "run"
+    line = [sys.executable, "-m", "jaxdist.train", *TINY, "--mesh", "2x2", "--steps", "9999", "--output", str(path)]
+    process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=outside())
+
+    def wait(until: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 120
+        while not until():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+
+    wait(lambda: (path / "metrics.jsonl").exists() and len(read_metrics(path)) >= 3)
+    process.send_signal(signal.SIGUSR1)
+    wait(lambda: steps_in(path / "checkpoints"))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    first, last = steps_in(path / "checkpoints")
+    assert first < last == len(read_metrics(path)) < 9999
+    assert f"ended by SIGTERM after step {last}; step {last} is saved" in said
+    assert not (path / "summary.json").exists()
+    end = str(last + 5)
+    for output, more in ((path, ["--resume"]), (straight, [])):
+        done = command(*TINY, "--mesh", "2x2", "--steps", end, "--output", str(output), *more)
+        assert done.returncode == 0, done.stderr
+    assert_same(straight, path)
+
+
+def test_a_signal_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the step is compiled: the first step is taken and saved."""
+    memory = metrics.memory
+
+    def signalled(*inputs: Any) -> dict[str, int]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return memory(*inputs)
+
+    monkeypatch.setattr(metrics, "memory", signalled)
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 1; step 1 is saved"):
+        main([*TINY, "--mesh", "2x2", "--output", str(tmp_path / "run")])
+    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize("final", ["true", "false"])
+def test_a_signal_while_validating(final: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, before its only save, if there was to be one: the rest of the validation is left out, and
+    the step is kept."""
+    fetch, asked = Dataset.batch, list[str]()
+
+    def signalled(self: Dataset, *inputs: Any, **named: Any) -> Batch:
+        if named.get("split") == "validation":
+            asked.append(named["split"])
+            os.kill(os.getpid(), signal.SIGTERM)
+        return fetch(self, *inputs, **named)
+
+    monkeypatch.setattr(Dataset, "batch", signalled)
+    line = [
+        *TINY,
+        "--mesh",
+        "2x2",
+        "--steps",
+        "2",
+        "--train.validation_batches",
+        "8",
+        "--checkpoint.final",
+        final,
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    with pytest.raises(Interrupted, match="ended by SIGTERM after step 2; step 2 is saved: go on by --resume"):
+        main(line)
+    assert asked == ["validation"] and steps_in(tmp_path / "run" / "checkpoints") == [2]
+    assert not (tmp_path / "run" / "summary.json").exists()
+    monkeypatch.undo()
+    main([*line, "--resume"])
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_save_that_fails_in_its_thread_ends_the_run_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved every 5 steps; the step after the failure is known is the last."""
+    log, failed = RunFolder.log, threading.Event()
+
+    def full(*_: Any) -> None:
+        failed.set()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def log_when_it_has_failed(self: RunFolder, record: dict[str, Any]) -> None:
+        log(self, record)
+        if record["step"] == 7:
+            assert failed.wait(60)
+            time.sleep(0.2)  # until the thread has ended
+
+    monkeypatch.setattr(checkpoint, "publish", full)
+    monkeypatch.setattr(checkpoints, "LINGER", 0.0)
+    monkeypatch.setattr(RunFolder, "log", log_when_it_has_failed)
+    run = tmp_path / "run"
+    line = ["--mesh", "1x1", "--steps", "10", "--checkpoint.every", "5", "--train.validation_batches", "0"]
+    with pytest.raises(TrainingError, match=r"step 5 could not be written to .*: No space left on device; there is"):
+        main([*TINY, *line, "--output", str(run)])
+    assert len(read_metrics(run)) in (7, 8)
+
+
+def test_a_run_to_be_measured_alone(tmp_path: Path) -> None:
+    """It saves what it is told to, but not its last step."""
+    for every, saved in ("0", []), ("2", [2]):
+        path = tmp_path / every
+        line = ["--mesh", "1x1", "--steps", "3", "--checkpoint.every", every, "--checkpoint.final", "false"]
+        main([*TINY, *line, "--output", str(path)])
+        assert steps_in(path / "checkpoints") == saved and (path / "summary.json").exists()

@@ -1,0 +1,105 @@
+"""Compiled programs are kept from run to run: a second start loads its step in place of compiling it.
+
+They lie in `~/.cache/jaxdist/compiled`, or below XDG_CACHE_HOME. JAX's own variables go before this: with
+JAX_COMPILATION_CACHE_DIR it keeps them there, by its own rules, JAX_ENABLE_COMPILATION_CACHE=false keeps none, and
+JAX_COMPILATION_CACHE_MAX_SIZE says how many bytes, -1 any number.
+
+JAX finds a program by a hash of all that it is compiled from: its text, in which collectives have their numbers already
+(`jaxdist/runtime/xla.py`), the options and flags of the compiler, the versions, and the devices with their features.
+JAX writes its own files in place: a kill leaves half of one, which each later start reads and none writes again. Here
+a file appears whole or not at all, is compared with its checksum, and is removed where it is damaged.
+"""
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+import xxhash
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
+from jaxdist.runtime.processes import world
+
+SECONDS = 0.1  # what is compiled in less is not kept
+MOST_BYTES = 2 * 2**30  # of all programs; those that were used the longest time ago make room
+SUM = 16  # bytes of XXH3's checksum, with which a file begins
+
+
+def keep_compiled() -> None:
+    """From here on what is compiled is kept, and what was is loaded. To be called before JAX compiles anything.
+
+    Nothing happens where the user has chosen otherwise, or where no folder can be made: a run goes without. Nor does it
+    for one of several processes, of which JAX has the first alone write: it would load, and wait within a collective
+    while the others compile.
+    """
+    chosen = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if chosen is not None or world().size > 1:
+        return
+    try:
+        folder = user_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who can write there can have a run do anything
+    except (OSError, RuntimeError):  # the latter where there is no home
+        return
+    compilation_cache.get_file_cache = lambda path: (Cache(Path(path), most()), path)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)
+
+
+def most() -> float:
+    """Bytes that are kept."""
+    if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:
+        return MOST_BYTES
+    chosen = jax.config.jax_compilation_cache_max_size  # type: ignore[attr-defined]
+    return math.inf if chosen == -1 else chosen
+
+
+def user_folder() -> Path:
+    """Where this user's programs lie. Raises RuntimeError where there is no home."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))  # to be ignored where it is relative, says its specification
+    return (chosen if chosen.is_absolute() else Path.home() / ".cache") / "jaxdist" / "compiled"
+
+
+class Cache(CacheInterface):
+    """Programs by their key, a file each. What cannot be read or written is as if it were not there."""
+
+    def __init__(self, path: Path, most: float) -> None:
+        self._path, self.most = path, most
+
+    def get(self, key: str) -> bytes | None:
+        """A program, if it is there and whole."""
+        file = self._path / key
+        try:
+            content = file.read_bytes()
+            value = content[SUM:]
+            if content[:SUM] == xxhash.xxh3_128_digest(value):
+                with suppress(OSError):  # of a file that can be read alone
+                    os.utime(file)
+                return value
+            file.unlink(missing_ok=True)
+        except OSError:
+            pass
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program."""
+        beside = self._path / f"{key}.{os.getpid()}"
+        try:
+            beside.write_bytes(xxhash.xxh3_128_digest(value) + value)
+            beside.replace(self._path / key)
+            self._make_room()
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+    def _make_room(self) -> None:
+        files = [file for file in self._path.iterdir() if file.is_file()]
+        used = {file: file.stat() for file in files}
+        size = sum(stat.st_size for stat in used.values())
+        for file in sorted(files, key=lambda file: used[file].st_mtime):
+            if size <= self.most:
+                return
+            size -= used[file].st_size
+            file.unlink(missing_ok=True)

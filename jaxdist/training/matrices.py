@@ -1,0 +1,78 @@
+"""What an update rule asks of a whole parameter, of which each device has a piece: means of it, and its matrices.
+
+| asked | sends, of n devices |
+|---|---|
+| `mean` | all-reduce of what is left, over the axes that split what it is taken over |
+| `by_matrix` | two all-to-alls of the piece, x(n-1)/n each: a device is given 1/n of the matrices and gives them back |
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.parallel.sharding import Layout
+
+QUINTIC = 3.4445, -4.7750, 2.0315  # steepest at 0: singular values end near 1, and not at it (torch.optim.Muon)
+LEAST = 1e-7  # a norm that is divided by
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter of which `weights` is this device's piece, over fsdp too where it is `sharded`, at a learning rate.
+
+    `dtype` is what products of its matrices are computed in.
+    """
+
+    layout: Layout
+    sharded: bool
+    weights: jax.Array
+    rate: jax.Array
+    dtype: Any
+
+    @cached_property
+    def split(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes that split each dimension."""
+        return self.layout.split(self.sharded)
+
+    def mean(self, x: jax.Array, *dims: int) -> jax.Array:
+        """The mean along `dims`, which are kept; along all but that of layers where none are given."""
+        dims = dims or tuple(dim for dim, axis in enumerate(self.layout.axes) if axis != "layers")
+        axes = tuple(axis for dim in dims for axis in self.split[dim])
+        total, count = jnp.sum(x, dims, keepdims=True), math.prod(x.shape[dim] for dim in dims)
+        return lax.psum(total, axes) / (count * lax.axis_size(axes)) if axes else total / count
+
+    def rms(self, x: jax.Array) -> jax.Array:
+        """The root mean square of all of it, or of each layer."""
+        return jnp.sqrt(self.mean(x * x))
+
+    def by_matrix(self, function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """`function` of whole matrices [N, I, O], those of all layers and experts, and this device's piece of it."""
+        matrices = x.reshape(-1, *x.shape[-2:])
+        split = [(dim, axes) for dim, axes in enumerate(self.split[-2:], start=1) if axes]
+        ways = math.prod(lax.axis_size(axes) for _, axes in split)
+        share = jnp.pad(matrices, ((0, -len(matrices) % ways), (0, 0), (0, 0)))
+        for dim, axes in split:
+            share = lax.all_to_all(share, axes, split_axis=0, concat_axis=dim, tiled=True)
+        share = function(share)
+        for dim, axes in reversed(split):
+            share = lax.all_to_all(share, axes, split_axis=dim, concat_axis=0, tiled=True)
+        return share[: len(matrices)].reshape(x.shape)
+
+
+def orthogonal(x: jax.Array, steps: int) -> jax.Array:
+    """U·Vᵀ of each matrix U·S·Vᵀ, its singular values from about 0.7 to 1.2: Newton-Schulz iterations of
+    a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X (https://kellerjordan.github.io/posts/muon, torch.optim.Muon)."""
+    a, b, c = QUINTIC
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), LEAST).astype(x.dtype)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x

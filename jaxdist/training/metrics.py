@@ -1,0 +1,185 @@
+"""What a run reports of itself: arithmetic, memory, traffic, and the summary of the contract."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist import __version__
+from jaxdist.accounting import arithmetic, traffic
+from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
+from jaxdist.config.hardware import peak_flops
+from jaxdist.parallel.mesh import axes_of
+from jaxdist.parallel.pipeline import Pipeline
+from jaxdist.parallel.rematerialization import HOST
+from jaxdist.parallel.sharding import Layout
+from jaxdist.training import optim
+from jaxdist.training.program import Program
+from jaxdist.training.step import TrainState
+
+WARM_UP = 2  # steps left out of medians
+
+
+def parameter_count(layouts: Mapping[str, Layout]) -> int:
+    return sum(math.prod(layout.shape) for layout in layouts.values() if not layout.statistic)
+
+
+def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
+
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
+    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
+    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
+    every place of what it puts out.
+    """
+    model = experiment.model
+    if isinstance(model, ResNet):
+        kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
+        return 6.0 * sum(math.prod(k.shape) * model.places(path) for path, k in kernels.items())
+    looked_up = {"positions.embedding"} | (set() if model.tied else {"embed.embedding"})
+    chosen = model.top_k / model.experts if isinstance(model, Mixture) else 1.0
+    multiplying = sum(
+        math.prod(layout.shape) * (chosen if "experts" in layout.axes else 1.0)
+        for name, layout in layouts.items()
+        if name not in looked_up
+    )
+    return 6.0 * multiplying + 12.0 * model.layers * model.heads * model.head_dim * model.keys(experiment.data.sequence)
+
+
+def utilization(program: Program, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilization: arithmetic done over the devices' peak in the dtype of products; None where that is
+    unknown."""
+    kind = program.mesh.devices.flat[0].device_kind
+    if (peak := peak_flops(kind, program.experiment.precision.compute)) is None:
+        return None
+    return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
+
+
+def schedule(o: Optimizer, steps: int) -> dict[int, float]:
+    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    landmarks = o.landmarks(steps)
+    rates = jax.jit(partial(optim.learning_rate, o, steps))(jnp.asarray(landmarks))
+    return dict(zip(landmarks, rates.tolist(), strict=True))
+
+
+def memory(program: Program, traced: Any, compiled: Any, state: TrainState | None = None) -> dict[str, int]:
+    """Bytes per device. `temporary` is the compiled step's scratch, whole gradients and activations included;
+    `peak` is arguments + temporaries + outputs - reused arguments.
+
+    Parameters and optimizer state are a device's of `state`; before there is one, as declared. `host` is what of them
+    lies in the host's memory and so not in the peak, `statistics` the running ones of batch norms, where there are any.
+    Gradients are those that the traced step adds up over the microbatches.
+    """
+    analysis = compiled.memory_analysis()
+    state = state or program.abstract
+    host = held((state.parameters, state.optimizer), offloaded=True)
+    running = {n: a for n, a in state.parameters.items() if program.layouts[n].statistic}
+    statistics = held(running)
+    seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
+    return {
+        "parameters": held(state.parameters) - statistics,
+        "gradients": accumulated(program, traced.jaxpr) - held([a for a in running.values() if a.ndim]),
+        "optimizer_state": held(state.optimizer),
+        "host": host,
+        "temporary": analysis.temp_size_in_bytes,
+        "peak": analysis.argument_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        - (0 if seen else host),
+    } | ({"statistics": statistics} if statistics else {})
+
+
+def accumulated(program: Program, closed: Any) -> int:
+    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device, but for
+    what stages of a pipeline send each other."""
+    *_, scan = (equation for equation, *_ in traffic.equations(closed) if equation.primitive.name == "scan")
+    # What is carried leaves in the shape of one turn, what is stacked with an axis more; parameters differ by version.
+    ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
+    carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
+    mesh, sharded = axes_of(program.mesh), program.strategy.gradients
+    shapes = {layout.local_shape(mesh, sharded) for layout in program.layouts.values()}
+    # Single numbers are the loss and, where a model has such, counts.
+    return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.shape and aval.shape in shapes)
+
+
+def pipeline(program: Program) -> dict[str, Any]:
+    """Of a pipeline its schedule, and the share of a stage's time in which it has nothing to do: `bubble` counted slot
+    by slot, `least_bubble` (p-1)/(mv + p-1) with m microbatches through p stages of v parts each."""
+    if not isinstance(program.schedule, Pipeline):
+        return {}
+    table = program.schedule.table
+    idle, busy = table.stages - 1, table.microbatches * table.chunks
+    return {
+        "pipeline": {
+            "schedule": program.experiment.parallel.pipeline_schedule,
+            "stages": table.stages,
+            "virtual_stages": table.chunks,
+            "microbatches": table.microbatches,
+            "bubble": table.bubble,
+            "least_bubble": idle / (busy + idle),
+        }
+    }
+
+
+def held(tree: Any, offloaded: bool = False) -> int:
+    """Bytes of a device's shards of the arrays of `tree`; of those alone that are `offloaded` to its host."""
+    return sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves(tree) if a.sharding.memory_kind == HOST or not offloaded
+    )  # fmt: skip
+
+
+def allocated(program: Program) -> dict[str, int]:
+    """The most bytes that the allocator of the fullest device has given out; nothing where it keeps no count (CPU)."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in program.mesh.local_devices]
+    return {"allocator_peak": max(peaks)} if any(peaks) else {}
+
+
+def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The median after the warm-up; None without a step."""
+    values = [record[name] for record in records]
+    return statistics.median(values[WARM_UP:] or values) if values else None
+
+
+def summary(
+    program: Program,
+    state: TrainState,
+    traced: Any,
+    compiled: Any,
+    compile_seconds: float,
+    records: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """summary.json of the contract; `state` is that after the last step, `records` are this process's steps."""
+    rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
+    return {
+        "backend": "jax",
+        "versions": {"jaxdist": __version__}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
+        "parameters": parameter_count(program.layouts),
+        "devices": program.mesh.devices.size,
+        "platform": program.mesh.devices.flat[0].platform,
+        "mesh": axes_of(program.mesh),
+        "strategy": program.experiment.parallel.strategy,
+        "precision": program.experiment.precision.policy,
+        "memory": memory(program, traced, compiled, state) | allocated(program),
+        "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
+        "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
+        "arithmetic": arithmetic.narrowest(traced.jaxpr),
+        **pipeline(program),
+        "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
+        "compile_seconds": compile_seconds,
+        "compiler_options": program.compiler_options,
+        "counted": program.experiment.model.takes,  # as tokens
+        "tokens_per_second": rate,
+        "target_tokens_per_second": target_rate,
+        "flops_per_token": flops_per_token(program.experiment, program.layouts),
+        "mfu": utilization(program, rate) if rate else None,
+        "target_mfu": utilization(program, target_rate) if target_rate else None,
+    }

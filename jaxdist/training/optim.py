@@ -1,0 +1,273 @@
+"""Learning rate, clip, update rule, decay and average of weights as one optax chain, by torch's formulas.
+
+Differences pinned here: the clip divides by norm + 1e-6 as `torch.nn.utils.clip_grad_norm_` does (optax does not);
+every hyperparameter is passed, since the defaults differ; weight decay applies to matrices only; the bias correction
+1 - βᵗ is exact, where optax loses half of its digits in float32 at the first steps.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxdist.config import EMA, Optimizer
+from jaxdist.config.optimizer import COLUMNS, ROWS, Of
+from jaxdist.parallel.sharding import Layout
+from jaxdist.training.matrices import Whole, orthogonal
+
+Arrays = dict[str, jax.Array]
+
+
+def learning_rate(o: Optimizer, steps: int, step: jax.Array) -> jax.Array:
+    """The learning rate of `step`, counted from 1.
+
+    Warm-up: peak · s / warmup. Then, with p the share of the way from `warmup` to `decay_steps` (or `steps`), capped
+    at 1: cosine peak · (f + (1-f)(1 + cos πp)/2), linear peak · (1 - (1-f)p), constant peak; f is `final`.
+    """
+    end = o.decay_steps or steps
+    step = step.astype(jnp.result_type(float))  # an int32 divided by a number would be float32, also in float64 runs
+    p = jnp.clip((step - o.warmup) / max(1, end - o.warmup), 0, 1)
+    decayed = {
+        "cosine": o.final + (1 - o.final) * (1 + jnp.cos(jnp.pi * p)) / 2,
+        "linear": 1 - (1 - o.final) * p,
+        "constant": jnp.ones_like(p),
+    }[o.decay]
+    return o.learning_rate * jnp.where(step < o.warmup, step / max(1, o.warmup), decayed)
+
+
+def clip_by_norm(largest: float) -> optax.GradientTransformationExtraArgs:
+    """Scale updates by min(1, largest / (norm + 1e-6)); 0 leaves them alone. `norm` comes in as an extra argument."""
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None, *, norm: jax.Array, **_: Any) -> Any:
+        factor = jnp.minimum(1, largest / (norm + 1e-6)) if largest else 1
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+STEP, LANES = 32, 16  # on CPUs: squares in a sum, and sums side by side
+
+
+def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The sum of all squares in `arrays`, of one dtype.
+
+    XLA's CPU compiler adds up more than 32 numbers in steps, and first writes them: all squares. Sums of 32 it makes as
+    it reads, 16 side by side as a vector. On CPUs these alone are written, and then added up.
+    """
+
+    def in_parts(*arrays: jax.Array) -> jax.Array:
+        parts = []
+        for x in arrays:
+            squares = jnp.square(x.ravel())
+            most, rest = jnp.split(squares, [x.size - x.size % (STEP * LANES)])
+            parts += [most.reshape(-1, STEP, LANES).sum(1).ravel(), rest]
+        return jnp.sum(lax.optimization_barrier(jnp.concatenate(parts)))  # without it XLA would make one sum of both
+
+    def whole(*arrays: jax.Array) -> jax.Array:
+        return optax.tree.norm(arrays, squared=True)
+
+    return lax.platform_dependent(*arrays, cpu=in_parts, default=whole)
+
+
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
+"""(new, old) -> what is kept from now on: the new one in the dtype of the old, or that if the step is not taken."""
+
+# ---- update rules: of a gradient and what is kept of its parameter, what the rate is a factor of, and what is kept
+
+
+def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+    """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
+    # 1 - βᵗ; of β = 0 it is 1
+    left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
+    m, v = kept["exp_avg"], kept["exp_avg_sq"]
+    m, v = now(o.beta1 * m + (1 - o.beta1) * g, m), now(o.beta2 * v + (1 - o.beta2) * g * g, v)
+    return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
+
+
+def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+    """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
+    if not o.momentum:
+        return g, {}
+    m = kept["momentum_buffer"]
+    m = now(o.momentum * m + g, m)
+    return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
+
+
+def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+    """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
+    m = kept["exp_avg"]
+    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": now(o.beta2 * m + (1 - o.beta2) * g, m)}
+
+
+def adafactor(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole
+) -> tuple[jax.Array, Arrays]:
+    """torch.optim.Adafactor: g/√v, v of a matrix by rows and columns (arXiv:1804.04235), scaled by the parameter's
+    size; the rate is 1/√t at most."""
+    taken, least = t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
+
+    def moved(kind: str, mean: jax.Array) -> jax.Array:
+        return now(kept[kind] + taken * (mean - kept[kind]), kept[kind])
+
+    if "variance" in kept:
+        v = moved("variance", g * g)
+        new = {"variance": v}
+    else:
+        rows, columns = of.layout.matrix
+        new = {ROWS: moved(ROWS, of.mean(g * g, columns)), COLUMNS: moved(COLUMNS, of.mean(g * g, rows))}
+        v = new[ROWS] * new[COLUMNS] / jnp.maximum(of.mean(new[ROWS], rows), least)
+    update = g * lax.rsqrt(jnp.maximum(v, least**2))
+    size = jnp.maximum(of.rms(of.weights), o.eps2) / jnp.maximum(of.rms(update) / o.d, 1)
+    return update * size * jnp.minimum(1 / (of.rate * jnp.sqrt(t)), 1), new
+
+
+ADJUSTED: dict[str, Callable[[int, int], float]] = {
+    "original": lambda inputs, outputs: math.sqrt(max(1, outputs / inputs)),
+    "match_rms_adamw": lambda inputs, outputs: 0.2 * math.sqrt(max(inputs, outputs)),
+}
+
+
+def muon(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole) -> tuple[jax.Array, Arrays]:
+    """torch.optim.Muon of the matrices of blocks, in the dtype that products have where torch has bfloat16; Adam of all
+    else."""
+    if "momentum_buffer" not in kept:
+        return adam(o, g, kept, t, now, of)
+    m = kept["momentum_buffer"]
+    m = now(m + (1 - o.momentum) * (g - m), m)
+    along = g + o.momentum * (m - g) if o.nesterov else m
+    update = of.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(of.dtype))
+    return ADJUSTED[o.adjust_lr_fn](*of.layout.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
+
+
+Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose, Whole], tuple[jax.Array, Arrays]]
+RULES: dict[str, Rule] = {
+    "adamw": adam, "adam": adam, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon,
+}  # fmt: skip
+COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
+
+
+class State(NamedTuple):
+    """What a part of the chain keeps: by kind, under torch's names, and parameter; `updates` are the steps taken."""
+
+    updates: jax.Array
+    kept: dict[str, Arrays]
+
+
+Kept = Mapping[str, Arrays]
+
+
+def keeping(
+    begin: Callable[[Arrays], dict[str, Arrays]],
+    step: Callable[[jax.Array, Arrays, Arrays, Kept, Choose, jax.Array], tuple[Arrays, Kept]],
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation `step(t, updates, parameters, kept, now, rate)` -> updates and what is kept from now on, which
+    is `begin(parameters)` at first.
+
+    The state of a step that is not `taken`, an extra argument as the learning `rate`, stays what it was: `step` has
+    `now` choose, where each array is made and before it is used, so that no second copy of them is.
+    """
+
+    def init(parameters: Arrays) -> State:
+        return State(jnp.zeros((), jnp.int32), begin(parameters))
+
+    def update(
+        updates: Arrays, state: State, params: Any = None, *, taken: Any = True, rate: Any = 1.0, **_: Any
+    ) -> tuple[Arrays, State]:
+        def now(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(taken, new.astype(old.dtype), old)
+
+        after, kept = step(state.updates + 1, updates, params, state.kept, now, jnp.asarray(rate))
+        return after, State(now(state.updates + 1, state.updates), dict(kept))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def rule(
+    o: Optimizer, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """The update rule of an optimizer, parameter by parameter; what `sharded` and `dtype` are is told at `Whole`."""
+
+    def begin(parameters: Arrays) -> dict[str, Arrays]:
+        def zeros(kind: str, of: Of) -> Arrays:
+            there = ((name, w) for name, w in parameters.items() if of(layouts[name].stands))
+            return {name: jnp.zeros(layouts[name].kept(kind), w.dtype) for name, w in there}
+
+        return {kind: zeros(kind, of) for kind, of in o.states.items() if kind != EMA}
+
+    def step(
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, rate: jax.Array
+    ) -> tuple[Arrays, Kept]:
+        t, made = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]]()
+        for name, g in updates.items():
+            own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
+            of = Whole(layouts[name], sharded, parameters[name], rate, dtype)
+            made[name] = RULES[o.name](o, g, own, t, now, of)
+        kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
+        return {name: update for name, (update, _) in made.items()}, kinds
+
+    return keeping(begin, step)
+
+
+def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
+    """Keeps the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
+    `get_ema_multi_avg_fn(decay)`: the first update is copied."""
+
+    def step(
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, _: jax.Array
+    ) -> tuple[Arrays, Kept]:
+        share = jnp.where(t == 1, 1.0, 1 - decay)
+        after = optax.apply_updates(parameters, updates)
+        moved = jax.tree.map(lambda average, w: now(average + share * (w - average), average), kept[EMA], after)
+        return updates, {EMA: moved}
+
+    return keeping(lambda parameters: {EMA: dict(parameters)}, step)
+
+
+def kept_of(state: Any) -> dict[str, Arrays]:
+    """What a chain's state keeps of the parameters, by kind."""
+    return {kind: tree for part in state if isinstance(part, State) for kind, tree in part.kept.items()}
+
+
+def updates_of(state: Any) -> list[jax.Array]:
+    """How many updates the parts of a chain's state have made, which is none of steps that were passed over."""
+    return [part.updates for part in state if isinstance(part, State)]
+
+
+def steps_done(state: Any) -> jax.Array:
+    """How many steps the schedule of a chain's state has made, those that were passed over too."""
+    return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
+
+
+def chain(
+    o: Optimizer, steps: int, decays: Mapping[str, bool], ruling: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """Clip -> update rule, with coupled (L2) or decoupled weight decay -> learning rate -> average of weights.
+
+    `decays`: whether weight decay applies, by parameter.
+    """
+    decay = optax.add_decayed_weights(o.weight_decay, mask=dict(decays))
+    ruled = (decay, ruling) if o.name in COUPLED else (ruling, decay)
+
+    def rate(count: jax.Array) -> jax.Array:
+        return learning_rate(o, steps, count + 1)
+
+    scaled = optax.scale_by_learning_rate(rate)
+    parts = optax.chain(clip_by_norm(o.clip), *ruled, scaled, *([averaged(o.ema)] if o.ema else []))
+
+    def update(updates: Arrays, state: Any, params: Any = None, **extra: Any) -> Any:
+        return parts.update(updates, state, params, rate=rate(steps_done(state)), **extra)
+
+    return optax.GradientTransformationExtraArgs(parts.init, update)
+
+
+def optimizer(
+    o: Optimizer, steps: int, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """The chain over those parameters of these layouts that are trained."""
+    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    return chain(o, steps, {n: layout.decays for n, layout in trained.items()}, rule(o, trained, sharded, dtype))

@@ -1,0 +1,94 @@
+"""The items of a checkpoint, as Orbax writes and reads them. Nothing else of training imports Orbax, which takes a
+quarter of a second: what needs it imports this module when it comes to that."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxdist.config import Experiment, check_shapes
+from jaxdist.formats.orbax import CHUNK, reading
+from jaxdist.training.step import TrainState
+
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
+
+
+def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """`hook`, the sys.unraisablehook, without one error: after a save has failed, TensorStore's threads complete its
+    other writes although Orbax has closed their event loop, and each would print a traceback."""
+
+    def unraisable(met: Any) -> None:
+        if not (met.exc_type is RuntimeError and str(met.exc_value) == "Event loop is closed"):
+            hook(met)
+
+    return unraisable
+
+
+def writer() -> ocp.AsyncCheckpointer:
+    """What writes checkpoints while training goes on."""
+    sys.unraisablehook = without_late_writes(sys.unraisablehook)
+    # Weights and moments hardly compress: 3.02 GB to 2.75.
+    return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
+
+
+def values(experiment: Experiment, state: TrainState) -> ocp.args.Composite:
+    """What a `writer` is given of a step."""
+    trees = {item: ocp.args.PyTreeSave(tree, by_layer(tree)) for item, tree in arrays(state)}
+    return ocp.args.Composite(**trees, experiment=ocp.args.JsonSave(experiment.model_dump(exclude_none=True)))
+
+
+def arrays(state: TrainState) -> Iterator[tuple[str, Any]]:
+    """The items of a checkpoint that hold arrays: all that a state has."""
+    return ((item, tree) for item, tree in state._asdict().items() if tree is not None)
+
+
+def by_layer(tree: Any) -> Any:
+    """How its arrays are laid out: those of all layers in chunks of one each, as a conversion takes them; others in
+    small ones, since a chunk is in memory three times while it is read."""
+
+    def layout(path: Sequence[Any], _: Any) -> ocp.SaveArgs:
+        name = str(getattr(path[-1], "key", ""))
+        return ocp.SaveArgs(shard_axes=(0,)) if name.startswith("layers.") else ocp.SaveArgs(chunk_byte_size=CHUNK)
+
+    return jax.tree_util.tree_map_with_path(layout, tree)
+
+
+def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpointHandler:
+    """The items of a checkpoint; `handler` makes those of arrays."""
+    handlers = {item: handler() for item in TrainState._fields}
+    return ocp.CompositeCheckpointHandler(**handlers, experiment=ocp.JsonCheckpointHandler())
+
+
+@contextmanager
+def opened(
+    path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
+) -> Iterator[ocp.Checkpointer]:
+    """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
+    with ocp.Checkpointer(items(handler)) as reader, reading(path):
+        yield reader
+
+
+def restore(path: Path, **abstract: Any) -> Any:
+    """Items of the checkpoint `path`, laid out as ShapeDtypeStructs with shardings. Raises ConfigError."""
+    wanted = {item: ocp.args.StandardRestore(tree) for item, tree in abstract.items()}
+    with opened(path) as reader:
+        found, here = dict(reader.metadata(path).item_metadata["parameters"]), abstract["parameters"]
+        check_shapes(f"checkpoint {path}", *({n: tuple(a.shape) for n, a in tree.items()} for tree in (found, here)))
+        return reader.restore(path, args=ocp.args.Composite(**wanted))
+
+
+def on_host(path: Path, item: str) -> Any:
+    """An item of the checkpoint `path` as numpy arrays. Raises ConfigError."""
+    with opened(path, ocp.PyTreeCheckpointHandler) as reader:
+        tree = reader.metadata(path).item_metadata[item].tree
+        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        args = ocp.args.Composite(**{item: ocp.args.PyTreeRestore(restore_args=to_host)})
+        return reader.restore(path, args=args)[item]

@@ -1,0 +1,341 @@
+"""All that follows from an experiment and a mesh: the model, its layouts, and the compiled functions over them."""
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist import families
+from jaxdist.config import Experiment, ResNet
+from jaxdist.config.model import Decoder
+from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
+from jaxdist.formats.finite import is_square
+from jaxdist.ops.varying import vary_like
+from jaxdist.parallel import sharding
+from jaxdist.parallel.collectives import Context, Parallel, Stages
+from jaxdist.parallel.context import context
+from jaxdist.parallel.experts import dispatch
+from jaxdist.parallel.mesh import axes_of
+from jaxdist.parallel.pipeline import AXIS, Schedule, schedule
+from jaxdist.parallel.rematerialization import Rematerialize, offloaded, on_device
+from jaxdist.parallel.sharding import BATCH, PARTS, TOKENS
+from jaxdist.runtime import xla
+from jaxdist.runtime.processes import on_host
+from jaxdist.training import loss_scale, optim
+from jaxdist.training.step import Arrays, Step, TrainState
+
+
+class Evaluated(NamedTuple):
+    """Of a batch: the sum of the loss in nats, the number of valid tokens or images, and of images how many are right:
+    those whose class has the largest logit."""
+
+    loss: Any
+    count: Any
+    right: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One experiment on one mesh. Building it checks that every parameter fits (ConfigError) and allocates nothing."""
+
+    experiment: Experiment
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        sharding.check(self.layouts, axes_of(self.mesh), self.strategy)
+
+    @cached_property
+    def model(self) -> Any:
+        return families.build(self.experiment.model)
+
+    @cached_property
+    def layouts(self) -> dict[str, sharding.Layout]:
+        return families.layouts(self.model)
+
+    @cached_property
+    def strategy(self) -> sharding.Strategy:
+        return sharding.strategy(self.experiment.parallel)
+
+    @cached_property
+    def context(self) -> Context:
+        gpu = self.mesh.devices.flat[0].platform == "gpu"
+        return context(self.experiment.parallel, axes_of(self.mesh)["context"], fused=gpu)
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """The names of the parameters that all layers have."""
+        return frozenset(name for name, layout in self.layouts.items() if "layers" in layout.axes)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        e = self.experiment
+        return schedule(e.parallel, axes_of(self.mesh)[AXIS], e.train.accumulation, self.stacked)
+
+    @cached_property
+    def step_function(self) -> Step:
+        e = self.experiment
+        sharded, compute = self.strategy.optimizer, e.precision.compute
+        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts, sharded, compute)
+        parallel = Parallel(
+            self.strategy,
+            e.precision,
+            self.context,
+            dispatch(e.model),
+            e.parallel.sequence,
+            batch_norm=e.parallel.batch_norm,
+        )
+        return Step(
+            self.model,
+            self.layouts,
+            parallel,
+            optimizer,
+            Rematerialize.from_config(e.memory),
+            e.memory.loss_chunks,
+            e.train.accumulation,
+            self.schedule,
+            e.train.skip,
+        )
+
+    @cached_property
+    def evaluation(self) -> Step:
+        """The step's model as it is evaluated: by running statistics, where it has such."""
+        model = families.build(self.experiment.model)
+        model.eval()
+        return replace(self.step_function, model=model)
+
+    # ---- what and where
+
+    def initial(self) -> TrainState:
+        """The starting state, from the seed and the parameters' names alone: the same bits on any mesh."""
+        key, model = jax.random.key(self.experiment.train.seed), self.experiment.model
+
+        def tokens(axis: str, size: int) -> int:
+            """The size of an axis without padding of the vocabulary."""
+            padded = axis == "vocab" and isinstance(model, Decoder) and size == model.vocab_rows
+            return model.vocab if padded else size
+
+        def draw(layout: sharding.Layout) -> jax.Array:
+            if not layout.std:
+                return jnp.full(layout.shape, layout.mean, self.dtype_of(layout))
+            named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
+            shape = [tokens(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True)]
+            values = layout.mean + layout.std * jax.random.normal(named, shape, jnp.float32)
+            if shape != [*layout.shape]:  # the tokens' own rows are the same with any padding, which is their mean
+                rows = [(0, size - drawn) for size, drawn in zip(layout.shape, shape, strict=True)]
+                values = jnp.pad(values, rows, mode="mean")
+            return values.astype(self.experiment.precision.parameters)
+
+        return self.state_from({name: draw(layout) for name, layout in self.layouts.items()})
+
+    def state_from(self, parameters: Arrays) -> TrainState:
+        """A fresh state around given parameters."""
+        trained = {name: w for name, w in parameters.items() if not self.layouts[name].statistic}
+        optimizer = self.step_function.optimizer.init(trained)
+        return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
+
+    def dtype_of(self, layout: sharding.Layout) -> Any:
+        """The dtype at rest: of running statistics float32 or wider, of counts int32."""
+        parameters = jnp.dtype(self.experiment.precision.parameters)
+        if not layout.statistic:
+            return parameters
+        return jnp.promote_types(parameters, jnp.float32) if layout.shape else jnp.int32
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self.initial)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """PartitionSpecs of the state."""
+        parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
+
+        def of_state(path: Any, array: jax.ShapeDtypeStruct) -> P:
+            layout = self.layouts.get(getattr(path[-1], "key", ""))  # counts have no name of a parameter
+            return layout.spec(self.strategy.optimizer, array.shape) if layout else P()
+
+        optimizer = jax.tree_util.tree_map_with_path(of_state, self.shapes.optimizer)
+        return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
+
+    def shardings(self, specs: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+    @cached_property
+    def at_rest(self) -> TrainState:
+        """Where the state lies between steps, `memory.offload` on the host: its shardings."""
+        parameters, optimizer, scaling = self.shardings(self.specs)
+        offload = self.experiment.memory.offload
+        if "parameters" in offload:
+            parameters = offloaded(parameters)
+        if "optimizer" in offload:  # but for the counts of steps
+            optimizer = jax.tree.map(lambda a, s: offloaded(s) if a.ndim else s, self.shapes.optimizer, optimizer)
+        return TrainState(parameters, optimizer, scaling)
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state at rest: what is traced with it knows what lies on the host."""
+        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.at_rest)
+
+    @cached_property
+    def abstract_batch(self) -> Batches:
+        e, rows = self.experiment, self.experiment.train.batch
+        if isinstance(e.model, ResNet):
+            images = rows, e.model.image, e.model.image, e.model.channels
+            return Images(jax.ShapeDtypeStruct(images, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+        tokens = jax.ShapeDtypeStruct((rows, e.data.sequence), jnp.int32)
+        return Batch(tokens, tokens)
+
+    @cached_property
+    def batch_specs(self) -> Batches:
+        """Rows over the axes BATCH; of tokens times over context, which no images are split by."""
+        if self.experiment.model.takes == "images":
+            return Images(P(TOKENS), P(TOKENS))
+        return Batch(P(BATCH, "context"), P(BATCH, "context"))
+
+    def order(self, length: int) -> np.ndarray:
+        """The times of sequences of `length` in the order in which devices hold them."""
+        return self.context.order(length, axes_of(self.mesh)["context"])
+
+    @cached_property
+    def layers(self) -> np.ndarray:
+        """The layers in the order in which devices hold them."""
+        return self.schedule.order(self.experiment.model.layers)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The rows of the global batch that devices of this process have, which are what it reads of each batch."""
+        size = self.experiment.train.batch
+        indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
+        bounds = [index[0].indices(size) for index in indices if index]
+        return self.dealt[min(start for start, *_ in bounds) : max(stop for _, stop, _ in bounds)]
+
+    @cached_property
+    def dealt(self) -> np.ndarray:
+        """The rows of a batch in the order in which devices hold them."""
+        train, axes = self.experiment.train, axes_of(self.mesh)
+        return dealt(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
+
+    def place(self, batch: Batches) -> Batches:
+        """A batch, of which this process has its `rows`, on the devices: each has its rows, and of tokens its times."""
+        if isinstance(batch, Batch):
+            batch = Batch(*(x[:, self.order(x.shape[1])] for x in batch))
+        shardings = self.shardings(self.batch_specs)
+        if not self.mesh.is_multi_process:
+            return jax.device_put(batch, shardings)
+
+        def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, x, (self.experiment.train.batch, *x.shape[1:]))
+
+        return jax.tree.map(put, batch, shardings)
+
+    # ---- compiled functions
+
+    def initialize(self) -> TrainState:
+        """The starting state, born sharded: no device holds more than its share."""
+        return self.placed(jax.jit(self.initial, out_shardings=self.at_rest)())
+
+    def placed(self, tree: Any) -> Any:
+        """Arrays by parameter's name, whose layers are in order, in the order in which devices hold them."""
+        return self.reordered(tree, self.layers)
+
+    def in_order(self, tree: Any) -> Any:
+        """The inverse of `placed`: as checkpoints have them."""
+        return self.reordered(tree, np.argsort(self.layers))
+
+    def reordered(self, tree: Any, order: np.ndarray) -> Any:
+        """One array at a time: what moves is a copy until it has arrived."""
+        if (order == np.arange(len(order))).all():
+            return tree
+
+        def one(path: Any, a: jax.Array) -> jax.Array:
+            if getattr(path[-1], "key", "") not in self.stacked:
+                return a
+            return jax.jit(lambda a: a[order], out_shardings=a.sharding)(a)
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    @cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """What XLA is told of the step and of evaluation, by its own names."""
+        return xla.options(self.experiment.parallel) | xla.on_cpus(self.mesh)
+
+    @cached_property
+    def step(self) -> Any:
+        """(state, batch) -> (state, metrics), jitted; the old state's memory is reused."""
+        inputs = (self.specs, self.batch_specs)
+        function = jax.shard_map(
+            self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
+        )
+        batch, alike = self.shardings((self.batch_specs, P()))
+        return jax.jit(
+            function,
+            in_shardings=(self.at_rest, batch),
+            out_shardings=(self.at_rest, alike),
+            donate_argnums=0,
+            compiler_options=self.compiler_options,
+        )
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """(parameters, batch) -> Evaluated, jitted. By microbatches, so that it takes no more memory than the step."""
+        images = self.experiment.model.takes == "images"
+
+        def function(parameters: Arrays, batch: Batches) -> Evaluated:
+            step = self.evaluation
+            weights = step.gathered(parameters)
+
+            def scored(part: Batches, weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
+                loss, made = step.loss(None, weights, part, stages)
+                right = jnp.sum(made.output.argmax(-1) == part.targets) if images else jnp.int32(0)
+                return loss, vary_like(right, loss)
+
+            def microbatch(part: Batches) -> tuple[jax.Array, jax.Array]:
+                return self.schedule.forward(partial(scored, part), weights)
+
+            losses, right = lax.map(microbatch, step.microbatches(batch))
+            count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+            return Evaluated(lax.psum(losses.sum(), PARTS), count, lax.psum(right.sum(), PARTS))
+
+        specs = (self.specs.parameters, self.batch_specs)
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
+        return jax.jit(mapped, compiler_options=self.compiler_options)
+
+    @cached_property
+    def sound(self) -> Any:
+        """arrays -> by name whether all of it is finite, and of a mean of squares not below zero, jitted."""
+
+        def of(name: str, array: jax.Array) -> jax.Array:
+            good = jnp.isfinite(array)
+            return (good & (array >= 0) if is_square(name) else good).all()
+
+        return jax.jit(lambda arrays: {name: of(name, array) for name, array in on_device(arrays).items()})
+
+    def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
+        """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""
+        if self.experiment.model.takes == "images":
+            return on_host(self.forward(parameters, tokens))
+        order = self.order(tokens.shape[1])
+        return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order), : self.experiment.model.vocab]
+
+    @cached_property
+    def forward(self) -> Any:
+        """(parameters, tokens or images as devices hold them) -> their logits, jitted."""
+
+        def function(parameters: Arrays, inputs: jax.Array) -> jax.Array:
+            step = self.evaluation
+            logits = self.schedule.forward(
+                lambda weights, stages: step.forward(None, weights, inputs, stages).output, step.gathered(parameters)
+            )
+            return lax.psum(logits, AXIS)
+
+        specs = (self.specs.parameters, self.batch_specs[0])
+        logits = P(TOKENS) if self.experiment.model.takes == "images" else P(BATCH, "context", "tensor")
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits))

@@ -1,0 +1,117 @@
+"""The programs that are compiled: as large for many layers as for few, and float32 what it says is float32; evaluation
+is the step's, in its memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.lax import Precision
+
+from jaxdist.conftest import MIXTRAL, tiny
+from jaxdist.data import IGNORED, Batch
+from jaxdist.families import llama
+from jaxdist.families.loss import chunked
+from jaxdist.parallel.mesh import make_mesh
+from jaxdist.training import step
+from jaxdist.training.program import Program
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, ClosedJaxpr | Jaxpr):
+                    yield from equations(getattr(part, "jaxpr", part))
+
+
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"model": MIXTRAL},
+    "resnet": {"model": {"family": "resnet", "depths": [1, 1], "widths": [8, 16]}, "parallel": {"mesh": "2x1"}},
+}
+
+
+def approximate(fields: dict[str, Any], mesh: str = "2x2") -> tuple[list[str], list[str]]:
+    """The kinds of products of a step in float32, and those that a GPU may compute in TF32, or a TPU in bfloat16."""
+    experiment = tiny(**({"parallel": {"mesh": mesh}} | fields))
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    jaxpr = program.step.trace(program.abstract, program.abstract_batch).jaxpr.jaxpr
+    products = [equation for equation in equations(jaxpr) if equation.primitive.name in PRODUCTS]
+    exact = (Precision.HIGHEST, Precision.HIGHEST)
+    lax = [equation for equation in products if equation.params["precision"] not in (Precision.HIGHEST, exact)]
+    return [e.primitive.name for e in products], [e.primitive.name for e in lax]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_is_float32_on_all_devices(model: str) -> None:
+    products, rounded = approximate(MODELS[model])
+    assert len(products) > 10 and not rounded
+
+
+def test_products_in_less_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    update = jax.config.update
+
+    def but_one(name: str, value: Any) -> None:
+        update(name, None if name == "jax_default_matmul_precision" else value)
+
+    monkeypatch.setattr(jax.config, "update", but_one)
+    assert approximate(MODELS["llama"])[1]
+
+
+def size(layers: int, mesh: str = "2x4", remat: str = "none") -> int:
+    """Equations in the step of a model with this many layers."""
+    experiment = tiny(model={"layers": layers}, parallel={"mesh": mesh}, memory={"remat": remat})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    return len(list(equations(program.step.trace(program.abstract, program.abstract_batch).jaxpr.jaxpr)))
+
+
+@pytest.mark.parametrize(("mesh", "remat"), [("1x1", "none"), ("8x1", "full"), ("2x4", "selective")])
+def test_does_not_grow_with_depth(mesh: str, remat: str) -> None:
+    assert size(2, mesh, remat) == size(64, mesh, remat)
+
+
+def test_growth_with_depth_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unrolled(par: Any, layers: nnx.Module, x: jax.Array, rematerialize: Any, *rest: Any) -> jax.Array:
+        graph, weights = nnx.split(layers)
+        for i in range(jax.tree.leaves(weights)[0].shape[0]):
+            x = par.use(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))(par, x, *rest)
+        return x
+
+    monkeypatch.setattr(llama, "scan_layers", unrolled)
+    assert size(8) > 2 * size(2)
+
+
+def evaluated(batch: Batch, chunks: int, mesh: str = "2x2") -> float:
+    """The loss of the starting weights, by two microbatches."""
+    experiment = tiny(train={"accumulation": 2}, parallel={"mesh": mesh}, memory={"loss_chunks": chunks})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    return float(program.evaluate(program.initialize().parameters, program.place(batch)).loss)
+
+
+@pytest.mark.parametrize("mesh", ["1x1", "2x2", "pipeline=2,fsdp=2"])
+def test_evaluation_in_chunks_is_that_of_the_whole(batches: Any, monkeypatch: pytest.MonkeyPatch, mesh: str) -> None:
+    """Three chunks are filled up, of the 80 or 160 tokens that a device has; without their last one it shows."""
+    batch = batches(tiny(), 1)[0]
+    whole = evaluated(batch, 1, mesh)
+    for chunks in (2, 3, 80):
+        assert evaluated(batch, chunks, mesh) == pytest.approx(whole, rel=1e-14)
+    monkeypatch.setattr(step, "chunked", lambda targets, chunks: chunked(targets, chunks).at[-1].set(IGNORED))
+    assert abs(evaluated(batch, 3, mesh) / whole - 1) > 0.1
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_evaluation_takes_no_more_memory_than_the_step(chunks: int) -> None:
+    """Where its logits are the largest of all, of eight microbatches at once they would be most of it."""
+    experiment = tiny(model={"vocab": 4096}, train={"accumulation": 8}, memory={"loss_chunks": chunks})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    state, batch = program.abstract, program.abstract_batch
+    lowered = program.step.lower(state, batch), program.evaluate.lower(state.parameters, batch)
+    trained, found = (one.compile().memory_analysis().temp_size_in_bytes for one in lowered)
+    logits = 8 * 16 * 20 * 4096 / chunks  # float64, of the whole batch
+    assert found < trained and found < logits

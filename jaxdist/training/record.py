@@ -1,0 +1,265 @@
+"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+
+The step that trains stays as it is: a second program takes the same state and batch. Gradients and the update come from
+the step's own methods; activations from a forward pass in which the layers are unrolled, every module's result is
+noted, and a probe of zeros is added to it, whose gradient is the result's. For that pass each stage of a pipeline has
+the layers of all.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, wraps
+from sys import modules
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.data import IGNORED, Batches
+from jaxdist.families import layers
+from jaxdist.ops.varying import vary, wide
+from jaxdist.parallel.collectives import TIME, Parallel
+from jaxdist.parallel.mesh import axes_of
+from jaxdist.parallel.pipeline import AXIS, of_first
+from jaxdist.parallel.rematerialization import Rematerialize, on_device
+from jaxdist.parallel.sharding import BATCH, PARTS, TOKENS
+from jaxdist.runtime.processes import on_host
+from jaxdist.training import loss_scale
+from jaxdist.training.optim import clip_by_norm, kept_of
+from jaxdist.training.program import Program
+from jaxdist.training.step import Arrays, TrainState
+
+OF_ROWS = ("batch/", "activation/", "activation_gradient/")  # kinds of arrays [B, ...], of tokens [B, T, ...]
+
+Note = Callable[[str, jax.Array], jax.Array]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The attribute `name` of a class or module is `value` for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class AsItIs(Rematerialize):
+    """Blocks as they are: what is noted within one must be seen outside of it."""
+
+    def block(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        return block
+
+
+KEPT = AsItIs("none", 1)
+
+
+@dataclass
+class Taps:
+    """Within `installed`, what the modules of a model return passes through `note`, with the module's path.
+
+    Of a module that returns several, the first.
+    """
+
+    note: Note
+    path: list[str] = field(default_factory=list)
+    layer: tuple[str, str] | None = None  # the path of a stack, and of the one of its layers that runs
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @contextmanager
+    def installed(self, model: nnx.Module) -> Iterator[nnx.Module]:
+        """A copy of `model` whose modules know their paths."""
+        named = nnx.merge(*nnx.split(model))
+        module: Any
+        for path, module in nnx.iter_modules(named):
+            module.path = ".".join(map(str, path))
+        classes = {c for _, m in nnx.iter_modules(named) for c in type(m).__mro__ if "__call__" in vars(c)}
+        namespace = modules[type(model).__module__]
+        with ExitStack() as stack:
+            for cls in classes:
+                stack.enter_context(replaced(cls, "__call__", self.module(vars(cls)["__call__"])))
+            for owner in (namespace, Parallel):
+                for name in FUNCTIONS.keys() & vars(owner).keys():
+                    stack.enter_context(replaced(owner, name, self.function(name, getattr(owner, name))))
+            for owner in (layers, namespace):  # by its module, or as its own name
+                if hasattr(owner, "scan_layers"):
+                    stack.enter_context(replaced(owner, "scan_layers", self.unrolled))
+            yield named
+
+    def module(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def tapped(module: Any, *inputs: Any, **named: Any) -> Any:
+            own = module.path if self.layer is None else module.path.replace(*self.layer, 1)
+            self.path.append(own)
+            y = call(module, *inputs, **named)
+            self.path.pop()
+            several = isinstance(y, tuple)
+            noted = self.note(own or LOGITS, y[0] if several else y)
+            return (noted, *y[1:]) if several else noted
+
+        return tapped
+
+    def function(self, name: str, call: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        @wraps(call)
+        def tapped(*inputs: Any) -> jax.Array:
+            module = self.path[-1]
+            self.calls[module, name] += 1
+            call_number, names = self.calls[module, name], FUNCTIONS[name]
+            noted = names[call_number - 1] if call_number <= len(names) else f"{names[-1]}#{call_number}"
+            return self.note(f"{module}.{noted}", call(*inputs))
+
+        return tapped
+
+    def unrolled(self, par: Parallel, layers: nnx.Module, x_BTD: Any, _: Rematerialize, *rest: Any) -> Any:
+        """`scan_layers`, block by block."""
+        graph, weights = nnx.split(layers)
+        for i in range(jax.tree.leaves(weights)[0].shape[0]):
+            self.layer = layers.path, f"{layers.path}.{i}"  # type: ignore[attr-defined]
+            block: Any = par.use(nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], weights)))
+            x_BTD = block(par, x_BTD, *rest)
+        self.layer = None
+        return x_BTD
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records of single steps of a program."""
+
+    program: Program
+
+    def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
+        """What `record.tensors` asks for of the step that begins with `state`, on the host."""
+        every = self.program.experiment.record.tensors == "all"
+        before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
+        kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)
+        if not every:
+            kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
+        found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
+        program, e = self.program, self.program.experiment
+        rows, layers = np.argsort(program.dealt), np.argsort(program.layers)
+        times = np.argsort(program.order(e.data.sequence)) if e.model.takes == "tokens" else slice(None)
+
+        def in_order(name: str, a: np.ndarray) -> np.ndarray:
+            if name.startswith(OF_ROWS):
+                return a[rows] if e.model.takes == "images" else a[rows][:, times]
+            return a[layers] if name.partition("/")[2] in program.stacked else a
+
+        return {name: in_order(name, a) for name, a in found.items()}
+
+    def first_nonfinite(self, state: TrainState, batch: Batches) -> str | None:
+        """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
+        activations = self.forward(state, batch)
+        kinds = {"weight": state.parameters, "activation": activations["activation"]}
+        kinds |= {"gradient of activation": activations["activation_gradient"]}
+        kinds |= {"gradient": dict(reversed(self.update(state, batch)["gradient"].items()))}
+        for kind, arrays in kinds.items():
+            for name, array in arrays.items():
+                if not bool(jnp.isfinite(on_device(array)).all()):
+                    return f"{kind} {name}"
+        return None
+
+    def mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
+        """`function` of (state, batch) on every device."""
+        inputs = (self.program.specs, self.program.batch_specs)
+        return jax.jit(jax.shard_map(function, mesh=self.program.mesh, in_specs=inputs, out_specs=out_specs))
+
+    @cached_property
+    def update(self) -> Any:
+        """(state, batch) -> loss, gradients and what the optimizer makes of them, by the step's own methods."""
+        step, program = self.program.step_function, self.program
+        clip = clip_by_norm(program.experiment.optimizer.clip)
+
+        def function(state: TrainState, batch: Batches) -> dict[str, Any]:
+            loss, gradients, statistics = step.gradient(state, batch)
+            norm = step.norm(gradients)
+            clipped, _ = clip.update(gradients, optax.EmptyState(), norm=norm)
+            after = step.update(state, gradients, statistics, loss, norm)
+            stages = {"gradient": gradients, "clipped": clipped, **kept_of(after.optimizer)}
+            return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
+
+        layouts = {name: layout for name, layout in program.layouts.items() if not layout.statistic}
+        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in layouts.items()}
+        specs = {"gradient": pieces, "clipped": pieces, **kept_of(program.specs.optimizer)}
+        return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
+
+    @cached_property
+    def forward(self) -> Any:
+        """(state, batch) -> activations in the order of the forward pass, and their gradients from last to first."""
+        sequence = self.program.experiment.data.sequence
+        shapes: dict[str, Any] = {}  # name -> type of the activation on a device
+
+        def look(name: str, y: jax.Array) -> jax.Array:
+            shapes[name] = jax.typeof(y)
+            return y
+
+        def see(state: TrainState, batch: Batches) -> jax.Array:
+            one = jax.tree.map(lambda x: x[0], self.program.step_function.microbatches(batch))
+            return lax.psum(self.loss(look, state, one, jnp.ones(())), PARTS)
+
+        def axes(value: Any) -> tuple[str, ...]:
+            return tuple(value.manual_axis_type.varying)
+
+        def spec(value: Any) -> P:
+            if self.program.experiment.model.takes == "images":
+                return P(TOKENS)
+            dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
+            if "tensor" in axes(value):  # which splits heads or columns, or times
+                own_times = value.shape[TIME] < sequence // axes_of(self.program.mesh)["context"]
+                dims[TIME if own_times else 2] = ("context", "tensor") if own_times else "tensor"
+            return P(*dims)
+
+        jax.eval_shape(self.mapped(see, P()), self.program.abstract, self.program.abstract_batch)
+
+        def function(state: TrainState, batch: Batches) -> dict[str, Arrays]:
+            count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+            scale = loss_scale.factor(state.scaling)
+
+            def of_one(microbatch: Batches) -> dict[str, Arrays]:
+                def loss(probes: Arrays) -> tuple[jax.Array, Arrays]:
+                    noted: Arrays = {}
+
+                    def note(name: str, y: jax.Array) -> jax.Array:
+                        noted[name] = y + probes[name]
+                        return noted[name]
+
+                    return self.loss(note, state, microbatch, count), noted
+
+                probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
+                gradients, noted = jax.grad(loss, has_aux=True)(probes)
+                unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
+                return {"activation": noted, "activation_gradient": unscaled}
+
+            found = lax.map(of_one, self.program.step_function.microbatches(batch))
+            return of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+
+        specs = {n: spec(t) for n, t in shapes.items()}
+        run = self.mapped(function, {"activation": specs, "activation_gradient": specs})
+
+        def ordered(state: TrainState, batch: Batches) -> dict[str, Arrays]:
+            found = run(state, batch)  # jit sorts by name
+            orders = {"activation": list(shapes), "activation_gradient": list(shapes)[::-1]}
+            return {kind: {name: found[kind][name] for name in order} for kind, order in orders.items()}
+
+        return ordered
+
+    def loss(self, note: Note, state: TrainState, microbatch: Batches, count: jax.Array) -> jax.Array:
+        """This device's part of what a microbatch adds to the scaled loss of the global batch, of whose targets `count`
+        are valid; its activations are passed through `note`."""
+        step = self.program.step_function
+        of_all = np.argsort(self.program.layers)
+        weights = {
+            name: lax.all_gather(w, AXIS, tiled=True)[of_all] if name in self.program.stacked else w
+            for name, w in step.gathered(on_device(state.parameters)).items()
+        }
+        with Taps(note).installed(step.model) as model:
+            loss, made = replace(step, model=model, rematerialize=KEPT, loss_chunks=1).loss(None, weights, microbatch)
+        return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)

@@ -1,0 +1,96 @@
+"""Records hold what the step computes, whatever the mesh: they are compared with the step's own results."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import Experiment
+from jaxdist.config.record import read_record, write_record
+from jaxdist.conftest import GPT2, tiny
+from jaxdist.parallel.mesh import make_mesh
+from jaxdist.training.program import Program
+from jaxdist.training.record import Recorder
+
+KEY = "attention.k_proj.bias"
+ALL = {"steps": [1], "tensors": "all"}
+MESHES = {
+    "1x1": {"mesh": "1x1"},
+    "2x4": {"mesh": "2x4"},
+    "zero1": {"mesh": "2x2", "strategy": "zero1"},
+}
+
+
+def program(mesh: str, **sections: Any) -> Program:
+    experiment = tiny(parallel=MESHES[mesh], record=ALL, **sections)
+    return Program(experiment, make_mesh(experiment, "cpu")[0])
+
+
+def recorded(program: Program, batches: Any) -> dict[str, np.ndarray]:
+    with jax.enable_x64(True):
+        batch = batches(program.experiment, 1)[0]
+        return Recorder(program)(program.initialize(), batch)
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, float]:
+    assert list(a) == list(b)
+    # absolute for a key bias: in GPT-2 it has no gradient, and steps of what rounding makes of it
+    return {n: float(np.linalg.norm(a[n] - b[n]) / (1 if KEY in n else np.linalg.norm(b[n]) or 1)) for n in a}
+
+
+OFFLOADED = {"memory": {"offload": ["optimizer", "parameters"]}}
+
+
+@pytest.mark.parametrize(("mesh", "sections"), [("2x4", {}), ("zero1", {"model": GPT2}), ("2x4", OFFLOADED)])
+def test_a_record_is_the_same_on_every_mesh(batches: Any, mesh: str, sections: dict[str, Any]) -> None:
+    alone = {name: section for name, section in sections.items() if name != "memory"}
+    found = distance(recorded(program(mesh, **sections), batches), recorded(program("1x1", **alone), batches))
+    assert max(found.values()) < 1e-10, max(found, key=lambda name: found[name])
+    kinds = {name.partition("/")[0] for name in found}
+    assert kinds >= {"batch", "start", "activation", "activation_gradient", "gradient", "clipped", "exp_avg", "weights"}
+    assert {"activation/layers.1.attention.attended", "activation/logits", "activation_gradient/embed"} <= found.keys()
+
+
+def test_a_record_is_of_the_step_that_trains(batches: Any) -> None:
+    """Loss, norm, weights and moments are those of the compiled step; another clip would be seen."""
+    made = program("2x4", memory={"remat": "selective"}, train={"accumulation": 2})
+    record = recorded(made, batches)
+    with jax.enable_x64(True):
+        state, metrics = made.step(made.initialize(), batches(made.experiment, 1)[0])
+    np.testing.assert_allclose(record["scalar/loss"], float(metrics["loss"]), rtol=1e-12)
+    np.testing.assert_allclose(record["scalar/grad_norm"], float(metrics["grad_norm"]), rtol=1e-12)
+    for name, w in state.parameters.items():
+        np.testing.assert_allclose(record[f"weights/{name}"], w, rtol=1e-11, atol=1e-13)
+    other = tiny(optimizer={"clip": 0.01}, parallel=MESHES["2x4"], record=ALL)
+    clipped = recorded(Program(other, made.mesh), batches)
+    assert not np.allclose(clipped["clipped/norm.scale"], record["clipped/norm.scale"])
+
+
+def test_activation_gradients_are_derivatives(batches: Any) -> None:
+    """The gradient of the last block's output times a small change of it is what the loss changes by."""
+    made = program("1x1")
+    record = recorded(made, batches)
+    bias = record["activation_gradient/layers.1.attention.v_proj"].sum((0, 1))
+    np.testing.assert_allclose(bias, record["gradient/layers.attention.v_proj.bias"][1], rtol=1e-10)
+
+
+def test_gradients_alone(batches: Any) -> None:
+    made = program("1x1")
+    fewer = Experiment.parse(made.experiment.model_dump() | {"record": {"steps": [1]}}, source="test")
+    record = recorded(replace(made, experiment=fewer), batches)
+    assert {name.partition("/")[0] for name in record} == {"scalar", "gradient"}
+
+
+def test_files_keep_order_and_values(tmp_path: Any) -> None:
+    arrays = {
+        "b/x": np.arange(6.0).reshape(2, 3).T,
+        "a/y": np.ones(2, np.int32),
+        "a/half": np.asarray(jax.numpy.ones(2, "bfloat16")),
+    }
+    write_record(tmp_path, 7, arrays)
+    found = read_record(tmp_path / "record" / "7.safetensors")
+    assert list(found) == list(arrays)
+    np.testing.assert_array_equal(found["b/x"], arrays["b/x"])
+    assert found["a/half"].dtype == np.float32

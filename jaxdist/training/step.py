@@ -1,0 +1,209 @@
+"""One training step: a global batch in, updated parameters out. Runs on every device inside `jax.shard_map`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from jaxdist.config import AXES
+from jaxdist.data import IGNORED, Batches
+from jaxdist.families import bind
+from jaxdist.families.loss import chunked, cross_entropy, of_tokens
+from jaxdist.ops.varying import differing, vary, wide
+from jaxdist.parallel.collectives import Parallel, Stages, gather, one_stage, scatter
+from jaxdist.parallel.pipeline import Schedule
+from jaxdist.parallel.rematerialization import Rematerialize, on_device
+from jaxdist.parallel.sharding import PARTS, TOKENS, Cut, Layout
+from jaxdist.training import loss_scale
+from jaxdist.training.optim import steps_done, sum_of_squares
+
+Arrays = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step, laid out as the strategy says."""
+
+    parameters: Any
+    optimizer: Any
+    scaling: loss_scale.LossScale | None = None
+
+
+class Made(NamedTuple):
+    """What a model makes of a microbatch: logits, or with targets their cross-entropy; this device's part of what it
+    adds to the loss (a mixture its balance); and by name the running statistics from now on."""
+
+    output: jax.Array
+    added: jax.Array | int = 0
+    statistics: Arrays = {}  # noqa: RUF012 - never written to
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one model under one strategy."""
+
+    model: nnx.Module
+    layouts: Mapping[str, Layout]
+    parallel: Parallel
+    optimizer: optax.GradientTransformationExtraArgs
+    rematerialize: Rematerialize
+    loss_chunks: int
+    accumulation: int
+    schedule: Schedule
+    skip: tuple[int, ...]
+
+    def __call__(self, state: TrainState, batch: Batches) -> tuple[TrainState, Arrays]:
+        """Accumulate -> reduce -> clip and update. Metrics are `loss` (mean nats per valid token), `grad_norm`, and
+        where it is scaled `loss_scale`."""
+        loss, gradients, statistics = self.gradient(state, batch)
+        norm = self.norm(gradients)
+        metrics = {"loss": loss, "grad_norm": norm}
+        if state.scaling:
+            metrics["loss_scale"] = state.scaling.scale
+        return self.update(state, gradients, statistics, loss, norm), metrics
+
+    def gradient(self, state: TrainState, batch: Batches) -> tuple[jax.Array, Arrays, Arrays]:
+        """Loss of the global batch, its gradient in the optimizer's layout, and the running statistics after it."""
+        scale = loss_scale.factor(state.scaling)
+        loss, gradients, statistics = self.accumulate(state.parameters, batch, scale)
+        return loss, jax.tree.map(lambda g: (g / scale).astype(g.dtype), self.reduce(gradients)), statistics
+
+    def update(
+        self, state: TrainState, gradients: Arrays, statistics: Arrays, loss: jax.Array, norm: jax.Array
+    ) -> TrainState:
+        """Clip and update; nothing where loss or norm is not finite or the step is to be skipped, but the schedule.
+
+        Statistics have been moved by the forward pass, as in torch, whatever becomes of its gradients.
+        """
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
+        taken = finite & met
+        trained = {name: state.parameters[name] for name in gradients}
+        pieces, before = self.pieces(on_device(trained)), on_device(state.optimizer, after=norm)
+        updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
+        after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
+        scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
+        moved = {n: jnp.where(met & jnp.isfinite(loss), s, state.parameters[n]) for n, s in statistics.items()}
+        return TrainState(self.whole(after) | moved, optimizer, scaling)
+
+    def loss(
+        self, sinks: Arrays | None, weights: Arrays, batch: Batches, stages: Stages = one_stage
+    ) -> tuple[jax.Array, Made]:
+        """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
+        `stages`: which of the blocks they are."""
+        inputs, targets = batch
+        given = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
+        if self.loss_chunks > 1:
+            made = self.forward(sinks, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given)
+            return made.output, made
+        made = self.forward(sinks, weights, inputs, stages, **given)
+        return cross_entropy(of_tokens(made.output, getattr(self.model, "config", None)), targets), made
+
+    def forward(
+        self,
+        sinks: Arrays | None,
+        weights: Arrays,
+        inputs: jax.Array,
+        stages: Stages = one_stage,
+        **given: jax.Array,
+    ) -> Made:
+        """What the model makes of this device's rows. `given`: what else its call takes, such as targets in chunks."""
+        parallel = replace(self.parallel, stages=stages)
+        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, **given)
+        return Made(*made) if isinstance(made, tuple) else Made(made)
+
+    def gathered(self, parameters: Arrays) -> Arrays:
+        """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
+        strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
+        if strategy.reshards or not strategy.parameters:
+            return parameters
+        pieces, layouts = on_device(parameters), self.layouts
+        return {
+            name: w if layouts[name].statistic else gather(w.astype(dtype), layouts[name].cut, to="invarying")
+            for name, w in pieces.items()
+        }
+
+    def accumulate(
+        self, parameters: Arrays, batch: Batches, scale: jax.Array | int = 1
+    ) -> tuple[jax.Array, Arrays, Arrays]:
+        """Loss of the global batch, the gradient of `scale` times it as the microbatches leave it, and the running
+        statistics, which these move one after the other.
+
+        The loss is the sum over the global batch divided by its number of valid tokens, known before the first
+        microbatch: uneven microbatches and devices weigh as their tokens do. What a model adds is trained on as the
+        mean over microbatches, and is no part of the loss that is told.
+        """
+        count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
+
+        def scaled(
+            sinks: Arrays | None, weights: Arrays, part: Batches, stages: Stages
+        ) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
+            total, made = self.loss(sinks, weights, part, stages)
+            return (total / count + made.added / self.accumulation) * scale, (total / count, made.statistics)
+
+        sinks = self.sinks()
+        before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in sinks})
+        parts = self.microbatches(batch)
+        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), PARTS)
+        start = sinks, nothing, before
+        gradients, loss, after = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
+        return lax.psum(loss, PARTS), gradients, self.parallel.kept_statistics(after)
+
+    def microbatches(self, batch: Batches) -> Batches:
+        """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
+        return jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+
+    def sinks(self) -> Arrays:
+        """Zeros in the layout of the gradients, to be accumulated into."""
+        mesh = {axis: lax.axis_size(axis) for axis in AXES}
+        sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
+
+        def zeros(layout: Layout) -> jax.Array:
+            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.tokens + layout.given)
+
+        return {name: zeros(layout) for name, layout in self.layouts.items() if not layout.statistic}
+
+    def reduce(self, gradients: Arrays) -> Arrays:
+        """What the microbatches left unsummed, in the optimizer's layout: whole for ddp, else pieces over fsdp."""
+        strategy, precision = self.parallel.strategy, self.parallel.precision
+
+        def one(layout: Layout, g: jax.Array) -> jax.Array:
+            g = g.astype(precision.reduce)
+            if not strategy.optimizer:
+                g = lax.psum(g, layout.tokens)
+            else:
+                g = lax.psum(g if strategy.gradients else scatter(g, layout.cut), layout.cut.replicas)
+            return g.astype(precision.parameters)
+
+        return {name: one(self.layouts[name], g) for name, g in gradients.items()}
+
+    def norm(self, gradients: Arrays) -> jax.Array:
+        """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
+        alike: dict[frozenset[str], list[jax.Array]] = {}
+        for g in gradients.values():  # axes of one device aside: fewer sums are fewer kernels to compile
+            split = frozenset(axis for axis in differing(g) if lax.axis_size(axis) > 1)
+            alike.setdefault(split, []).append(wide(g))
+        sums = [sum_of_squares(of) for of in alike.values()]
+        return jnp.sqrt(sum(lax.psum(total, tuple(sorted(differing(total)))) for total in sums))
+
+    def pieces(self, parameters: Arrays) -> Arrays:
+        """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""
+        if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
+            return parameters
+
+        def piece(cut: Cut, w: jax.Array) -> jax.Array:
+            size = w.shape[cut.dim] // lax.axis_size(cut.axes)
+            return lax.dynamic_slice_in_dim(w, lax.axis_index(cut.axes) * size, size, w.ndim + cut.dim)
+
+        return {name: piece(self.layouts[name].cut, w) for name, w in parameters.items()}
+
+    def whole(self, pieces: Arrays) -> Arrays:
+        """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
+        if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
+            return pieces
+        return {name: gather(w, self.layouts[name].cut, to="invarying") for name, w in pieces.items()}

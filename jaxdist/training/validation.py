@@ -1,0 +1,31 @@
+"""The loss of a model over a split of the data: what a run tells at its end, and `jaxdist.evaluate`."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jaxdist.data import Dataset, Split
+from jaxdist.training.program import Program
+from jaxdist.training.step import Arrays
+
+
+class Scores(NamedTuple):
+    """Sums over a pass: the loss in nats, the valid tokens or images, and the images whose class was found."""
+
+    loss: float
+    counted: float
+    right: float
+
+    @property
+    def mean(self) -> float:
+        """Nats per valid token or image."""
+        return self.loss / self.counted
+
+
+def pass_over(program: Program, parameters: Arrays, dataset: Dataset, split: Split, steps: Iterable[int]) -> Scores:
+    """Scores of `parameters` over the batches `steps`, from 1, of a pass over the split. No row counts twice."""
+    total = Scores(0.0, 0.0, 0.0)
+    for step in steps:
+        batch: Any = dataset.pass_over(split, step, program.experiment.train.batch, program.rows)
+        found = program.evaluate(parameters, program.place(batch))
+        total = Scores(*(float(a) + float(b) for a, b in zip(total, found, strict=True)))
+    return total

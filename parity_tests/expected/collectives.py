@@ -1,0 +1,322 @@
+"""How many collectives a step takes, by mesh axis and kind: the closed form of either side, where bytes say how large.
+
+JAX sends each parameter by itself, within the scan once a layer; FSDP2 a block at once, its experts by themselves where
+the mesh splits them, and with one more what lies outside of the blocks; DDP whole parameters up to a bucket's size;
+ZeroRedundancyOptimizer each updated parameter.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from jaxdist.accounting import traffic
+from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
+from jaxdist.config import Experiment, Mixture, ResNet
+from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
+from parity_tests.expected import pipeline_traffic
+from parity_tests.expected.pipeline_traffic import Range
+from parity_tests.runs.run import JAX, REFERENCES
+from torch_ref.parallel.context import rings
+
+TORCH, TRANSFORMERS = REFERENCES["torch"], REFERENCES["transformers"]
+SETTLED = 8  # broadcasts by which DDP settles what its buckets are
+BUCKET = 25 * 2**20  # bytes of DDP's buckets, the first of which is smaller
+LAST = "layers.mlp.down_proj.bias"  # the end of a block, whose output is not computed again
+Sent = tuple[str, dict[str, Range]]  # an axis, and by op how many
+Counts = dict[str, dict[str, Range]]
+
+
+def expected(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+) -> Counts:
+    """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
+    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    update = of_update(side, e, trained, mesh)
+    attention = of_attention(side, e, mesh, rotates(side, e, platform))
+    if side != JAX and mesh["pipeline"] > 1:
+        return together(pipeline_traffic.expected(e, layouts, mesh), (("context", attention), *update))
+    parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
+    found: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
+    if isinstance(e.model, ResNet):
+        activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
+    else:
+        activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
+    others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *of_norm(side, e, mesh), *update
+    return together(found, (*activations, *others, *parameters))
+
+
+def together(found: Counts, sent: Iterable[Sent]) -> Counts:
+    """Those and what else is sent over the same axes."""
+    for axis, ops in sent:
+        for op, (least, most) in ops.items() if axis in found else ():
+            fewest, more = found[axis].get(op, (0, 0))
+            found[axis][op] = fewest + least, more + most
+    return found
+
+
+def least(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+) -> dict[str, float]:
+    """The least bytes that a side could send, by axis.
+
+    torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
+    gathered once more and gradients sent on in float32, n times; gathered are the logits of the routers too in mixtures
+    of transformers, for the balance of all ranks. Chunks of the loss, which are checkpointed, send all once more. For
+    zero1 DDP all-reduces whole gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
+    How many rows torch sends to experts hangs on what the router chooses: see `unknown`.
+    """
+    if side != JAX and mesh["pipeline"] > 1:
+        found = pipeline_traffic.least(e, layouts, mesh)
+        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
+        return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
+    found, m = defaultdict(float, traffic.least(e, layouts, mesh)), e.model
+    if checkpointed(side, e):
+        numbers = 3 * e.train.accumulation * traffic.tokens_of(e, mesh)
+        size = numbers * max(ITEMSIZE[str(e.precision.compute)], 4)
+        found["tensor"] += ring_bytes("all_reduce", size, mesh["tensor"])
+    if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
+        found["context"] -= traffic.least_of_attention(e, m, mesh)
+        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
+        found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
+    if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
+        tokens, ranks = e.train.batch * e.data.sequence, math.prod(mesh[axis] for axis in TOKENS)
+        logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
+        found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
+        found[first(mesh, TOKENS)] += ring_bytes("all_gather", tokens, ranks)  # the mask, a byte each
+    if side != JAX and e.parallel.strategy == "zero1":
+        for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
+            found[axis] -= size
+        shards = mesh["fsdp"] * mesh["context"]
+        for layout in (layout for layout in layouts.values() if not layout.statistic):
+            numbers = math.prod(layout.shape) / (mesh["tensor"] if "tensor" in layout.mesh_axes(False) else 1)
+            reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
+            found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
+            found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
+    return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
+
+
+def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]:
+    """The axes of which no closed form tells the bytes that a side sends, and why."""
+    if side == JAX:
+        return {}
+    shards, found = first(mesh, SHARDS), dict[str, str]()
+    if e.optimizer.asks_for_whole:
+        found |= dict.fromkeys((shards, "tensor"), "as its update asks for matrices by the pieces that it has of them")
+    if mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1:
+        found[shards] = "as an interleaved schedule gathers what its actions ask for"
+    if mesh["expert"] > 1:
+        found["expert"] = "as it sends the rows that the router chooses"
+    return {axis: why for axis, why in found.items() if mesh[axis] > 1}
+
+
+def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """What a rule asks of whole parameters. torch: of each tensor, at most, five means or one gather over an axis."""
+    if side == JAX:
+        number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
+        asked = traffic.of_update(e, layouts, mesh)
+        yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
+    elif e.optimizer.asks_for_whole:
+        tensors = sum(e.model.layers if "layers" in layout.axes else 1 for layout in layouts.values())
+        op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)
+        yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))
+
+
+def of_stages(e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:
+    """JAX: activations, and a mixture's tally, each tick of a pass."""
+    p = passes(e, mesh)
+    arrays = 2 if isinstance(e.model, Mixture) else 1
+    return {"permute": exactly(arrays * (p.both + p.forward) * (mesh["pipeline"] > 1))}
+
+
+def exactly(count: int) -> Range:
+    return count, count
+
+
+def of_activations(
+    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+) -> dict[str, Range]:
+    """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
+
+    Each chunk of the loss has its own three, and once more where it is checkpointed. Beside them the gradients of
+    parameters that every tensor device has and uses in part. Under sequence parallelism a sum is a scatter and a
+    gather, which a block that is computed again repeats where it enters a product.
+    """
+    p, memory = passes(e, mesh), e.memory
+    m, blocks = p.both, p.layers
+    again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
+    losses = p.losses * (1 + checkpointed(side, e))
+    sums, again_full = 4 * blocks + 2, again if memory.remat == "full" else 0
+    alone = p.forward * (2 * blocks + 1)  # of forward passes by themselves
+    shared = [layout for layout in layouts.values() if partial_over_tensor(e, layout)]
+    gathered = 0
+    if side != JAX and e.parallel.sequence:
+        # RowwiseParallel adds its bias before it scatters; the gradient of learned positions is gathered.
+        shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
+        gathered = sum("positions" in layout.axes for layout in layouts.values())
+    reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+    reduced += memory.loss_chunks * (3 * losses - m * p.told)
+    if not e.parallel.sequence:
+        return {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
+    return {
+        "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.told)),
+        "reduce_scatter": exactly(m * (sums + again_full) + alone),
+        "all_reduce": exactly(reduced),
+    }
+
+
+def checkpointed(side: str, e: Experiment) -> bool:
+    """Whether the loss goes in chunks that are computed again with all that they send, as torch's."""
+    return side != JAX and e.memory.loss_chunks > 1
+
+
+def rotates(side: str, e: Experiment, platform: str) -> bool:
+    """Whether torch's own ring attends, on the `platform` of a run's summary."""
+    return side == TORCH and rings(e, platform)
+
+
+def of_attention(side: str, e: Experiment, mesh: Mapping[str, int], ring: bool) -> dict[str, Range]:
+    """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
+    again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two. torch's
+    ring gathers both at once, also backward, where it sends their gradients on n times.
+    """
+    if isinstance(e.model, ResNet):
+        return {}
+    p, memory, n = passes(e, mesh), e.memory, mesh["context"]
+    if side != JAX:
+        m, (blocks, again) = e.train.accumulation, attended(e, mesh, ring)
+        if ring:
+            return {"all_gather": exactly(m * (2 * blocks + again)), "all_to_all": exactly(m * n * blocks)}
+        return {"all_gather": exactly(2 * m * (blocks + again)), "reduce_scatter": exactly(2 * m * blocks)}
+    blocks = p.both * p.layers
+    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
+    forward = blocks + again + p.forward * p.layers
+    if e.parallel.context == "ulysses":
+        return {"all_to_all": exactly(4 * (forward + blocks))}
+    return {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
+
+
+def attended(e: Experiment, mesh: Mapping[str, int], ring: bool) -> tuple[int, int]:
+    """A torch rank's blocks, and those whose attention it computes again: of each of its parts every so many, but for
+    the ring's, which `selective` keeps."""
+    parts = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
+    each = e.model.layers // mesh["pipeline"] // parts
+    kept = e.memory.remat == "none" or (ring and e.memory.remat == "selective")
+    return parts * each, 0 if kept else parts * math.ceil(each / e.memory.remat_every)
+
+
+def keys_and_values(e: Experiment, mesh: Mapping[str, int], ring: bool) -> float:
+    """Bytes of them that a torch rank sends over context in a step, and of their gradients, which a ring has in
+    float32."""
+    if isinstance(e.model, ResNet):
+        return 0.0
+    tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(e, mesh, ring)
+    own = math.prod(mesh[axis] for axis in (*BATCH, "tensor"))
+    numbers, item = tokens * 2 * e.model.kv_heads * e.model.head_dim / own, ITEMSIZE[str(e.precision.compute)]
+    gathered = (2 * blocks + again) * ring_bytes("all_gather", numbers * item, mesh["context"])
+    return gathered + ring * blocks * numbers * ITEMSIZE["float32"]
+
+
+def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str, int]) -> Sent:
+    """Of each, which has three statistics, mean and variance and backward their gradients; of replicas' own statistics
+    the first's, in JAX all at once, as they are kept."""
+    if e.parallel.batch_norm == "global":
+        return first(mesh, TOKENS), {"all_reduce": exactly(4 * statistics // 3 * e.train.accumulation)}
+    return first(mesh, TOKENS), {"all_reduce": exactly(1)} if side == JAX else {"broadcast": exactly(statistics)}
+
+
+def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends
+    rows, beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights
+    and choices gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers'
+    experts, which each rank has, the routers' logits and a mask of the valid tokens do. Over context the choices of
+    all times are gathered where experts have a capacity.
+    """
+    p, memory, model = passes(e, mesh), e.memory, e.model
+    if not isinstance(model, Mixture):
+        return
+    if side == TRANSFORMERS:
+        masks = p.losses * bool(model.balance)
+        logits = masks * model.layers
+        yield first(mesh, TOKENS), {"all_gather": exactly(logits + masks), "reduce_scatter": exactly(logits)}
+        return
+    m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
+    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
+    forward, sequence = blocks + again + alone, e.parallel.sequence
+    yield "context", {"all_gather": exactly(forward * bool(model.capacity))}
+    if side != JAX:
+        yield "expert", {"all_to_all": exactly(3 * forward + 2 * blocks)}
+        yield from ((axis, {"all_reduce": (0, m)}) for axis in (*TOKENS, *["tensor"] * sequence))
+    elif model.capacity:
+        yield "expert", {"all_to_all": exactly(2 * (forward + blocks))}
+    else:
+        scattered = 3 * blocks + alone
+        yield "expert", {"all_gather": exactly(3 * forward + blocks), "reduce_scatter": exactly(scattered)}
+    if side == JAX:
+        yield first(mesh, TOKENS), {"all_reduce": exactly(m)}
+        yield "tensor", {"all_reduce": exactly(m * sequence)}
+    if sequence:
+        yield "tensor", {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(blocks)}
+    else:
+        yield "tensor", {"all_reduce": exactly(blocks)}
+
+
+def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """torch's own clip, which trains transformers' models, has the squares of all tensors in one array; all else adds
+    single numbers, which are not counted."""
+    if side == TRANSFORMERS and e.parallel.strategy != "ddp":
+        yield first(mesh, SHARDS), {"all_reduce": exactly(1)}
+
+
+def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
+    """The parameters by the mesh axes that a strategy cuts them over: experts go over one less."""
+    found: dict[tuple[str, ...], list[Layout]] = {}
+    for layout in layouts.values():
+        found.setdefault(layout.cut.axes, []).append(layout)
+    return found
+
+
+def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
+    row, p = strategy(e.parallel), passes(e, mesh)
+    blocks = p.layers
+    recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
+    for layout in layouts.values():
+        # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
+        stacked, last = "layers" in layout.axes, layout.name == LAST
+        times = blocks if stacked else 1
+        again = (blocks if layout.decays else recomputed) if stacked and not last else 0
+        again += layout.name.startswith("stages.") and layout.decays
+        both = 1 if p.told and not stacked else p.both  # GPipe's derivative has once what is outside of its scan
+        alone = p.forward if p.told or not layout.name.startswith(HEAD) else 0
+        gathers = both * (times + again) + alone * times if row.reshards else 1
+        scatters = p.both * times if row.gradients else 1
+        yield first(mesh, layout.cut.replicas if row.optimizer else layout.tokens), {"all_reduce": exactly(1)}
+        if row.optimizer and layout.cut.axes:
+            yield first(mesh, layout.cut.axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
+
+
+def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+    """torch: by block, and the root, under FSDP2; by bucket under DDP."""
+    m, blocks, name = e.train.accumulation, e.model.layers, e.parallel.strategy
+    tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
+    if name in ("ddp", "zero1"):
+        size = sum(math.prod(layout.shape) for layout in layouts.values()) * np.dtype(e.precision.parameters).itemsize
+        bucket = e.parallel.bucket_mb * 2**20 or BUCKET
+        buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
+        updated = tensors if name == "zero1" else 0
+        # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
+        for axes in filter(None, cut_alike(layouts)):
+            whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
+            yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SETTLED)}
+        if updated:
+            yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
+        return
+    alike = list(cut_alike(layouts)) if mesh["expert"] > 1 else [SHARDS]
+    for axes in alike:
+        root = int(axes == SHARDS)  # experts are of blocks alone
+        gathers = m * (2 * blocks + root) if e.parallel.reshards else blocks + root
+        scatters = (blocks + root) * (1 if e.parallel.reduce == "step" else m)
+        yield "data", {"all_reduce": exactly(blocks + root)}
+        yield first(mesh, axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}

@@ -1,0 +1,1 @@
+"""The proof: its levels, the search for the first difference, its cause, and the verdict."""

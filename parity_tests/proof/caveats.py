@@ -1,0 +1,176 @@
+"""How far the verdict of a proof reaches: levels that its runs leave open, and what was not compared."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from parity_tests.expected import collectives
+from parity_tests.proof import levels, nearness
+from parity_tests.proof.verdict import Check
+from parity_tests.runs.run import JAX, MADE, REFERENCES, Run
+
+if TYPE_CHECKING:
+    from parity_tests.proof.proof import Proof
+
+RECORDED = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # steps of which gradients are compared, and the last one
+# Of a float32 run that is all there is of the other side, its noise may hide another of these: field -> section. A run
+# of ours with a tenth of it tells what that moves.
+OTHERS = {"norm_eps": "model", "eps": "optimizer"}
+GELU = {"tanh": "exact", "exact": "tanh"}  # model.gelu -> the other, which a loop of float32 may have unseen
+NARROW = 1e-5  # what training may make of roundings of float32; the planted mistakes move more
+DOUBLE = "README, 'A run of your own loop', says how float32 by name is made float64"
+
+
+def open_levels(proof: "Proof", checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    """Levels that the runs cannot decide, with the reason."""
+    found = levels.too_wide(checks, levels.WIDEST_NOISY if proof.noisy else levels.WIDEST)
+    if proof.exact and levels.judged_until(checks) > 1:  # what rounding hides of later steps, float64 has excluded
+        found.pop("precision", None)
+    if not proof.exact and not proof.noisy and "precision" not in found:
+        decay = proof.experiment.optimizer.weight_decay
+        if reason := levels.hardly_moved(proof.pair("policy"), proof.double, proof.started, decay, proof.still):
+            found["precision"] = reason
+    yield from found.items()
+    if step := proof.overflows_by_chance:
+        yield (
+            "precision",
+            f"at step {step} gradients overflow on one side alone, as they do or not by the order of sums alone; "
+            "give a smaller --precision.loss_scale or learning rate",
+        )
+    overflown = max(len(run.overflown) for run in proof.pair("policy"))
+    if proof.experiment.train.steps - overflown < levels.FEWEST:
+        yield (
+            "precision",
+            f"{overflown} of {proof.experiment.train.steps} steps overflow, so that no {levels.FEWEST} are left of "
+            "which the loss could be judged; prove more steps, or with a smaller --precision.loss_scale",
+        )
+    if not proof.exact and proof.noisy:
+        yield (
+            "mathematics",
+            f"{proof.sides[1]} ran in {proof.experiment.precision.policy}, whose noise hides a learning rate, eps or "
+            "clip that is a little off; give a run of it in fp64 or fp32",
+        )
+    for (side, kind), run in proof.done.items():
+        if run.side in MADE and (missing := list(run.lacking(proof.experiment.record.steps))):
+            yield f"{side}, {kind}", f"its run lacks {', '.join(missing)}; prove it anew"
+
+
+def decides(proof: "Proof") -> dict[str, str]:
+    """By level, the run that would decide where a bound is met or missed by a hair."""
+    steps, seed = proof.experiment.train.steps, proof.experiment.train.seed
+    theirs = proof.pair("policy")[1]
+    if proof.reference in REFERENCES:
+        fewer = f"a proof of fewer steps (--first {max(levels.FEWEST, steps // 2)}), whose rounding has grown less,"
+        return {"mathematics": fewer, "distribution": fewer, "precision": f"a proof with --seed {seed + 1}"}
+    command = f"python -m parity_tests --against RUN_IN_FP64 --init {proof.init} --output DIR"
+    fewer = f"a run of fewer steps (train.steps = {max(levels.FEWEST, steps // 2)}), whose rounding has grown less,"
+    if proof.exact:
+        return {"mathematics": fewer, "distribution": fewer, "precision": fewer}
+    return {"precision": f'a run of {theirs.side} with precision.policy = "fp64" ({DOUBLE}), as `{command}`,'}
+
+
+def not_compared(proof: "Proof") -> list[str]:
+    """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
+    theirs = proof.pair("policy")[1]
+    gradients, running = gradients_lacking(proof), proof.experiment.model.takes == "images"
+    lacking = {
+        "mathematics and distribution in float64": not proof.exact,
+        gradients: bool(gradients),
+        "loss scale": bool(proof.experiment.precision.loss_scale) and "loss_scale" not in theirs.metrics[0],
+        f"distribution of {theirs.side}": proof.exact and proof.reference not in REFERENCES,
+        "memory": not proof.measured("memory"),
+        "peak of memory": proof.measured("memory") and not theirs.memory.get("peak"),
+        "memory of running statistics": running and proof.measured("memory") and "statistics" not in theirs.memory,
+        "traffic": not proof.measured("collectives"),
+        "number of collectives": proof.measured("collectives") and theirs.side not in MADE,
+        "dtypes of softmax, norms, rotation and loss": not theirs.summary.get("arithmetic"),
+    }
+    return [what for what, lacks in lacking.items() if lacks] + hidden(proof)
+
+
+def hidden(proof: "Proof") -> list[str]:
+    """Fields of which float32's noise would hide another value, a tenth of it, and what may be decayed or not."""
+    ours, exact = proof.done[JAX, "policy"], proof.double[0]
+    others = {kind: proof.done[JAX, kind] for kind in OTHERS if (JAX, kind) in proof.done}
+    found = [
+        f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
+        for kind, other in others.items()
+        if levels.within_noise(other, ours, exact, proof.still)
+    ]
+    if proof.other_gelu and not nearness.furthest_apart(proof.other_gelu, proof.pair("policy"), exact, proof.still):
+        found.append(f"{proof.named_gelu} (within the noise of float32)")
+    if proof.exact or proof.noisy:
+        return found
+    decay = proof.experiment.optimizer.weight_decay
+    kinds = levels.decay_hidden(proof.pair("policy"), proof.double, proof.started, decay, proof.still)
+    return found + [f"weight decay of {kind} (within the noise of float32)" for kind in kinds]
+
+
+def gradients_lacking(proof: "Proof") -> str:
+    """Gradients that are not compared, in words; of what a proof compares a run folder may have kept a few."""
+    theirs, steps = proof.pair("policy")[1], proof.experiment.train.steps
+    kept = theirs.gradient_steps
+    if proof.reference in REFERENCES or {step for step in RECORDED if step < steps} | {steps} <= set(kept):
+        return ""
+    return f"gradients but of steps {', '.join(map(str, kept))}" if kept else "gradients"
+
+
+def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
+    """What a reader must know of a verdict's reach."""
+    compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
+    made = [side for side in proof.sides if side in MADE]
+    if proof.exact and (alone := [side for side in made if side not in compared]):
+        yield f"distribution: nothing to compare of {' and '.join(alone)}, whose mesh is one device"
+    if why := proof.scratch.unknown:
+        yield f"memory: of its peak there is no closed form, {why}"
+    for axis, why in collectives.unknown(proof.sides[1], proof.pair("policy")[0].mesh, proof.experiment).items():
+        yield f"traffic: of {proof.sides[1]}'s bytes over {axis} there is no closed form, {why}"
+    for what in ("memory", "collectives"):
+        if not proof.measured(what):
+            yield f"{what}: not compared, {proof.sides[1]} has no figures for this mesh"
+    for run in proof.pair("policy"):
+        if proof.noisy and not run.summary.get("arithmetic"):
+            yield f"{run.side} does not tell in which dtype it computes softmax, norms, rotation and loss"
+    steps, theirs = proof.experiment.train.steps, proof.pair("policy")[1]
+    if proof.whole and proof.whole > steps:
+        beyond = "; of the others the learning rate alone is compared" if theirs.summary.get("schedule") else ""
+        yield f"Steps 1 to {steps} of {proof.whole} were run{beyond}."
+    if proof.reference not in REFERENCES:
+        yield from left_out(proof, theirs)
+    failed = [check for check in checks if not check.holds]
+    if proof.exact and failed and all(check.level == "mathematics" and check.value < NARROW for check in failed):
+        less = f"All that differs does so by less than {NARROW:g}, as where a side computes in float32 in part"
+        yield f"{less}; {DOUBLE}."
+    if proof.noisy:
+        yield " ".join(noise(proof))
+    elif proof.exact and (wide := levels.too_wide(checks).get("precision")):
+        until = f"steps 1 to {levels.judged_until(checks)} are judged by it; in later ones {wide}"
+        yield f"precision: {until}. What is less, the float64 levels alone exclude."
+
+
+def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
+    """What cannot be compared with a run that is there already, since it did not keep it."""
+    if not proof.exact:
+        policy = proof.experiment.precision.policy
+        yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
+    steps = ", ".join(map(str, theirs.gradient_steps))
+    kept = f"compared of steps {steps} alone, which it kept" if steps else "not compared, it kept none"
+    yield f"gradients: of {theirs.side} {kept}"
+
+
+def noise(proof: "Proof") -> Iterator[str]:
+    """What the noise of the policy lets its curves show, and what not."""
+    policy, name = proof.pair("policy"), proof.experiment.precision.policy
+    if "reordered" in proof.kinds:
+        moved = levels.reordering(policy, proof.pair("reordered"))
+        floors = " and ".join(f"{run.side}'s by {x:.1g}" for run, x in zip(policy, moved, strict=True))
+        yield f"{name}: sums taken in another order move {floors} of the loss."
+    elif proof.reference in REFERENCES:
+        yield f"{name}: one sequence on one device is summed in one order alone, so what another moves is unknown."
+    lost = levels.lost(policy, proof.double)
+    costs = " and ".join(f"{x:.1g} on {run.side}" for run, x in zip(policy, lost, strict=True))
+    most = levels.DRIFT * max(lost)
+    yield (
+        f"{name} costs the loss {costs}, and more than {levels.DRIFT:g} times the other's cost is refused. "
+        f"So these curves exclude a mistake of one side that moves its loss by more than {most:.1g}; what is "
+        "smaller, as a learning rate, eps or clip that is a little off, only the float64 levels exclude."
+    )

@@ -1,0 +1,488 @@
+"""What a proof runs, says and searches, over runs that are made up: no training."""
+
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxdist.config import ConfigError, Experiment, TrainingError
+from parity_tests.proof import bisect, levels, proof
+from parity_tests.proof.caveats import OTHERS
+from parity_tests.proof.proof import Proof
+from parity_tests.proof.verdict import Check, Verdict
+from parity_tests.runs.run import JAX, Run
+
+TORCH = "torch_ref"
+ONE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+TWO = ONE | {"data": 2}
+MEMORY = dict.fromkeys(("parameters", "gradients", "optimizer_state"), 0) | {"peak": 1}
+LOSSES = [3.0, 2.5, 2.2, 2.0, 1.9]
+
+STATES = ("weights", "exp_avg", "exp_avg_sq")  # of AdamW
+
+
+def experiment(**sections: Any) -> Experiment:
+    values = {"train": {"steps": len(LOSSES)}, "optimizer": {"warmup": 2}, "parallel": {"mesh": "1x1"}}
+    return Experiment.parse(values | sections, source="test")
+
+
+FIGURES = {"arithmetic": {"rsqrt": "float64"}, "schedule": {"1": 0.1}}
+
+
+def made(side: str, off: float = 0.0, steps: tuple[int, ...] = (1, 2, 5), **summary: Any) -> Run:
+    """A run whose numbers are all off by so much, relative."""
+    run, tensor = Run(side, Path("nowhere")), np.linspace(1, 2, 50) * (1 + off)
+    records = {step: {"gradient/w": tensor} for step in steps}
+    states = {f"{kind}/w": tensor for kind in STATES}
+    metrics = [
+        {"step": step, "loss": loss * (1 + off), "grad_norm": 1.0 + off, "learning_rate": 0.1}
+        for step, loss in enumerate(LOSSES, 1)
+    ]
+    summary = {"mesh": ONE, "least_bytes": {}, "collectives": [], "memory": MEMORY} | FIGURES | summary
+    run.__dict__.update(metrics=metrics, records=records, states=states, summary=summary)
+    run.__dict__.update(experiment=experiment(), shapes={"w": tensor.shape})
+    return run
+
+
+def mesh_of(_: str, kind: str, __: int) -> dict[str, int]:
+    """In place of a proof's own, which is of the config: that of the policy is on one device, where nothing is sent."""
+    return TWO if kind == "mesh" else ONE
+
+
+def judged(asked: Proof, **off: float) -> Verdict:
+    """The verdict of a proof whose runs are right, up to those that are `off`, as `torch_ref_policy`."""
+    vars(asked)["mesh_of"] = mesh_of
+    for side, kind in asked.needed():
+        cost = 1e-3 if kind in ("policy", "reordered") and asked.noisy else 0.0
+        mesh = TWO if kind == "mesh" else ONE
+        asked.done[side, kind] = made(side, off.get(f"{side}_{kind}", cost), mesh=mesh)
+    return asked.verdict()
+
+
+def asked(tmp_path: Path, **sections: Any) -> Proof:
+    return Proof.of(experiment(**sections), tmp_path)
+
+
+BF16 = {"policy": "bf16"}
+WIDEST = levels.WIDEST["mathematics"]
+SMALL = {"layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 24, "vocab": 256}
+
+
+def test_steps_that_were_not_run_are_told(tmp_path: Path) -> None:
+    longer = judged(asked(tmp_path, train={"steps": 300}))
+    assert any(note.startswith("Steps 1 to 20 of 300 were run") for note in longer.notes)
+    assert not any(note.startswith("Steps") for note in judged(asked(tmp_path)).notes)
+
+
+def test_nothing_sent_is_compared_on_one_device(tmp_path: Path) -> None:
+    """torch reports no collectives there, and that is a figure."""
+    assert not any(note.startswith("collectives") for note in judged(asked(tmp_path)).notes)
+
+
+@pytest.mark.parametrize("figure", ["mesh", "memory", "collectives", "arithmetic", "schedule"])
+def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure: str) -> None:
+    proof = asked(tmp_path)
+    assert judged(proof).word == "equivalent"
+    summary = proof.done[TORCH, "policy"].summary
+    proof.done[TORCH, "policy"].__dict__["summary"] = {name: x for name, x in summary.items() if name != figure}
+    assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it anew"}
+
+
+def emptied(run: Run, what: str) -> None:
+    """Without a part of what a run kept: where all of them lack it, no comparison sees it."""
+    match what:
+        case "a parameter":
+            run.__dict__["shapes"] = {"w": (50,), "q_proj.weight": (50,)}
+        case "metrics":
+            del run.metrics[3:]
+        case "a step twice":
+            run.metrics[3] = run.metrics[2]
+        case "zeros":
+            run.records[5]["gradient/w"] = np.zeros(50)
+        case "moments":
+            run.states["exp_avg/w"] = np.zeros(50)
+        case "peak":
+            run.__dict__["summary"] = run.summary | {"memory": MEMORY | {"peak": None}}
+        case _:
+            run.__dict__["summary"] = run.summary | {what: {}}
+
+
+@pytest.mark.parametrize(
+    ("what", "lacks"),
+    [
+        ("a parameter", "weights at the end of q_proj.weight and 0 others"),
+        ("metrics", "metrics of 2 of 5 steps"),
+        ("a step twice", "metrics of 1 of 5 steps"),
+        ("zeros", "gradients of step 5 other than zeros"),
+        ("moments", "exp_avg at the end other than zeros"),
+        ("peak", "peak of memory"),
+        ("arithmetic", "arithmetic"),
+        ("schedule", "schedule"),
+    ],
+)
+def test_what_all_runs_lack_leaves_it_open(tmp_path: Path, what: str, lacks: str) -> None:
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        emptied(run, what)
+    verdict = proof.verdict()
+    assert verdict.word == "undecided"
+    assert lacks in verdict.open["torch_ref, policy"]
+
+
+def test_a_parameter_whose_gradient_is_zero_is_there(tmp_path: Path) -> None:
+    """As GPT-2's key bias, of which both sides may compute none: others of its kind are not zero."""
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        run.__dict__["shapes"] = {"w": (50,), "b": (2,)}
+        run.states.update({f"{kind}/b": np.ones(2) for kind in STATES})
+        for record in run.records.values():
+            record["gradient/b"] = np.zeros(2)
+    assert proof.verdict().word == "equivalent"
+
+
+def test_of_transformers_no_peak_is_asked(tmp_path: Path) -> None:
+    """Its runs do not measure it, and no check is made of it."""
+    ours, theirs = made(JAX), made("transformers", memory=MEMORY | {"peak": None})
+    assert list(theirs.lacking([1, 2, 5])) == [] == list(ours.lacking([1, 2, 5]))
+    assert list(made(TORCH, memory=MEMORY | {"peak": 0}).lacking([])) == ["peak of memory"]
+
+
+def test_a_record_that_runs_of_ours_lack_leaves_it_open(tmp_path: Path) -> None:
+    proof = asked(tmp_path)
+    judged(proof)
+    for run in proof.done.values():
+        del run.records[5]
+        for name in list(run.states):
+            if name.startswith("exp_avg/"):
+                del run.states[name]
+    verdict = proof.verdict()
+    assert verdict.word != "equivalent" and len(verdict.open) == len(proof.done)
+    assert verdict.open["jaxdist, one"] == "its run lacks exp_avg at the end, gradients of step 5; prove it anew"
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "other"), [(8, 1, 2), (3, 1, 3), (9, 1, 3), (7, 7, 1), (8, 4, 1)])
+def test_sums_in_another_order_on_one_device(tmp_path: Path, batch: int, accumulation: int, other: int) -> None:
+    train = {"steps": len(LOSSES), "batch": batch, "accumulation": accumulation}
+    one = asked(tmp_path, precision=BF16, train=train)
+    assert "reordered" in one.kinds
+    assert f"accumulation = {other}" in one.config("reordered")
+    assert f"accumulation = {accumulation}" in one.config("policy")
+
+
+def test_one_sequence_has_one_order(tmp_path: Path) -> None:
+    alone = asked(tmp_path, precision=BF16, train={"steps": len(LOSSES), "batch": 1})
+    assert "reordered" not in alone.kinds
+    assert any("summed in one order alone" in note for note in judged(alone).notes)
+
+
+def test_a_mesh_is_reordered_by_one_device(tmp_path: Path) -> None:
+    mesh = asked(tmp_path, precision=BF16, parallel={"mesh": "2x1"})
+    assert 'mesh = "1x1"' in mesh.config("reordered") and "accumulation = 1" in mesh.config("reordered")
+
+
+def test_the_note_of_a_noisy_policy_is_what_its_checks_do(tmp_path: Path) -> None:
+    """What moves one side's loss by more than the note says fails, whatever the noise of reordered sums."""
+    right = asked(tmp_path, precision=BF16)
+    (note,) = (note for note in judged(right).notes if note.startswith("bf16: sums"))
+    assert "jaxdist's by" in note and "torch_ref's by" in note
+    limit = levels.DRIFT * 1e-3
+    assert f"more than {limit:.1g}; what is smaller" in note
+    names = {check.name for check in judged(asked(tmp_path, precision=BF16), torch_ref_policy=2 * limit).failed}
+    assert "cost to loss" in names
+
+
+@pytest.mark.parametrize("what", ["grad_norm = nan at step 5", "exp_avg_sq/w of step 5", "gradient/w of step 4"])
+def test_what_is_no_number_is_equal_to_nothing(tmp_path: Path, what: str) -> None:
+    """Also at a step whose gradients nothing is compared with."""
+    proof = asked(tmp_path, precision=BF16)
+    assert judged(proof).word == "equivalent"
+    wrong = made(TORCH, 1e-3, steps=(1, 2, 4, 5))
+    metrics = [
+        record | ({"grad_norm": np.nan} if what.startswith("grad_norm") and record["step"] == 5 else {})
+        for record in wrong.metrics
+    ]
+    wrong.__dict__.update(metrics=metrics)
+    for tensors in (wrong.states, wrong.records[4]):
+        tensors |= {name: a * np.nan for name, a in tensors.items() if what.startswith(name)}
+    proof.done[TORCH, "policy"] = wrong
+    assert ("torch_ref, what is no number", what) in {(check.name, check.of) for check in proof.verdict().failed}
+
+
+def test_a_bound_too_wide_leaves_it_open(tmp_path: Path) -> None:
+    verdict = judged(asked(tmp_path), jaxdist_perturbed=WIDEST)
+    assert verdict.word == "undecided" and "mathematics" in verdict.open and "amplifies" in verdict.sentence
+    assert judged(asked(tmp_path), jaxdist_perturbed=WIDEST / 8).word == "equivalent"
+    assert judged(asked(tmp_path), jaxdist_perturbed=WIDEST, torch_ref_one=1e-3).word == "not_equivalent"
+
+
+@pytest.mark.parametrize(("reordered", "word"), [((3,), "undecided"), ((4,), "not_equivalent"), ((), "not_equivalent")])
+def test_an_overflow_on_one_side_alone(tmp_path: Path, reordered: tuple[int, ...], word: str) -> None:
+    """It is a mistake, unless the order of sums has made one of a side's own runs overflow, or not, by then."""
+    proof = asked(tmp_path, precision={"policy": "fp16"})
+    judged(proof)
+    for (side, kind), run in proof.done.items():
+        at = (3,) if side == JAX else reordered if kind == "reordered" else ()
+        run.__dict__.pop("overflown", None)
+        run.__dict__["experiment"] = proof.experiment
+        for record in run.metrics if kind in ("policy", "reordered") else ():
+            skipped = record["step"] in at
+            record |= {"loss_scale": 1024.0, "skipped": skipped} | ({"grad_norm": None} if skipped else {})
+    verdict = proof.verdict()
+    assert verdict.word == word
+    assert ("precision" in verdict.open) == (word == "undecided")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", STATES)
+def test_states_of_a_narrower_dtype(tmp_path: Path, kind: str, dtype: str) -> None:
+    """Rounded but kept in float32, they cost no more than a 16-bit policy does."""
+    proof = asked(tmp_path, precision=BF16)
+    judged(proof)
+    for run in proof.done.values():
+        run.states[f"{kind}/matrix"] = np.linspace(1, 2, 2500).reshape(50, 50)
+    assert proof.verdict().word == "equivalent"
+    states = proof.done[TORCH, "policy"].states
+    states[f"{kind}/matrix"] = states[f"{kind}/matrix"].astype(dtype).astype(np.float32)
+    (failed,) = (check for check in proof.verdict().failed if "states in less" in check.name)
+    assert failed.name == "torch_ref, states in less than float32" and failed.of.endswith(f"{kind} in {dtype}")
+
+
+# ---- against a run that is there
+
+
+def against(
+    tmp_path: Path,
+    policy: str = "fp32",
+    steps: tuple[int, ...] = (),
+    off: float = 0.0,
+    ours: float = 1e-7,
+    **sections: Any,
+) -> Proof:
+    theirs = made("run mine", off, steps)
+    theirs.__dict__["experiment"] = experiment(precision={"policy": policy}, **sections)
+    found = Proof.against(theirs, theirs.experiment, tmp_path)
+    vars(found).update(mesh_of=mesh_of, started={"weights/w": np.zeros(50)})
+    for kind in found.kinds:
+        mesh = TWO if kind == "mesh" else ONE
+        found.done[JAX, kind] = made(JAX, ours if kind == "policy" else 0.0, steps, mesh=mesh)
+    if policy == "fp64":
+        found.done[JAX, "policy"] = made(JAX, steps=steps)
+    return found
+
+
+def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
+    notes = against(tmp_path).verdict().notes
+    assert "gradients: of run mine not compared, it kept none" in notes
+    assert "mathematics, distribution: of run mine not compared, it ran in fp32 and not in fp64" in notes
+    notes = against(tmp_path, "fp64", (1, 5)).verdict().notes
+    assert "gradients: of run mine compared of steps 1, 5 alone, which it kept" in notes
+    assert not any(note.startswith("mathematics") for note in notes)
+
+
+def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
+    """Of which 32 times what ours loses would let a wider clip pass, or weights of half their size."""
+    widest = levels.WIDEST["precision"]
+    for off in (0.0, widest, 30 * 0.3):
+        verdict = against(tmp_path, ours=off / 30 or 1.1 * widest / levels.DRIFT, off=off).verdict()
+        assert verdict.word == "undecided" and "precision" in verdict.open and "amplifies" in verdict.sentence
+    assert against(tmp_path, ours=0.9 * widest / levels.DRIFT).verdict().word == "equivalent"
+    assert against(tmp_path, ours=0.1, off=30 * 0.3).verdict().word == "not_equivalent"
+
+
+def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
+    """At a rate of fine-tuning: weights that move by a thousandth, of which float32 hides weight decay left out."""
+    found = against(tmp_path)
+    assert found.verdict().word == "equivalent"
+    found.__dict__["started"] = {"weights/w": np.linspace(1, 2, 50) * (1 + 1e-3)}
+    assert found.verdict().word == "undecided" and "moved the weights so little" in found.verdict().open["precision"]
+    assert against(tmp_path, "fp64").verdict().word == "equivalent"
+    found.done["run mine", "policy"] = made("run mine", 1e-3, ())
+    assert found.verdict().word == "not_equivalent"
+
+
+def test_a_float32_policy_that_training_amplified_is_left_open(tmp_path: Path) -> None:
+    """As for a mistake of these runs alone, which float64 runs have not; the noise of less is told instead."""
+    proof = asked(tmp_path)
+    judged(proof)
+    for cost, word in ((1e-2, "undecided"), (1e-5, "equivalent")):
+        for side in proof.sides:
+            proof.done[side, "policy"] = made(side, cost)
+        assert proof.verdict().word == word
+    assert judged(asked(tmp_path, precision=BF16), jaxdist_policy=1e-2, torch_ref_policy=1e-2).word == "equivalent"
+
+
+def test_what_was_not_compared_stands_in_the_sentence(tmp_path: Path) -> None:
+    found = against(tmp_path)
+    found.done |= {(JAX, kind): made(JAX, 1e-3, ()) for kind in OTHERS}
+    theirs = found.done["run mine", "policy"]
+    theirs.summary.clear()
+    verdict = found.verdict()
+    assert verdict.sentence.endswith(
+        "checks hold. Not compared: mathematics and distribution in float64, gradients, memory, traffic, dtypes of "
+        "softmax, norms, rotation and loss."
+    )
+    assert verdict.as_json()["not_compared"] == list(verdict.not_compared)
+    assert not judged(asked(tmp_path)).not_compared
+    assert "gradients but of steps 1" in against(tmp_path, steps=(1,)).verdict().not_compared
+    double = against(tmp_path, "fp64").verdict()  # of a run folder there is no second mesh
+    assert {"distribution of run mine", "number of collectives"} <= set(double.not_compared)
+    assert not any("one device" in note for note in double.notes)
+    without = against(tmp_path)
+    without.done["run mine", "policy"].summary["memory"] = {"parameters": 1, "gradients": 1, "optimizer_state": 1}
+    assert "peak of memory" in without.verdict().not_compared and "peak of memory" not in double.not_compared
+    assert not any(what.startswith("gradients") for what in against(tmp_path, steps=(1, 2, 5)).verdict().not_compared)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_float32_hides_stands_in_the_sentence(tmp_path: Path, kind: str) -> None:
+    """A tenth of an eps that moves a run of ours by less than equal runs may be apart; in fp64 nothing is hidden."""
+    field = f"{OTHERS[kind]}.{kind} (a tenth is within the noise of float32)"
+    found = against(tmp_path)
+    limit = 2 * levels.DRIFT * 1e-7
+    for moved, hidden in ((0.9 * limit, True), (1.1 * limit, False)):
+        found.done[JAX, kind] = made(JAX, moved, ())
+        assert (field in found.verdict().not_compared) is hidden
+    assert OTHERS.keys().isdisjoint(against(tmp_path, "fp64").kinds) and OTHERS.keys().isdisjoint(asked(tmp_path).kinds)
+    wanted = found.experiment.model_dump()[OTHERS[kind]][kind] / 10
+    assert f"\n{kind} = {wanted}" in found.config(kind)
+
+
+def test_no_eps_is_asked_of_an_optimizer_without_one(tmp_path: Path) -> None:
+    for name, kinds in (("adamw", {"norm_eps", "eps"}), ("sgd", {"norm_eps"}), ("lion", {"norm_eps"})):
+        found = against(tmp_path, optimizer={"name": name})
+        assert set(found.kinds) & OTHERS.keys() == kinds
+
+
+def test_a_mesh_of_one_device_is_told(tmp_path: Path) -> None:
+    told = "distribution: nothing to compare of {}, whose mesh is one device"
+    proof = asked(tmp_path)
+    ours, theirs = proof.sides
+    assert not any(note.startswith("distribution") for note in judged(proof).notes)
+    # As transformers, which splits the batch alone, has of a mesh that splits other things.
+    vars(proof)["mesh_of"] = lambda side, kind, devices: TWO if (side, kind) == (ours, "mesh") else ONE
+    proof.done[theirs, "mesh"] = made(theirs)
+    verdict = proof.verdict()
+    assert told.format(theirs) in verdict.notes
+    assert {check.about for check in verdict.checks if check.level == "distribution" and check.about} == {
+        f"{ours} on the mesh and on one device"
+    }
+    vars(proof)["mesh_of"] = lambda side, kind, devices: ONE
+    proof.done[ours, "mesh"] = proof.done[ours, "one"]
+    assert told.format(f"{ours} and {theirs}") in proof.verdict().notes
+
+
+def test_a_run_on_another_mesh_than_was_asked_for(tmp_path: Path) -> None:
+    """All on one device the numbers are the same, and nothing is left to compare with it."""
+    proof = asked(tmp_path)
+    judged(proof)
+    for (_, kind), run in proof.done.items():
+        run.__dict__["summary"] = run.summary | {"mesh": ONE} if kind == "mesh" else run.summary
+    (first, second) = (check for check in proof.verdict().failed if check.level == "distribution")
+    assert (first.name, second.name) == ("jaxdist, runs on another mesh", "torch_ref, runs on another mesh")
+    assert first.of == second.of == "mesh"
+
+
+def test_the_mesh_that_is_asked_for(tmp_path: Path) -> None:
+    """Of transformers' the axes that split the batch; of a size that is left open what the run says."""
+    given = {"parallel": {"mesh": "data=2,fsdp=2,tensor=2"}}
+    proof = asked(tmp_path, **given)
+    theirs = Proof.of(experiment(**given), tmp_path, reference="transformers")
+    assert {n: k for n, k in proof.mesh_of(TORCH, "policy", 8).items() if k > 1} == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert {n: k for n, k in theirs.mesh_of("transformers", "mesh", 4).items() if k > 1} == {"data": 2, "fsdp": 2}
+    assert set(proof.mesh_of(JAX, "one", 1).values()) == {1}
+    assert asked(tmp_path, parallel={"mesh": "-1x2"}).mesh_of(JAX, "policy", 8)["fsdp"] == 4
+
+
+def test_float32_that_training_amplified_leaves_the_rest_to_float64(tmp_path: Path) -> None:
+    """Which has judged the same steps; what it hides is told."""
+    found = asked(tmp_path)
+    assert judged(found, jaxdist_policy=1e-3, torch_ref_policy=1e-3).word == "undecided"
+    for narrow, word in ((1, "undecided"), (2, "equivalent")):  # of the first the update is not judged
+        for side in found.sides:
+            record = found.done[side, "policy"].records[narrow]
+            record["gradient/w"] = np.linspace(1, 2, 50) * (1 + 1e-6)
+        assert found.verdict().word == word
+    (note,) = (note for note in found.verdict().notes if note.startswith("precision: steps 1 to 2 are judged"))
+    assert "training amplifies" in note and "the float64 levels alone" in note
+    assert not any(note.startswith("precision") for note in judged(asked(tmp_path)).notes)
+
+
+def test_a_run_that_overflowed_all_the_time_is_left_open(tmp_path: Path) -> None:
+    found = asked(tmp_path, precision={"policy": "fp16"})
+    assert judged(found).word == "equivalent"
+    for (_, kind), run in found.done.items():
+        run.__dict__.pop("overflown", None)
+        run.__dict__["experiment"] = found.experiment
+        for record in run.metrics[:2] if kind in ("policy", "reordered") else ():
+            record |= {"loss_scale": 1024.0, "skipped": True, "grad_norm": None}
+    assert "2 of 5 steps overflow" in found.verdict().open["precision"]
+
+
+def test_float32_within_float64_is_told(tmp_path: Path) -> None:
+    """A loop in fp64 whose norms are in float32 differs by little, and is told why."""
+    for off, told in ((2e-9, True), (2e-5, False)):
+        verdict = against(tmp_path, "fp64", off=off).verdict()
+        assert verdict.word == "not_equivalent"
+        assert any("computes in float32 in part" in note for note in verdict.notes) is told
+
+
+def test_later_gradients_of_a_run_are_compared(tmp_path: Path) -> None:
+    found = against(tmp_path, steps=(1, 5), off=1e-7)
+    assert found.verdict().word == "equivalent"
+    found.done["run mine", "policy"].records[5] = {"gradient/w": np.linspace(1, 2, 50) * (1 + 1e-4)}
+    assert [check.name for check in found.verdict().failed] == ["cost to gradients at step 5"]
+
+
+# ---- where they part
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("cost to gradients at step 1", [1]), ("cost to weights at the end", [1, 5]), ("cost to loss", [1, 5])],
+)
+def test_the_first_step_is_searched_and_then_where_the_policy_costs_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, steps: list[int]
+) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(bisect, "search", lambda look, step: begun.append(step))
+    found = asked(tmp_path)
+    judged(found)
+    found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path)
+    assert begun == steps
+    here = bisect.Parting(1, "gradient/w", 1.0, 1e-3, 0.0)
+    monkeypatch.setattr(bisect, "search", lambda look, step: here if step == steps[-1] else None)
+    assert found.parting(Verdict([Check("precision", name, 100.0, 32.0, "why")]), tmp_path) is here
+
+
+def test_a_search_that_finds_nothing_says_so(tmp_path: Path) -> None:
+    assert "what failed has none" in asked(tmp_path).unfound
+    assert "run mine kept (of steps: 5); record" in against(tmp_path, steps=(5,)).unfound
+    assert "kept (of steps: none); record" in against(tmp_path).unfound
+
+
+def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
+    """What is no Hugging Face folder is made one, in a folder that is not there yet."""
+    drawn = asked(tmp_path / "drawn", model=SMALL)
+    drawn.start()
+    start = asked(tmp_path / "new", model=SMALL).start(drawn.folder / "seed")
+    assert load_file(start / "model.safetensors").keys() == load_file(drawn.folder / "start/model.safetensors").keys()
+
+
+def test_a_command_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(code: int, said: str) -> None:
+        monkeypatch.setattr(proof, "command", lambda module, *_, **__: CompletedProcess([], code, "", said))
+        asked(tmp_path).finish("torch_ref.train")
+
+    with pytest.raises(TrainingError, match=r"^python -m torch_ref\.train: ended with -9, without a word$"):
+        ended(-9, "")
+    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: train\.steps = -1: mend it$"):
+        ended(2, "error: train.steps = -1: mend it\n")
+    with pytest.raises(TrainingError, match="out of memory"):
+        ended(1, "out of memory")
+    with pytest.raises(ConfigError, match=r"^python -m torch_ref\.train: step 3: loss = nan"):  # as NaN in a run folder
+        ended(1, "8 virtual CPU devices\nerror: step 3: loss = nan; lower the rate\n")

@@ -1,0 +1,1 @@
+"""The parity suite: each test trains, resumes or reads on both sides and compares."""

@@ -1,0 +1,127 @@
+"""Every optimizer, and the average of weights: JAX against torch on the same mesh and on one device, in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxdist import families
+from jaxdist.config import Experiment
+from jaxdist.convert.__main__ import main as convert
+from parity_tests.conftest import STEPS, Runs, run
+from parity_tests.expected import collectives
+from parity_tests.runs import compare
+from parity_tests.runs.cases import MESHES
+from parity_tests.runs.run import Run, command
+from parity_tests.suite.parity_test import differences
+from parity_tests.validation.seeded import misplaced
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer.name": "adam", "optimizer.ema": 0.9},
+    "sgd": {"optimizer.name": "sgd", "optimizer.nesterov": True, "optimizer.learning_rate": 0.1, "optimizer.ema": 0.8},
+    "lion": {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.beta2": 0.99},
+    "adamw": {"optimizer.ema": 0.9},
+    "plain sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0, "optimizer.learning_rate": 0.1},
+    "adafactor": {"optimizer.name": "adafactor", "optimizer.learning_rate": 1e-2},
+    "muon": {"optimizer.name": "muon", "optimizer.momentum": 0.95, "optimizer.nesterov": True, "optimizer.ema": 0.9},
+}
+SMALL = [
+    "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
+    "--model.hidden", "48", "--model.positions", "64", "--data.sequence", "32", "--train.batch", "8", "--steps", "8",
+    "--optimizer.warmup", "3", "--device", "cpu", "--mesh", "2x1",
+]  # fmt: skip
+QUICK = {"adam": "fsdp", "adafactor": "sequence", "muon": "sequence"}
+SLOW = [("sgd", "zero1"), ("lion", "sequence")]
+SLOW += [(name, mesh) for name in OPTIMIZERS for mesh in ("ddp", "zero2", "hybrid-zero1", "2x2x2", "ring")]
+SLOW += [(name, mesh) for name in ("adafactor", "muon") for mesh in ("fsdp", "zero1")]
+# A field of torch's side that is a little off, by optimizer.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "adam": {"optimizer.name": "adamw"},
+    "sgd": {"optimizer.nesterov": False},
+    "lion": {"optimizer.beta1": 0.901},
+    "plain sgd": {"optimizer.momentum": 0.001},
+    "adamw": {"optimizer.ema": 0.9001},
+    "adafactor": {"optimizer.beta2_decay": -0.801},
+    "muon": {"optimizer.adjust_lr_fn": "original"},
+}
+
+
+def settings(name: str, mesh: str, **more: Any) -> dict[str, Any]:
+    return MESHES[mesh] | OPTIMIZERS[name] | more
+
+
+def check(runs: Runs, name: str, mesh: str) -> None:
+    ours = runs("jaxdist", "llama", settings(name, mesh))
+    assert len(ours.metrics) == STEPS
+    theirs = {other: runs("torch_ref", "llama", settings(name, other)) for other in (mesh, "1x1")}
+    for other, made in theirs.items():
+        found = differences(ours, made, "llama")
+        assert max(found.values()) <= 1, (other, found)
+    for made in (ours, theirs[mesh]):
+        assert misplaced(made) == []
+
+
+@pytest.mark.parametrize(("name", "mesh"), QUICK.items())
+def test_float64(runs: Runs, name: str, mesh: str) -> None:
+    check(runs, name, mesh)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
+    """Of zero1, whose parameters torch sends otherwise than JAX."""
+    values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
+    e = Experiment.parse(values, source="test")
+    mesh, layouts = e.parallel.axes(), families.layouts(families.build(e.model))
+    assert "fsdp" in collectives.unknown("torch_ref", mesh, e)
+    assert "fsdp" not in collectives.least("torch_ref", e, layouts, mesh)
+    assert "fsdp" in collectives.least("jaxdist", e, layouts, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), SLOW)
+def test_float64_grid(runs: Runs, name: str, mesh: str) -> None:
+    check(runs, name, mesh)
+
+
+def caught(runs: Runs, name: str) -> None:
+    right = runs("jaxdist", "llama", settings(name, "1x1"))
+    found = differences(right, runs("torch_ref", "llama", settings(name, "1x1") | MISTAKES[name]), "llama")
+    assert max(found.values()) > 1
+
+
+def test_a_planted_mistake_is_caught(runs: Runs) -> None:
+    caught(runs, "adam")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "lion", "plain sgd", "adamw", "adafactor", "muon"])
+def test_more_planted_mistakes_are_caught(runs: Runs, name: str) -> None:
+    caught(runs, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "sgd", "adafactor", "muon"])
+def test_a_run_that_changes_its_backend(
+    name: str, runs: Runs, experiments: dict[str, Path], start: dict[tuple[str, str], Path], tmp_path: Path
+) -> None:
+    """Ten steps in JAX, through a torch file, the others in torch: the same weights, moments and averages."""
+    half = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS, "steps": STEPS // 2}
+    jax = run("jaxdist", tmp_path / "jax", experiments["llama"], half, "--init", str(start["jaxdist", "llama"]))
+    convert([str(jax.path), str(tmp_path / "file.pt")])
+    convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp"])
+    whole = {**settings(name, "fsdp"), "optimizer.decay_steps": STEPS}
+    torch = run("torch_ref", tmp_path / "torch", experiments["llama"], whole, "--resume")
+    right: Run = runs("torch_ref", "llama", settings(name, "fsdp"))
+    assert compare.curve(torch.metrics, right.metrics, "loss").max() <= compare.LOSS
+    states = compare.states(torch.states, right.states)
+    assert {state.partition("/")[0] for state in states} == {"weights", *torch.experiment.optimizer.kept}
+    assert max(states.values()) <= compare.STATE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion"])
+def test_a_proof_against_transformers(name: str, tmp_path: Path) -> None:
+    fields = [text for field, value in OPTIMIZERS[name].items() for text in (f"--{field}", str(value))]
+    asked = [*SMALL, *fields, "--against", "transformers", "--output", str(tmp_path / "proof")]
+    done = command("parity_tests", *asked)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,172 @@
+"""Mutated files of every kind end in a ConfigError; a reader that takes one is seen."""
+
+import io
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jaxdist.config import bounded, model
+from jaxdist.convert.kinds import torch_files, torch_leaves, torch_records
+from jaxdist.convert.kinds.torch_records import place
+from jaxdist.formats import dcp_index, foreign, hf, safetensors_files
+from jaxdist.formats.hf_keys import COUNT, Key
+from jaxdist.formats.torch_zips import Place
+from jaxdist.runs import checkpoints
+from parity_tests.validation import fuzz
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is limited by what /proc says: Linux only")
+
+
+def run(folder: Path, *arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    """The fuzzer in a process of its own, with the code `before` run ahead of it."""
+    script = f"{before}\nfrom parity_tests.validation import fuzz\nfuzz.main()"
+    line = [sys.executable, "-c", script, str(folder), *arguments]
+    # An arena of malloc for each thread would count as memory.
+    return subprocess.run(line, cwd=ROOT, env=os.environ | {"MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(
+    ("examples", "files"), [(100, 300), pytest.param(34_000, 100_000, marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_mutated_files(examples: int, files: int, tmp_path: Path) -> None:
+    """The quick run draws the same each time, the slow one anew."""
+    start = random.randrange(10**6) if files > 1000 else 0
+    done = run(tmp_path, "--examples", str(examples), "--seed", str(start))
+    assert done.returncode == 0, f"--seed {start}\n{done.stdout}{done.stderr}"
+    print(done.stdout)
+    told = [re.match(r"(\w+): ([\d,]+) files", line) for line in done.stdout.splitlines()]  # what readers say is not
+    counts = {found[1]: int(found[2].replace(",", "")) for found in told if found}
+    assert all(told)
+    assert counts.keys() == fuzz.KINDS.keys()
+    assert sum(counts[kind] for kind in ("safetensors", "index", "config", "manifest")) >= files
+
+
+ONCE_FAILED = [(name, file) for name in fuzz.KINDS for file in fuzz.corpus(name)]
+
+
+@pytest.mark.parametrize(("name", "file"), ONCE_FAILED, ids=[f"{name}/{file.name}" for name, file in ONCE_FAILED])
+def test_what_once_failed_is_refused(name: str, file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    fuzz.prepared(name, folder)
+    assert not fuzz.accepted(name, folder, file.read_bytes())
+
+
+def read_unchecked(tensors: Any, name: str) -> Any:
+    (path, start), tensor = tensors.places[name], tensors.described[name]
+    return np.fromfile(path, np.uint8, tensor.bytes, offset=start).view(tensor.dtype).reshape(tensor.shape)
+
+
+def last_wins(pairs: list[tuple[str, Any]], checked: Any = bounded._object) -> Any:
+    return checked(list(dict(pairs).items()))
+
+
+def join(folder: Path, name: str) -> Path:
+    return folder / name
+
+
+def load_as_it_is(path: Path, **_: Any) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def beside(tensor: torch.Tensor) -> Place:
+    start, size = place(tensor)
+    return Place(start - 4 if size > 16 else start, size)  # not that of a count
+
+
+class AsFiles(io.BytesIO):
+    """Memory is asked for as long as the reading is to be, and then read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        bytearray(max(size or 0, 0))
+        return super().read(size)
+
+
+def index_from_a_file(content: io.BytesIO, size: int, index: Callable[[Any, int], Any] = dcp_index.Index) -> Any:
+    return index(AsFiles(content.getvalue()), size)
+
+
+END = 10**12
+# What is planted: the kind of file, what is put in whose place, and what the fuzzer says of it.
+PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
+    "any path in an index": ("index", [(foreign, "within", join)], "outside of the folder"),
+    "keys twice in an index": ("index", [(foreign, "_object", last_wins)], "a key was given twice"),
+    "keys twice in config.json": ("config", [(foreign, "_object", last_wins)], "a key was given twice"),
+    "layers without end": (
+        "config",
+        [(hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), (model, "MOST_LAYERS", END)],
+        "of each layer",
+    ),
+    "experts without end": (
+        "config", [(model, "MOST_EXPERTS", END), (model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"
+    ),
+    "experts in all without end": ("config", [(model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
+    "blocks without end": ("config", [(model, "MOST_BLOCKS", END)], "one by one"),
+    "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
+    "numbers from beside": ("torch", [(torch_leaves, "place", beside)], "other numbers than those that torch reads"),
+    "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, plants, says = PLANTS[name]
+    for plant in plants:
+        monkeypatch.setattr(*plant)
+    with pytest.raises(Exception) as found:
+        fuzz.fuzz(kind, tmp_path / kind, 2000, 0)
+    errors = getattr(found.value, "exceptions", [found.value])
+    assert any(says in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "file"),
+    [
+        ("safetensors", (foreign, "_object", last_wins), "tensor-given-twice"),
+        ("index", (foreign, "within", join), "outside-by-dots.json"),
+        ("index", (foreign, "within", join), "outside-by-a-link.json"),
+        ("manifest", (foreign, "_object", last_wins), "file-given-twice.json"),
+        ("manifest", (checkpoints, "within", join), "outside-by-dots.json"),
+        ("manifest", (checkpoints, "within", join), "outside-by-a-link.json"),
+        ("dcp", (dcp_index.Index, "dispatch", pickle._Unpickler.dispatch), "bytearray-of-8-terabytes"),  # type: ignore[attr-defined]
+        ("dcp", (dcp_index, "Index", index_from_a_file), "bytes-of-8-terabytes"),
+        ("torch", (torch_records, "rehearse", lambda *_: None), "bytearray-of-8-terabytes"),
+    ],
+)
+def test_without_its_check_a_kept_file_fails_again(
+    name: str, plant: tuple[Any, str, Callable[..., Any]], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / name
+    fuzz.prepared(name, folder)
+    monkeypatch.setattr(*plant)
+    with pytest.raises(AssertionError):
+        fuzz.accepted(name, folder, (fuzz.CORPUS / name / file).read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "says"),
+    [
+        ("while True: pass", -signal.SIGPROF, "in parse"),
+        ("bytearray(2_100_000_000)", 1, "MemoryError"),
+        ("import os; os.abort()", -signal.SIGABRT, ""),
+    ],
+    ids=["hang", "memory", "crash"],
+)
+def test_a_process_that_cannot_say_so_itself(before: str, code: int, says: str, tmp_path: Path) -> None:
+    planted = f"from parity_tests.validation import fuzz\nfuzz.SECONDS = 1\ndef parse(text):\n  {before}\n"
+    done = run(
+        tmp_path, "--kinds", "config", before=f"{planted}from jaxdist.config import bounded\nbounded.parse = parse"
+    )
+    assert done.returncode == code and says in done.stderr, done.stderr

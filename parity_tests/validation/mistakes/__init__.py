@@ -1,0 +1,109 @@
+"""Mistakes as real ports make them, planted at run time in either side, to measure what the proof detects.
+
+A row of the table is a function that replaces attributes of modules and classes, in the process of its side and before
+its `main`; no source is changed. Its decorator says under which configuration of the benchmark (`detection.py`) it
+acts, which level of the proof must catch it, and what has to be named as the culprit.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+# By side, so that a process of torch_ref never holds jax.
+TABLES = {
+    "jaxdist": ("jax_model", "jax_training", "jax_mesh", "jax_experts", "jax_pipeline", "jax_images"),
+    "torch_ref": (
+        "torch_model",
+        "torch_training",
+        "torch_mesh",
+        "torch_experts",
+        "torch_pipeline",
+        "torch_images",
+        "torch_folder",
+    ),
+}
+FOLDER = "run folder"  # the configuration of `--against RUN_DIR`
+NONE_IN_FLOAT32 = {"torch_ref.softmax_in_float32", "torch_ref.norms_in_float32"}
+KNOWN: dict[str, "Mistake"] = {}  # filled by `mistake` as the tables are imported
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One planted mistake.
+
+    A culprit is a pattern on `Parting.tensor`: the tensor at which the planted code first acts, or the first recorded
+    one after it. What shows in no tensor is known by its check, as `traffic/jaxdist, data: ...`.
+    """
+
+    name: str
+    side: str
+    configuration: str
+    level: str
+    culprits: tuple[str, ...]
+    what: str
+    plant: Callable[[], None]
+
+
+# No mistake, planted like one: what it is detected by is a false alarm.
+NOTHING = {
+    side: Mistake(f"{side}.nothing", side, "llama", "", (), "The code is left as it is.", lambda: None)
+    for side in TABLES
+}
+
+
+def mistake(side: str, configuration: str, level: str, *culprits: str) -> Callable[[Callable[[], None]], Any]:
+    """Enter the decorated function into the table, under its side and own name."""
+
+    def enter(plant: Callable[[], None]) -> Callable[[], None]:
+        name = f"{side}.{plant.__name__}"
+        if name in KNOWN:
+            raise ValueError(f"two mistakes are called {name}")
+        what = " ".join((plant.__doc__ or "").split())
+        KNOWN[name] = Mistake(name, side, configuration, level, culprits, what, plant)
+        return plant
+
+    return enter
+
+
+def table(*sides: str) -> dict[str, Mistake]:
+    """The mistakes of these sides, of both where none is named; imports what they are planted in."""
+    for side in sides or TABLES:
+        for part in TABLES[side]:
+            import_module(f"parity_tests.validation.mistakes.{part}")
+    rows = [row for row in KNOWN.values() if row.side in (sides or TABLES)]
+    return {row.name: row for row in (*rows, *in_a_folder(rows))}
+
+
+def in_a_folder(rows: Iterable[Mistake]) -> Iterator[Mistake]:
+    """Torch's mistakes of one device once more, in a run in float32 that is all there is of the other side, so that
+    the float64 levels have nothing to compare."""
+    for row in rows:
+        on_one_device = (row.side, row.configuration, row.level) == ("torch_ref", "llama", "mathematics")
+        if on_one_device and row.name not in NONE_IN_FLOAT32:
+            yield replace(row, name=f"{row.name}_in_a_run_folder", configuration=FOLDER, level="precision")
+
+
+# ---- tools to plant with
+
+
+def everywhere(old: Any, new: Any) -> None:
+    """`new` in the place of `old` under every name by which either package knows it, as if its source were changed."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("jaxdist", "torch_ref")):
+            for key in [key for key, value in vars(module).items() if value is old]:
+                setattr(module, key, new)
+
+
+def altered(module: Any, **changes: Any) -> Any:
+    """A copy of a module's namespace with some names changed, to be put where one user of the module sees it."""
+    return SimpleNamespace(**(vars(module) | changes))
+
+
+def plant(owner: Any, name: str, value: Any) -> None:
+    """`value` as the attribute `name`, which must be there already."""
+    if not hasattr(owner, name):
+        raise AttributeError(f"{owner} has no {name}")
+    setattr(owner, name, value)

@@ -1,0 +1,46 @@
+"""The planner against published runs, and that a planner that is wrong would be told."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxdist.planner import time
+from parity_tests.validation.published import RATES, TITAN, Run, planned, ratio, runs
+
+RUNS = list(runs())
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def away(run: Run) -> float:
+    """Share by which the planned pace differs from the measured."""
+    return abs(ratio(run) - 1)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_pace_and_memory(run: Run) -> None:
+    """Memory is a sixth less, as JAX holds one array of logits."""
+    assert away(run) < 0.25
+    if run.memory:
+        assert 0.8 < planned(run)[0].memory["peak"] / 2**30 / run.memory < 0.88
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.source == TITAN], ids=lambda run: run.name)
+def test_what_is_not_known_of_torchtitans_gpus(run: Run) -> None:
+    """At the ends of what their rate may be, the plan is within 25 % at one and beyond at the other, as is told."""
+    least, most = (ratio(run, rate=rate) for rate in RATES)
+    assert 1.15 < least < ratio(run) < 1.25 < most < 1.32
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_readme_has_both_ratios(run: Run) -> None:
+    told = f"| {run.pace:,.0f} {run.unit} |"
+    row = next(line for line in README.read_text(encoding="utf-8").splitlines() if told in line)
+    assert f"| {ratio(run):.2f} | {ratio(run, overlap=True):.2f} |" in row
+
+
+def test_another_rate_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products at the data sheet's own rate, or memory passed over once: as those are who forget what kernels reach."""
+    for name, value in {"PRODUCTS": 1.2, "PASSES": 1}.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(time, name, value)
+            assert max(map(away, RUNS)) > 0.25

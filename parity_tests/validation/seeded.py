@@ -1,0 +1,28 @@
+"""How runs from a common start are judged: their curves and states, and what they sent."""
+
+from jaxdist import families
+from parity_tests.expected import collectives
+from parity_tests.proof import levels
+from parity_tests.runs import compare
+from parity_tests.runs.run import Run
+
+
+def worst(a: Run, b: Run) -> float:
+    """The largest difference, over its bound of the contract: equivalent when at most 1."""
+    curves = {"loss": compare.LOSS, "grad_norm": compare.GRAD_NORM, "learning_rate": compare.LOSS}
+    found = [compare.curve(a.metrics, b.metrics, field).max() / bound for field, bound in curves.items()]
+    return max(
+        *found,
+        compare.worst(compare.states(a.states, b.states, zero_gradient=a.experiment.model.family == "gpt2"))[1]
+        / compare.STATE,
+    )
+
+
+def misplaced(made: Run) -> list[str]:
+    """Of what a run has sent, what is not as the closed form says."""
+    e, mesh = made.experiment, made.mesh
+    layouts = families.layouts(families.build(e.model))
+    least = collectives.least(made.side, e, layouts, mesh)
+    counts = collectives.expected(made.side, e, layouts, mesh)
+    checks = levels.traffic(made, least, counts, collectives.unknown(made.side, mesh, e))
+    return [f"{check.name}: {check.value}" for check in checks if not check.holds]

@@ -1,0 +1,1 @@
+"""Traffic, memory and arithmetic of a step, counted."""

@@ -1,0 +1,93 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases or none, GELU by tanh or exact.
+
+Twin: jaxdist/families/gpt2.py.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jaxdist.config import GPT2 as Config
+from torch_ref.families.layers import Embedding, LayerNorm, attend
+from torch_ref.families.loss import head
+from torch_ref.parallel.context import Context
+
+
+class Attention(nn.Module):
+    """Multi-head attention."""
+
+    context = Context()
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.q_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.k_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.v_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.o_proj = nn.Linear(c.dim, c.dim, bias=c.bias)
+        self.head_dim = c.head_dim
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHC = self.q_proj(x_BTD).reshape(heads)
+        k_BTHC = self.k_proj(x_BTD).reshape(heads)
+        v_BTHC = self.v_proj(x_BTD).reshape(heads)
+        q_BTHC, k_BSHC, v_BSHC = self.context.across(q_BTHC, k_BTHC, v_BTHC)
+        y_BTHC = attend(q_BTHC, k_BSHC, v_BSHC, 0, self.context.first(q_BTHC))
+        return self.o_proj(y_BTHC.reshape(*x_BTD.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    """Two products with GELU between them."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.up_proj = nn.Linear(c.dim, c.hidden, bias=c.bias)
+        self.down_proj = nn.Linear(c.hidden, c.dim, bias=c.bias)
+        self.approximate = "tanh" if c.gelu == "tanh" else "none"
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(functional.gelu(self.up_proj(x_BTD), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.attention_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
+        self.attention = Attention(c)
+        self.mlp_norm = LayerNorm(c.dim, c.norm_eps, c.bias)
+        self.mlp = MLP(c)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class GPT2(nn.Module):
+    """Decoder: embedding and positions, blocks, norm, head. Tokens [B, T] -> logits [B, T, V]."""
+
+    context = Context()
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.embed = Embedding(c.vocab_rows, c.dim)
+        self.positions = Embedding(c.positions, c.dim)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = LayerNorm(c.dim, c.norm_eps, c.bias)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
+        self.config = c
+
+    def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
+        """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
+        there is no norm."""
+        x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedded(tokens_BT)
+        for block in self.layers:
+            x_BTD = block(x_BTD)
+        if self.norm is None:
+            return x_BTD
+        return head(self, self.norm(x_BTD), targets_SN)
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
+        return self.embed(tokens_BT) + self.positions(self.context.rows(positions))

@@ -1,0 +1,56 @@
+"""The loss in chunks is the loss, and its gradients are as accurate."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from jaxdist.config import Llama
+from jaxdist.data import IGNORED
+from torch_ref.families.loss import chunked, cross_entropy, cross_entropy_of_chunks
+
+UNIT = 2.0**-8  # of bfloat16, relative
+B, T, D, V = 4, 64, 24, 96
+MODEL = Llama(vocab=V)
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x, a head's weight and targets, of which some are ignored; what bfloat16 can hold."""
+    random = torch.Generator().manual_seed(0)
+    x_BTD, weight_VD = (torch.randn(*shape, generator=random).bfloat16().to(dtype) for shape in ((B, T, D), (V, D)))
+    targets_BT = torch.randint(0, V, (B, T), generator=random)
+    targets_BT[0, 5:40] = IGNORED
+    return x_BTD.requires_grad_(), (weight_VD / 4).detach().requires_grad_(), targets_BT
+
+
+def graded(dtype: torch.dtype, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss and its gradients with respect to x and the weight; at once where there is one chunk."""
+    x_BTD, weight_VD, targets_BT = inputs(dtype)
+    if chunks == 1:
+        loss = cross_entropy(functional.linear(x_BTD, weight_VD), targets_BT)
+    else:
+        loss = cross_entropy_of_chunks(x_BTD, weight_VD, chunked(targets_BT, chunks), MODEL)
+    x_bar, weight_bar = torch.autograd.grad(loss, (x_BTD, weight_VD))
+    return loss.detach(), x_bar, weight_bar
+
+
+@pytest.mark.parametrize("chunks", [2, 7, B * T])  # even, filled up, and of one token each
+def test_chunks_are_the_whole(chunks: int) -> None:
+    for found, right in zip(graded(torch.float64, chunks), graded(torch.float64, 1), strict=True):
+        assert float((found - right).norm() / right.norm()) < 1e-14
+
+
+def test_the_head_s_gradient_is_not_added_up_in_low_precision() -> None:
+    """In bfloat16 as accurate in chunks as at once, however many there are; a sum in bfloat16 is not."""
+    exact = graded(torch.float64, 1)[2]
+
+    def error(gradient: Tensor) -> float:
+        return float((gradient.double() - exact).norm() / exact.norm())
+
+    assert error(graded(torch.bfloat16, B * T)[2]) <= 2 * error(graded(torch.bfloat16, 1)[2])
+    x_BTD, weight_VD, targets_BT = inputs(torch.bfloat16)
+    rounded = torch.zeros_like(weight_VD)
+    for x_D, target in zip(x_BTD.flatten(0, 1), targets_BT.flatten(), strict=True):
+        loss = cross_entropy(functional.linear(x_D[None], weight_VD), target[None])
+        rounded += torch.autograd.grad(loss, weight_VD)[0]
+    assert error(rounded) > 2 * error(graded(torch.bfloat16, 1)[2])

@@ -1,0 +1,88 @@
+"""Folders of torch.distributed.checkpoint, read by torch; nothing in them is unpickled freely."""
+
+import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from jaxdist.config import ConfigError
+from jaxdist.formats.dcp import check_part, placed
+from jaxdist.formats.dcp_index import read_index
+from jaxdist.formats.leaves import Leaf, Leaves
+from torch_ref.formats.arrays import dtype_of, to_numpy
+
+DAMAGE = (
+    OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,
+    CheckpointException,
+)  # fmt: skip
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever torch raises for a damaged checkpoint becomes a ConfigError."""
+    try:
+        yield
+    except DAMAGE as error:  # a CheckpointException has those of the ranks, with their tracebacks
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = textwrap.shorten(repr(first), 200)
+        raise ConfigError(f"checkpoint {path} is damaged: {reason}; use another, or a copy of it") from None
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads tensors alone: neither the index nor an entry is unpickled freely."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        index: Metadata = read_index(Path(self.path))
+        entries = index.state_dict_metadata.items()
+        index.state_dict_metadata = {key: e for key, e in entries if isinstance(e, TensorStorageMetadata)}
+        return index
+
+
+def load(path: Path, state: dict[str, Any], **options: Any) -> None:
+    """Fill `state` from the checkpoint at `path`. Raises ConfigError."""
+    with reading(path):
+        dcp.load(state, storage_reader=Reader(path), **options)
+
+
+def weights(folder: Path) -> Leaves:
+    """The weights of a checkpoint of any program, by its names for them. Raises ConfigError."""
+    index: Metadata = read_index(folder)
+    entries = index.state_dict_metadata
+    parts: dict[str, list[Any]] = {}
+    for place, part in index.storage_data.items():
+        parts.setdefault(place.fqn, []).append(part)
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    prefixes, found = placed({name: tuple(tensors[name].size) if name in tensors else None for name in entries})
+    return {
+        name.removeprefix(prefixes["model"]): _leaf(folder, name, tensors[name], parts.get(name, [])) for name in found
+    }
+
+
+def _leaf(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> Leaf:
+    read = partial(_read, folder, name, entry, parts)
+    return Leaf(tuple(entry.size), dtype_of(entry.properties.dtype), read)
+
+
+def _read(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> np.ndarray:
+    for part in parts:  # before torch says it in other words than jaxdist
+        check_part(folder, name, part)
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    read_whole(folder, {name: tensor})
+    return to_numpy(tensor)
+
+
+def read_whole(folder: Path, tensors: dict[str, Any]) -> None:
+    """Fill whole tensors from a checkpoint, by this process alone. Raises ConfigError."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is what is asked for
+        load(folder, tensors, no_dist=True)

@@ -1,0 +1,115 @@
+"""Weights of a source of any kind: the neutral plan followed with torch's tensors."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jaxdist.config import ConfigError, Decoder, Family, same_model
+from jaxdist.formats import models
+from jaxdist.formats.companions import CONFIG
+from jaxdist.formats.described import Source, of_experiment, source_of
+from jaxdist.formats.finite import BadValues
+from jaxdist.formats.headers import Header
+from jaxdist.formats.origin import Beside, beside
+from jaxdist.formats.plan import plan_of, untied
+from jaxdist.formats.sources import found
+from jaxdist.formats.tables import EXPERTS, Stored, stored
+from torch_ref.formats.arrays import to_torch
+from torch_ref.formats.finite import bad_values
+from torch_ref.formats.reader import READER
+from torch_ref.parallel.weights import VOCABULARY
+
+
+class Weights:
+    """The tensors of a source of any kind under torch_ref's names, read one at a time."""
+
+    def __init__(self, path: Path, wanted: Family):
+        """Raises ConfigError when the source cannot be read or is of another model than `wanted`."""
+        source = found(path, READER)
+        self.path, self.leaves, self.model = source.path, source.leaves, source.model(wanted)
+        same_model(wanted, self.model, str(self.path))
+        self.tokens = _without_padding(self.model, wanted)
+        own = READER.shapes(self.model)
+        self.headers = {name: Header(leaf.shape, leaf.dtype.name) for name, leaf in self.leaves.items()}
+        self.plan = plan_of(str(self.path), self.headers, self.model, own)
+        self.bad: dict[str, BadValues] = {}  # of the tensors read so far, by their names
+        self.atoms, self.targets = self.plan.atoms(), stored("torch_ref", self.model, own)
+
+    def check(self) -> None:
+        """Raises ConfigError for tensors that are missing, unexpected, of another shape or dtype, and for a tied head
+        that differs from the embedding."""
+        names, head = self.plan.names, self.plan.parts.head
+        if head and not self.leaves[names[head]].equals(self.leaves[names[self.plan.embedding]]):
+            raise untied(str(self.path), head)
+        self.plan.check(str(self.path), self.headers)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor that torch_ref calls `name`, in its layout and the file's dtype. Raises ConfigError."""
+        target = self.targets[name]
+        places = [self.atoms[atom] for atom in target.atoms]
+        sources = {tensor.name: self._theirs(self.plan.names[tensor.name]) for tensor, _ in places}
+        for source, theirs in sources.items():
+            if found := bad_values(source, theirs):
+                self._note(source, found)
+        parts = [self._part(sources[tensor.name], tensor, i, target) for tensor, i in places]
+        whole = torch.stack(parts) if EXPERTS in name else parts[0]
+        return whole[: self.tokens] if name in VOCABULARY else whole
+
+    def _note(self, source: str, found: BadValues) -> None:
+        """Keep what was found in a tensor, or in the array of the file that it is a part of, by the name there."""
+        name = self.plan.names[source]
+        if (part_of := self.leaves[name].part_of) is not None:
+            name, whole = part_of
+            found = bad_values(name, to_torch(whole.read())) or found
+        self.bad[name] = found
+
+    def _part(self, theirs: Tensor, tensor: Stored, atom: int, target: Stored) -> Tensor:
+        """One atom of a tensor of the folder, in the layout of `target`."""
+        row, several = tensor.row, len(tensor.row.ours)
+        if EXPERTS in row.ours[0] and not row.by_expert:
+            experts = len(tensor.atoms) // several
+            theirs, atom = theirs[atom % experts], atom // experts
+        if row.interleaved:  # (heads, pairs, 2) of the outputs -> (heads, 2, pairs)
+            theirs = theirs.unflatten(0, (-1, self.model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        if row.transpose != target.row.transpose:
+            theirs = theirs.t()
+        return theirs if several == 1 else theirs.chunk(several)[atom]
+
+    def _theirs(self, name: str) -> Tensor:
+        return to_torch(self.leaves[name].read())
+
+
+def _without_padding(model: Family, wanted: Family) -> int | None:
+    """How many rows of the vocabulary are to be read; None for all, where both models have the same, padding too."""
+    if not (isinstance(model, Decoder) and isinstance(wanted, Decoder)):
+        return None
+    return None if (model.vocab, model.vocab_rows) == (wanted.vocab, wanted.vocab_rows) else model.vocab
+
+
+def describe(path: Path) -> Source | None:
+    """The model of weights of any kind; None where they do not say. Raises ConfigError as `source_of`."""
+    if described := source_of(path):
+        return described
+    with suppress(ConfigError):  # whoever reads the weights says what is wrong
+        source = found(path, READER)
+        if source.told:
+            return of_experiment(path, source.told)._replace(notes=source.notes)
+        if source.rows and (beside := models.told_beside(path)):
+            fitted = models.fitted(str(path), beside.model, source.leaves)
+            return of_experiment(path, beside)._replace(model=fitted)
+    return None
+
+
+def lies_beside(path: Path | None) -> Beside | None:
+    """What a run that begins with these weights keeps for the way back to their format. Raises ConfigError as
+    `beside`."""
+    if (kept := beside(path)) is not None or path is None:
+        return kept
+    with suppress(ConfigError):
+        source = found(path, READER)
+        files = source.files()
+        first = next(iter(source.leaves.values()), None)
+        return Beside(files, str(first.dtype)) if first and CONFIG in files else None
+    return None

@@ -1,0 +1,1 @@
+"""How tensors, tokens, experts and stages are split over ranks."""

@@ -1,0 +1,106 @@
+"""How a sequence is split over the mesh axis `context`: which rank has which times, and how they attend.
+
+| row | a rank has | attention sends, forward (backward) |
+|---|---|---|
+| `Context` | all times: the axis has size 1 | nothing |
+| `Gathered` | the i-th of n parts | x(n-1)/n of keys and values (as much, their gradients) |
+| `Ring` | chunks i and 2n-1-i of 2n | the same (the same again, and gradients in float32 n times on) |
+
+x being the bytes of keys and values of all times. `Gathered` is what Llama 3's training did (arXiv:2407.21783, 3.3.2):
+the first ranks have less to do, as they see fewer keys. `Ring` is torch's own, whose kernels are of 16 bits, on GPUs.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from jaxdist.config import Experiment
+from torch_ref.parallel.mesh import axis_size
+
+TIME = 1  # the dimension of activations [B, T, ...]
+
+
+class Context:
+    """All times on every rank: the axis has size 1."""
+
+    index, size = 0, 1
+
+    def begin(self) -> None:
+        """What is to be done once, before the first pass."""
+
+    def order(self, length: int) -> np.ndarray:
+        """All times [T], those of the first rank first."""
+        return np.arange(length)
+
+    def own(self, length: int) -> np.ndarray:
+        """This rank's times [T/n]."""
+        return np.split(self.order(length), self.size)[self.index]
+
+    def rows(self, table_TD: Tensor) -> Tensor:
+        """The rows of this rank's times, of a table of all."""
+        return table_TD.chunk(self.size)[self.index]
+
+    def first(self, x: Tensor) -> int:
+        """The time of the first of this rank's x [B, T, ...]."""
+        return self.index * x.shape[TIME]
+
+    def gather(self, x_BT: Tensor) -> Tensor:
+        """x [B, S, ...] of all times."""
+        return x_BT
+
+    def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's queries, and the keys and values that they see, as `attend` takes them."""
+        return q_BT, self.gather(k_BT), self.gather(v_BT)
+
+
+class Gathered(Context):
+    """Each rank's own times, over the axis of a one-dimensional mesh."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh, self.index, self.size = mesh, mesh.get_local_rank(), mesh.size()
+
+    def gather(self, x_BT: Tensor) -> Tensor:
+        return all_gather_tensor_autograd(x_BT.contiguous(), gather_dim=TIME, group=self.mesh.get_group())
+
+
+class Ring(Gathered):
+    """torch's context parallelism: its fused attention of tensors that are split over time goes round."""
+
+    def begin(self) -> None:
+        from torch.distributed.tensor.experimental import _attention  # slow to import, and may move: for rings alone
+
+        _attention._enable_context_parallel_dispatcher()
+
+    def order(self, length: int) -> np.ndarray:
+        chunks = np.arange(length).reshape(2 * self.size, -1)
+        return np.stack([chunks[: self.size], chunks[: self.size - 1 : -1]], axis=1).ravel()
+
+    def rows(self, table_TD: Tensor) -> Tensor:
+        return table_TD[torch.from_numpy(self.own(len(table_TD))).to(table_TD.device)]
+
+    def gather(self, x_BT: Tensor) -> Tensor:
+        back = np.argsort(self.order(self.size * x_BT.shape[TIME]))
+        return super().gather(x_BT)[:, torch.from_numpy(back).to(x_BT.device)]
+
+    def across(self, q_BT: Tensor, k_BT: Tensor, v_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (DTensor.from_local(x, self.mesh, [Shard(TIME)], run_check=False) for x in (q_BT, k_BT, v_BT))
+        return q, k, v
+
+
+def context(experiment: Experiment, mesh: DeviceMesh) -> Context:
+    """The row for the axis `context` of a mesh."""
+    if axis_size(mesh, "context") == 1:
+        return Context()
+    return (Ring if rings(experiment, mesh.device_type) else Gathered)(mesh["context"])
+
+
+def rings(experiment: Experiment, device: str) -> bool:
+    """Whether torch has a ring for a config: of fused attention in 16 bits on GPUs, without a window, of heads that its
+    kernels take as they are."""
+    e = experiment
+    narrow, size = e.precision.compute in ("bfloat16", "float16"), getattr(e.model, "head_dim", 0)
+    fused = narrow and 0 < size <= 256 and size % 8 == 0 and not getattr(e.model, "window", 0)
+    return device == "cuda" and fused and e.parallel.context == "ring"

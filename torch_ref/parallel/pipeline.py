@@ -1,0 +1,165 @@
+"""A model in stages over the mesh axis `pipeline`, by the schedules of `torch.distributed.pipelining`.
+
+Of S ranks with v parts each, rank s has the parts s, S + s, ...; an interleaved schedule has several. A rank sends the
+activations of each microbatch to the next one, and their gradients back: B·T·D numbers each. FSDP2 below a schedule
+keeps whole gradients and reduces them once a step. A tied embedding is on the first rank and on the last, and its
+gradients are summed over both.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import loss_parallel
+
+from jaxdist.config import ConfigError, Experiment, Mixture
+from jaxdist.config.fitting import moved, split_into
+from torch_ref.parallel.mesh import BATCH, axis_size
+from torch_ref.parallel.weights import local
+
+SCHEDULES: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
+Loss = Callable[[Tensor, Tensor], Tensor]  # of logits and targets of a microbatch
+
+
+def check(experiment: Experiment, axes: dict[str, int]) -> None:
+    """Raises ConfigError for what torch has no part for."""
+    stages, parallel, model = axes["pipeline"], experiment.parallel, experiment.model
+    microbatches = experiment.train.accumulation
+    if stages == 1:
+        return
+    given = f"the mesh axis pipeline = {stages}"
+    if isinstance(model, Mixture):
+        raise ConfigError(
+            f"model.family = {model.family} with {given}: between torch's stages a tally of experts has no way to go; "
+            f"use {moved(experiment, axes, 'pipeline')}, or jaxdist.train"
+        )
+    if parallel.sequence:
+        raise ConfigError(
+            f"parallel.sequence = true with {given}: torch's stages would not know the length of sequences that they "
+            "have parts of; leave it out, or use jaxdist.train"
+        )
+    if (chunks := experiment.memory.loss_chunks) > 1:
+        raise ConfigError(
+            f"memory.loss_chunks = {chunks} with {given}: torch's schedules take the loss of what the last stage "
+            "returns, which is whole; leave it out, or use jaxdist.train"
+        )
+    if experiment.memory.offload:
+        raise ConfigError(
+            f"memory.offload = {','.join(experiment.memory.offload)} with {given}: torch's schedules unshard by "
+            "themselves what FSDP2 would fetch; leave it out"
+        )
+    if parallel.pipeline_schedule == "1F1B" and microbatches < stages:
+        raise ConfigError(
+            f"train.accumulation = {microbatches} with {given}: torch's Schedule1F1B takes at least as many "
+            f"microbatches as stages; use {split_into(experiment, axes, stages)}, or parallel.pipeline_schedule = GPipe"
+        )
+    rounds = max(1, microbatches // stages)
+    if parallel.pipeline_schedule == "Interleaved1F1B" and microbatches % rounds:
+        raise ConfigError(
+            f"train.accumulation = {microbatches} with {given}: torch's ScheduleInterleaved1F1B wants a multiple of "
+            f"its {rounds} rounds; use {split_into(experiment, axes, microbatches - microbatches % rounds)}"
+        )
+
+
+def part(model: nn.Module, index: int, parts: int) -> nn.Module:
+    """The index-th of the parts of `model`, whose modules keep their names; what other parts have is None."""
+    layers = model.get_submodule("layers")
+    count = len(list(layers.children())) // parts
+    for name in list(layers._modules):
+        if int(name) // count != index:
+            del layers._modules[name]
+    first, last = index == 0, index == parts - 1
+    tied = model.lm_head is None
+    absent = {"embed": not (first or (last and tied)), "positions": not first, "norm": not last, "lm_head": not last}
+    for name in (name for name, gone in absent.items() if gone and hasattr(model, name)):
+        setattr(model, name, None)
+    return model
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that a microbatch calls: a pipeline's parts one by one, or the model inside of DDP."""
+    return list(model) if isinstance(model, Pipeline) else [getattr(model, "module", model)]
+
+
+class Pipeline(nn.ModuleList):
+    """This rank's parts of a model, laid out already, and how microbatches go through them."""
+
+    def __init__(self, parts: list[nn.Module], experiment: Experiment, mesh: DeviceMesh):
+        super().__init__(parts)
+        e, stages, rank = experiment, axis_size(mesh, "pipeline"), mesh.get_local_rank("pipeline")
+        self.group, device = mesh.get_group("pipeline"), torch.device(mesh.device_type)
+        self.first, self.last = rank == 0, rank == stages - 1
+        rows = e.train.batch // math.prod(axis_size(mesh, axis) for axis in BATCH) // e.train.accumulation
+        times = e.data.sequence // axis_size(mesh, "context")
+        tokens = torch.zeros(rows, times, dtype=torch.int64, device="meta")
+        dtype = getattr(torch, str(e.precision.compute))
+        x = torch.zeros(rows, times, e.model.dim, dtype=dtype, device="meta", requires_grad=True)
+        several, total = len(parts) > 1, stages * len(parts)
+        made = [
+            PipelineStage(p, i, total, device, tokens if i == 0 else x, x, group=self.group)
+            for p, i in zip(parts, range(rank, total, stages), strict=True)
+        ]
+        make = SCHEDULES[e.parallel.pipeline_schedule]
+        stage: Any = made if several else made[0]
+        self.schedule = make(stage, e.train.accumulation, loss_fn=self._loss, scale_grads=False)
+        self.loss: Loss | None = None
+        self.tied = self._ends(mesh) if e.model.tied else None
+
+    def _ends(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        """The group of the first and the last rank of this pipeline; None in between. Made by all ranks."""
+        own = None
+        for pipeline in mesh.mesh.flatten(1).T.tolist():
+            group = dist.new_group([pipeline[0], pipeline[-1]])
+            own = group if dist.get_rank() in (pipeline[0], pipeline[-1]) else own
+        return own
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        assert self.loss is not None
+        return self.loss(logits, targets)
+
+    def accumulate(self, loss: Loss, tokens: Tensor, targets: Tensor) -> None:
+        """Forward and backward passes of all microbatches, each through all stages; `loss` is called on the last."""
+        self._through(self.schedule.step, loss, tokens, targets)
+        if self.tied:
+            embed = self.embedding.grad
+            assert embed is not None
+            dist.all_reduce(local(embed), group=self.tied)
+
+    def evaluate(self, loss: Loss, tokens: Tensor, targets: Tensor) -> None:
+        """Forward passes alone."""
+        self._through(self.schedule.eval, loss, tokens, targets)
+
+    def _through(self, run: Any, loss: Loss, tokens: Tensor, targets: Tensor) -> None:
+        self.loss = loss
+        with loss_parallel():
+            run(*([tokens] if self.first else []), target=targets if self.last else None, return_outputs=False)
+
+    @property
+    def embedding(self) -> nn.Parameter:
+        return self[0 if self.first else -1].get_parameter("embed.weight")
+
+    def counted(self) -> Iterator[nn.Parameter]:
+        """The parameters, a tied embedding on the first rank alone."""
+        again = id(self.embedding) if self.tied and not self.first else None
+        return (p for p in self.parameters() if id(p) != again)
+
+    @property
+    def bubble(self) -> dict[str, Any]:
+        """How many microbatches and parts there are, and the least share of the time that a rank waits."""
+        stages, several = dist.get_world_size(self.group), len(self)
+        microbatches = self.schedule._n_microbatches
+        return {
+            "stages": stages,
+            "virtual_stages": several,
+            "microbatches": microbatches,
+            "least_bubble": (stages - 1) / (microbatches * several + stages - 1),
+        }

@@ -1,0 +1,1 @@
+"""The process: start and end of ranks."""

@@ -1,0 +1,186 @@
+"""How ranks that do not go on end the others."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from jaxdist.config import ConfigError, TrainingError
+from torch_ref.runtime import launch
+
+STOPPED = """
+import os, signal, time
+from jaxdist.config import exit_codes
+from torch_ref.runtime import launch
+
+launch.SILENT_SECONDS = 2
+
+def rank():
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(120)
+
+exit_codes(lambda: launch.start(launch.Plan({"fsdp": 2}, "cpu"), rank))
+"""
+
+
+def run(script: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+
+
+def test_a_rank_that_is_stopped_ends_the_others_with_one_line() -> None:
+    done = run(STOPPED)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "error: rank 1 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume goes on from its newest "
+        "checkpoint"
+    ]
+
+
+def test_a_rank_that_is_not_stopped_is_left_alone() -> None:
+    """It sleeps for longer than one may be stopped."""
+    assert run(STOPPED.replace("signal.SIGSTOP", "0").replace("120", "4")).returncode == 0
+
+
+JOINED = """
+import os, signal, time
+import torch
+from torch import distributed
+from jaxdist.config import exit_codes
+from torch_ref.runtime import launch
+
+launch.SILENT_SECONDS = 2
+
+def main():
+    with launch.process_group(launch.Plan({"fsdp": 3}, "cpu")):
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        distributed.all_reduce(torch.zeros(1))
+
+exit_codes(main)
+"""
+
+
+def started(script: str, count: int) -> "list[subprocess.Popen[str]]":
+    """Ranks as another launcher starts them, each a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", script], env=os.environ | address | {"RANK": str(rank)}, stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+def test_a_stopped_rank_ends_those_that_another_launcher_started() -> None:
+    """They wait for it in a collective; each ends with 1, and the first of them says why, in one line."""
+    ranks = started(JOINED, 3)
+    try:
+        told = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks[1:]]
+        assert ranks[0].poll() is None
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.communicate()
+    assert [rank.returncode for rank in ranks[1:]] == [1, 1]
+    assert [lines[-1:] for lines in told] == [
+        [
+            "error: rank 0 has been stopped for 2 s, as by SIGSTOP; the run ends, and --resume goes on from its newest "
+            "checkpoint"
+        ],
+        [],
+    ]
+    assert not any("Traceback" in line or "terminate" in line for lines in told for line in lines)
+
+
+PEER = "[gloo/transport/tcp/pair.cc:553] {} [127.0.0.1]:1958. This is typically caused by a remote worker crashing."
+LOST = [PEER.format(what) for what in ("Connection closed by peer", "Read error: Connection reset by peer")]
+SILENT = ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"]
+
+
+@pytest.mark.parametrize("text", [*LOST, *SILENT])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_collective_that_lost_a_rank_is_told_in_one_line(
+    rank: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the first, and by the second too, as the first may be the one that is gone."""
+    what = "which does not answer: it stands still" if text in SILENT else "which is gone"
+    says = f"rank {rank} waited in a collective for another rank, {what}"
+    with pytest.raises(TrainingError, match=says), launch.without_the_others(rank, of_start=False):
+        raise RuntimeError(text)
+    assert capsys.readouterr().err.count("error: rank 1 waited") == (rank == 1)
+
+
+@pytest.mark.parametrize("text", LOST)
+def test_where_start_says_which_rank_ended_the_others_are_silent(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, launch.without_the_others(1, of_start=True):
+        raise RuntimeError(text)
+    assert ended.value.code == 1 and not capsys.readouterr().err
+    with pytest.raises(TrainingError, match="does not answer"), launch.without_the_others(0, of_start=True):
+        raise RuntimeError(SILENT[0])
+
+
+def test_other_errors_keep_their_trace() -> None:
+    for text in ("mat1 and mat2 shapes cannot be multiplied", "the data timed out"):
+        with pytest.raises(RuntimeError, match=text), launch.without_the_others(0, of_start=False):
+            raise RuntimeError(text)
+
+
+def test_a_killed_rank_ends_one_that_another_launcher_started() -> None:
+    script = JOINED.replace("3}", "2}").replace('== "0"', '== "1"').replace("SIGSTOP", "SIGKILL")
+    ranks = started(script, 2)
+    said = [rank.communicate(timeout=100)[1].splitlines() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert said[0][-1:] == [
+        "error: rank 0 waited in a collective for another rank, which is gone; the run ends, and --resume goes on from "
+        "its newest checkpoint"
+    ]
+    assert not any("Traceback" in line for line in said[0])
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_rank_of_a_launcher_ends_before_python_is_finalized(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(SystemExit) as own, launch.ended_at_once():
+        sys.exit(code)
+    assert own.value.code == code and ended == []  # `start` ends its own
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SystemExit), launch.ended_at_once():
+        sys.exit(code)
+    assert ended == [code]
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["port taken", "no address"])
+def test_ranks_that_cannot_meet_say_so_in_one_line(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCH_REF_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        address = {"RANK": "0", "WORLD_SIZE": "2"}
+        port = str(other.getsockname()[1])
+        address |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if taken else {}
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        where = f"127.0.0.1:{port}: " if taken else "(MASTER_ADDR is not set):(MASTER_PORT is not set): "
+        with pytest.raises(ConfigError) as told, launch.process_group(launch.Plan({"fsdp": 2}, "cpu")):
+            pass
+    (line,) = str(told.value).splitlines()
+    assert line.startswith(f"rank 0 cannot meet the others at MASTER_ADDR:MASTER_PORT = {where}")
+    assert line.endswith("start all ranks, and give each the address of the first, with a port that is free there")
+
+
+def test_the_second_rank_says_that_the_first_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError), launch.meeting(1):
+        raise torch.distributed.DistNetworkError("The client socket has timed out after 60000ms\nException raised from")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 1 cannot meet the others") and "has timed out after 60000ms; start all" in line

@@ -1,0 +1,1 @@
+"""One step of training and all it needs: optimizer, checkpoint, record, metrics."""

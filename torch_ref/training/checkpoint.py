@@ -1,0 +1,153 @@
+"""Distributed checkpoints (torch.distributed.checkpoint): parameters and optimizer state by parameter name.
+
+Layout of the saved state, torch's own: `model.<name>`, `optimizer.state.<name>.{step, exp_avg, ...}`,
+`step`, and `scaling.{scale, good}` where the loss is scaled; beside it the experiment as `experiment.json`, and the
+manifest (`jaxdist/runs/checkpoints.py`). Every rank writes its pieces; a restore reads what its own layout needs, so
+mesh and strategy may differ.
+"""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from jaxdist.config import Decoder, Experiment, Model, same_model
+from jaxdist.config.bounded import read_json
+from jaxdist.formats.dcp_index import EXPERIMENT, read_index
+from jaxdist.formats.sources import located
+from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole
+from torch_ref.families import build
+from torch_ref.formats import hf
+from torch_ref.formats.distributed import Reader, load, read_whole, reading
+from torch_ref.formats.finite import check_read, check_resumed, check_start
+from torch_ref.parallel.weights import VOCABULARY, extended, fill, held, local, place
+from torch_ref.runtime.launch import from_first
+from torch_ref.training.optim import Optimizer
+
+SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took fewer bytes than it was given
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What is saved, sharing memory with model and optimizer."""
+    state = {"model": dict(held(model)), "optimizer": {"state": optimizer.state_dict()}}
+    return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
+
+
+def save(saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
+    """Write `checkpoints/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
+    folder = saves.checkpoints
+    beside = unfinished(folder, step)
+
+    def begin() -> None:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+
+    def finish() -> None:
+        (beside / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
+        publish(folder, step)
+        thin(folder, experiment.checkpoint)
+
+    with saves.writing(step):
+        from_first(begin)
+        try:
+            dcp.save(state_of(model, optimizer) | {"step": torch.tensor(step)}, checkpoint_id=beside)
+        except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
+            reason = str(next(iter(error.failures.values()))[0])
+            raise OSError(os.strerror(errno.ENOSPC) if SHORT_WRITE in reason else reason) from None
+        from_first(finish)
+
+
+def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -> None:
+    """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
+    same_model(config, read_experiment(path).model, str(path))
+    state = state_of(model, optimizer)
+    load(path, state)
+    scaling = state.get("scaling", {})
+    check_resumed(path, state["model"], state["optimizer"]["state"], scaling)
+    if scaling:
+        optimizer.scaling = scaling
+
+
+def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
+    """Starting weights from a source of any kind. Raises ConfigError."""
+    config, dtype = experiment.model, experiment.precision.parameters
+    found = from_first(lambda: located(path, experiment.checkpoint.verify))
+    if is_own(found):
+        theirs = read_experiment(found)
+        same_model(config, theirs.model, str(found))
+        load_weights(found, model, config, theirs.model)
+        check_start(found, dict(held(model)), dtype, theirs.precision.parameters)
+    else:
+        weights = hf.Weights(found, config)
+        weights.check()
+        fill(model, lambda name, shape: extended(weights.read(name), shape))
+        check_read(found, weights.bad)
+        check_start(found, dict(held(model)), dtype, None)
+
+
+def is_own(path: Path) -> bool:
+    """Whether the checkpoint `path` has torch_ref's names of tensors: one that `jaxdist.convert` wrote again has those
+    of the program that it came from. Raises ConfigError."""
+    if not (path / EXPERIMENT).exists():
+        return False
+    names = read_index(path).state_dict_metadata
+    with torch.device("meta"):
+        model = build(read_experiment(path).model)
+    return all(f"model.{name}" in names for name, _ in held(model))
+
+
+def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> None:
+    """The weights of a checkpoint of torch_ref, whose model is `theirs`. Where its vocabulary is smaller or padded
+    otherwise, every rank reads all rows, and keeps those of tokens. Raises ConfigError."""
+    named, other = dict(held(model)), dict[str, Tensor]()
+    if isinstance(theirs, Decoder) and isinstance(config, Decoder):
+        here, there = ((m.vocab, m.vocab_rows) for m in (config, theirs))
+        for name in VOCABULARY if here != there else ():
+            if name in named:
+                own = local(named[name])
+                other[name] = own.new_empty(theirs.vocab_rows, named[name].shape[1])
+    load(path, {"model": named | other})
+    for name, tensor in other.items():
+        assert isinstance(theirs, Decoder)
+        local(named[name]).copy_(extended(tensor[: theirs.vocab], named[name].shape)[place(named[name])])
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment that the checkpoint `path` belongs to. Raises ConfigError."""
+    with reading(path):
+        values = read_json(path / EXPERIMENT)
+    return Experiment.parse(values, source=str(path / EXPERIMENT))
+
+
+def read(path: Path) -> tuple[int, dict[str, dict[str, Tensor]]]:
+    """A whole checkpoint on one process, without a process group; a run folder stands for its newest one.
+
+    Returns its step, and `model` and each kind of state, parameter name -> whole tensor. Raises ConfigError.
+    """
+    path = whole(path)
+    flat: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in Reader(path).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)  # all are
+    }
+    read_whole(path, flat)
+
+    def named_so(prefix: str, suffix: str = "") -> dict[str, Tensor]:
+        inner = {
+            k.removeprefix(prefix).removesuffix(suffix): v
+            for k, v in flat.items()
+            if k.startswith(prefix) and k.endswith(suffix)
+        }
+        return dict(sorted(inner.items()))
+
+    prefix = "optimizer.state."
+    kinds = read_experiment(path).optimizer.kept
+    state = {"model": named_so("model.")} | {kind: named_so(prefix, f".{kind}") for kind in kinds}
+    return int(flat["step"]), state

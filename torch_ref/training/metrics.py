@@ -1,0 +1,95 @@
+"""What a run reports of itself: arithmetic, and the summary of the contract."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from jaxdist import __version__
+from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
+from jaxdist.config.hardware import peak_flops
+from torch_ref.parallel.weights import named
+from torch_ref.training import optim
+
+WARM_UP = 2  # steps left out of medians
+
+
+def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, tokens_per_second: float) -> float | None:
+    """Model FLOPs utilization: arithmetic done over the GPUs' peak in the dtype of products; None where that is
+    unknown."""
+    kind = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
+    if (peak := peak_flops(kind, experiment.precision.compute)) is None:
+        return None
+    return tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Numbers in the whole model, a tied one once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
+    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
+
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
+    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
+    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
+    every place of what it puts out.
+    """
+    c = experiment.model
+    if isinstance(c, ResNet):
+        kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
+        return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
+    looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
+    chosen = c.top_k / c.experts if isinstance(c, Mixture) else 1.0
+    multiplying = sum(
+        p.numel() * (chosen if ".experts." in name else 1.0) for name, p in named(model) if name not in looked_up
+    )
+    return 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
+
+
+def schedule(o: Optimizer, steps: int) -> dict[int, float]:
+    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    return {step: optim.learning_rate(o, steps, step) for step in o.landmarks(steps)}
+
+
+def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The median after the warm-up; None without a step."""
+    values = [record[name] for record in records]
+    return statistics.median(values[WARM_UP:] or values) if values else None
+
+
+def summary(
+    experiment: Experiment,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    memory: Mapping[str, int | None],
+    collectives: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """summary.json of the contract; `records` are this process's steps."""
+    rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
+    return {
+        "backend": "torch",
+        "versions": {"jaxdist": __version__, "torch": version("torch")},
+        "parameters": parameter_count(model),
+        "devices": mesh.size(),
+        "platform": mesh.device_type,
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "strategy": experiment.parallel.strategy,
+        "precision": experiment.precision.policy,
+        "memory": memory,
+        "collectives": collectives,
+        "schedule": schedule(experiment.optimizer, experiment.train.steps),
+        "compile_seconds": 0.0,
+        "counted": experiment.model.takes,  # as tokens
+        "tokens_per_second": rate,
+        "target_tokens_per_second": target_rate,
+        "flops_per_token": flops_per_token(experiment, model),
+        "mfu": utilization(experiment, model, mesh, rate) if rate else None,
+        "target_mfu": utilization(experiment, model, mesh, target_rate) if target_rate else None,
+    }

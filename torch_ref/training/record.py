@@ -1,0 +1,296 @@
+"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+
+Forward hooks note what every module returns, and hooks on those tensors their gradients; gradients of parameters are
+taken before and after the clip, moments and weights after the update. Every rank notes its part; the first one joins
+them and writes.
+"""
+
+import math
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from jaxdist.config import Experiment
+from jaxdist.config.record import FUNCTIONS, LOGITS
+from jaxdist.data import dealt
+from jaxdist.runs.folder import RunFolder
+from torch_ref.families import FAMILIES, ResNet, loss
+from torch_ref.families.layers import wide
+from torch_ref.parallel.context import TIME, context
+from torch_ref.parallel.mesh import BATCH, rank_over
+from torch_ref.parallel.pipeline import parts_of
+from torch_ref.parallel.weights import held, local, named, place
+from torch_ref.training.optim import Optimizer
+from torch_ref.training.step import Rows, Watch
+
+Arrays = dict[str, np.ndarray]
+
+# What tensor parallelism leaves in slices, along dimension 2: columns or heads. Of the rest sequence parallelism may
+# leave times, along dimension 1.
+COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
+SPLIT = 2
+
+
+def whole(tensors: dict[str, Tensor]) -> Arrays:
+    """Parameters, or what is laid out as they are, whole on the first rank; empty on the others. Called by all.
+
+    A rank may lack tensors that others hold; a piece that several hold comes from the first of them.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = {name: (tensor.shape, place(tensor)) for name, tensor in tensors.items()}
+    layouts: list[Any] = [None] * size
+    dist.all_gather_object(layouts, own)
+    first = [name for name, layout in own.items() if all(held.get(name) != layout for held in layouts[:rank])]
+    pieces: list[Any] = [None] * size
+    dist.gather_object({name: array(local(tensors[name])) for name in first}, None if rank else pieces)
+    found: Arrays = {}
+    for layout, own_pieces in () if rank else zip(layouts, pieces, strict=True):
+        for name, piece in own_pieces.items():
+            shape, here = layout[name]
+            found.setdefault(name, np.empty(shape, piece.dtype))[here] = piece
+    return found
+
+
+def copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """The largest magnitude, which is finite where all of `tensor` is."""
+    return torch.linalg.vector_norm(tensor.detach(), math.inf)
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A copy on the host; bfloat16 as float32, which numpy has."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy().copy()
+
+
+class Taps:
+    """Within `installed`, notes what modules return and, once it is known, its gradient, microbatch by microbatch; of a
+    loss in chunks the logits of each."""
+
+    def __init__(self, of_times: bool = True, keep: Callable[[Tensor], Tensor] = copy) -> None:
+        """`of_times`: whether activations are [B, T, ...]; `keep`: what of a tensor is noted."""
+        self.of_times, self.keep = of_times, keep
+        self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.gradients: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self.path: list[str] = []
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.open = False  # a block that is recomputed in the backward pass is not noted again
+
+    def note(self, name: str, y: Tensor) -> None:
+        if not self.open or (self.of_times and y.ndim < 3):  # not over the batch: learned positions
+            return
+        part = len(self.noted[name])
+        self.noted[name].append(self.keep(y))
+        self.gradients[name].append(torch.zeros(()))
+
+        def keep(gradient: Tensor) -> None:
+            self.gradients[name][part] = self.keep(gradient)
+
+        y.register_hook(keep)
+
+    @contextmanager
+    def installed(self, model: nn.Module, namespace: ModuleType) -> Iterator[None]:
+        """For the modules of `model` and the functions that they call by their names in `namespace`."""
+        with ExitStack() as stack:
+            for part in parts_of(model):
+                for path, module in part.named_modules():
+                    self._hook(stack, path, module)
+            for name in FUNCTIONS.keys() & vars(namespace).keys():
+                stack.callback(setattr, namespace, name, getattr(namespace, name))
+                setattr(namespace, name, self.function(name, getattr(namespace, name)))
+            stack.callback(setattr, loss, "cross_entropy", loss.cross_entropy)
+            loss.cross_entropy = self.chunk(loss.cross_entropy)  # type: ignore[assignment]
+            yield
+
+    def _hook(self, stack: ExitStack, path: str, module: nn.Module) -> None:
+        def enter(*_: Any) -> None:
+            if not path:
+                self.open, self.calls = True, Counter()
+            self.path.append(path)
+
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self.path.pop()
+            if path or getattr(module, "norm", True):  # else it is no logits that a part returns
+                self.note(path or LOGITS, output[0] if isinstance(output, tuple) else output)
+            if not path:
+                self.open = False
+
+        stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        stack.callback(module.register_forward_hook(leave).remove)
+
+    def function(self, name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def tapped(*inputs: Any) -> Tensor:
+            y = call(*inputs)
+            module = self.path[-1]
+            if self.open:
+                self.calls[module, name] += 1
+                self.note(f"{module}.{FUNCTIONS[name][self.calls[module, name] - 1]}", y)
+            return y
+
+        return tapped
+
+    def chunk(self, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def tapped(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+            self.note(LOGITS, logits_NV[None])
+            return call(logits_NV, targets_N)
+
+        return tapped
+
+
+def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | None:
+    """The first tensor of a `step`, which is taken once more, that is not finite on some rank, in the order of a step.
+
+    Called by all ranks; the step must not update.
+    """
+    taps, gradients = Taps(not isinstance(parts_of(model)[0], ResNet), largest), dict[str, Tensor]()
+
+    def watch(stage: str) -> None:
+        if stage == "gradient":
+            gradients.update({n: p.grad.clone() for n, p in named(model) if p.grad is not None})
+
+    with taps.installed(model, sys.modules[type(parts_of(model)[0]).__module__]):
+        step(watch)
+    kinds: dict[str, dict[str, list[Tensor]]] = {
+        "weight": {n: [p] for n, p in named(model)},
+        "activation": taps.noted,
+        "gradient of activation": {n: taps.gradients[n] for n in reversed(taps.gradients)},
+        "gradient": {n: [gradients[n]] for n in reversed(gradients)},
+    }
+    return _first({f"{kind} {name}": parts for kind, tensors in kinds.items() for name, parts in tensors.items()})
+
+
+def nonfinite_weight(model: nn.Module) -> str | None:
+    """The first weight that is not finite on some rank. Called by all ranks."""
+    return _first({name: [p] for name, p in named(model)})
+
+
+def _first(tensors: Mapping[str, list[Tensor]]) -> str | None:
+    """The first of them that is not finite on some rank; of a pipeline's, those of earlier stages come first."""
+    own = {name: all(bool(torch.isfinite(local(t)).all()) for t in parts) for name, parts in tensors.items()}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    names = dict.fromkeys(name for fine in found for name in fine)
+    return next((name for name in names if not all(fine.get(name, True) for fine in found)), None)
+
+
+def depth(name: str) -> float:
+    """The layer that a module belongs to; -1 of what comes before them all, infinite of what comes after."""
+    kind, _, rest = name.partition(".")
+    if kind == "layers":
+        return int(rest.partition(".")[0])
+    return math.inf if kind in ("norm", "lm_head", LOGITS) else -1
+
+
+class Recorder:
+    """Records of single steps of one rank's model and optimizer."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, experiment: Experiment, mesh: DeviceMesh, folder: RunFolder | None
+    ):
+        """Records go to `folder`; without one there are none."""
+        self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
+        self.experiment = experiment
+        self.steps = experiment.record.steps if folder else ()
+        self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
+        self.every = experiment.record.tensors == "all"
+        self.images = experiment.model.takes == "images"
+        self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
+        over = context(experiment, mesh)
+        self.times = over.order(experiment.data.sequence)
+        self.length = len(self.times) // over.size
+
+    def experiment_of(self, step: int) -> Experiment:
+        """The experiment by which a step is taken: with all logits at once, where hooks are to see them."""
+        if not self.every or step not in self.steps:
+            return self.experiment
+        memory = self.experiment.memory.model_copy(update={"loss_chunks": 1})
+        return self.experiment.model_copy(update={"memory": memory})
+
+    @contextmanager
+    def watching(self, step: int, batch: Rows) -> Iterator[Watch]:
+        """Around a step: yields what it is to call between its stages; of a step in `steps` a record is written."""
+        if step not in self.steps or self.folder is None:
+            yield lambda stage: None
+            return
+        kinds: dict[str, Arrays] = {}
+        taps, scale = Taps(not self.images), self.optimizer.scaler.get_scale()
+
+        def watch(stage: str) -> None:
+            kinds[stage] = whole({n: p.grad for n, p in named(self.model) if p.grad is not None})
+
+        if self.every:
+            parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
+            kinds["batch"] = self.joined(dict(parts))
+            kinds["start"] = whole(dict(held(self.model)))
+        with taps.installed(self.model, self.namespace) if self.every else nullcontext():
+            yield watch
+        if self.every:
+            kinds["activation"] = self.joined(taps.noted)
+            backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
+            kinds["activation_gradient"] = self.joined(backward, backward=True)
+            kinds |= self.moments()
+            kinds["weights"] = whole(dict(held(self.model)))
+        else:
+            del kinds["clipped"]
+        if dist.get_rank() == 0:
+            flat = {f"{kind}/{name}": a for kind, arrays in kinds.items() for name, a in arrays.items()}
+            self.folder.record(step, flat)
+
+    def joined(self, parts: dict[str, list[Tensor]], backward: bool = False) -> Arrays:
+        """Microbatches and ranks put together, on the first rank; empty on the others. Called by all.
+
+        Of a pipeline each rank has some layers, whose order is that of a forward pass or of a backward pass.
+        """
+        local = {n: [array(t.full_tensor() if isinstance(t, DTensor) else t) for t in ts] for n, ts in parts.items()}
+        rows, ways = rank_over(self.mesh, *BATCH)
+        place = (rows, self.mesh.get_local_rank("context"), self.mesh.get_local_rank("tensor"))
+        first, size = dist.get_rank() == 0, dist.get_world_size()
+        found: list[Any] = [None] * size
+        dist.gather_object((place, local), found if first else None)
+        if not first:
+            return {}
+        ranks: dict[Any, dict[str, list[np.ndarray]]] = {}
+        for at, arrays in found:
+            ranks.setdefault(at, {}).update(arrays)
+        order = np.argsort(self.order)
+        if self.images:
+            rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
+            return {n: a[order] for n, a in rows_of.items()}
+        over, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
+        in_order = np.argsort(self.times)
+
+        def join(name: str) -> np.ndarray:
+            split = SPLIT if name.rpartition(".")[-1] in COLUMNS | HEADS else TIME
+            whole = split == TIME and ranks[0, 0, 0][name][0].shape[TIME] == self.length
+
+            def part(row: int, c: int, microbatch: int) -> np.ndarray:
+                slices = [ranks[row, c, t][name][microbatch] for t in tensor]
+                return slices[0] if whole else np.concatenate(slices, axis=split)
+
+            return np.concatenate([
+                np.concatenate([part(row, c, i) for c in over], axis=TIME)[:, in_order]
+                for row in range(ways) for i in range(len(ranks[row, 0, 0][name]))
+            ])  # fmt: skip
+
+        names = sorted(ranks[0, 0, 0], key=lambda name: -depth(name) if backward else depth(name))
+        return {name: join(name)[order] for name in names}
+
+    def moments(self) -> dict[str, Arrays]:
+        """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""
+        state = self.optimizer.state_dict()
+        held = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
+        return {kind: whole(tensors) for kind, tensors in held.items()}

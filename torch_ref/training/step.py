@@ -1,0 +1,178 @@
+"""One optimizer step, from a rank's rows of the global batch to updated parameters."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import starmap
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from jaxdist.config import Experiment, Model
+from jaxdist.data import IGNORED
+from torch_ref.families import Mixtral
+from torch_ref.families.loss import chunked, cross_entropy, of_tokens
+from torch_ref.parallel.images import statistics_of_the_first
+from torch_ref.parallel.mesh import TOKENS, over
+from torch_ref.parallel.pipeline import Pipeline, parts_of
+from torch_ref.training.optim import Optimizer, clip, global_norm
+from torch_ref.training.parallelize import microbatch, reshard
+
+
+class Rows(NamedTuple):
+    """This rank's rows: tokens and targets, int64 [B, T], of its times; or images, float32 [B, Y, X, C], and classes,
+    int64 [B]. IGNORED targets have no loss."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Values(NamedTuple):
+    """loss: mean nats per token of the global batch before the update; grad_norm: global, before the clip;
+    loss_scale: of the step, None where the loss is not scaled."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether the step could be taken."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+Watch = Callable[[str], None]
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Rows,
+    experiment: Experiment,
+    mesh: DeviceMesh,
+    step: int,
+    watch: Watch,
+) -> Values:
+    """Accumulate -> unscale -> clip -> update, if loss and norm are finite and the step is not to be skipped.
+
+    `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
+
+    The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
+    before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
+    averaged over ranks, would be another loss (pytorch/torchtitan#1842). What a model adds is trained on as the mean
+    over microbatches, and is no part of the loss that is told.
+    """
+    model.zero_grad(set_to_none=True)
+    count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
+    parts, config = experiment.train.accumulation, experiment.model
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+    before = [buffer.clone() for buffer in model.buffers()]
+
+    def scaled(loss: Tensor, added: Tensor | int = 0) -> Tensor:
+        loss = loss / count
+        total.add_(loss.detach())
+        return optimizer.scaler.scale(loss + added / parts)
+
+    if isinstance(model, Pipeline):
+        model.accumulate(
+            lambda logits, targets: scaled(nats(logits, targets, config)),
+            batch.inputs,
+            batch.targets,
+        )
+    else:
+        for i, part in enumerate(microbatches(batch, parts)):
+            with microbatch(model, experiment.parallel, last=i == parts - 1):
+                scaled(*losses(model, part, experiment.memory.loss_chunks)).backward()
+    scale = optimizer.unscale()
+    watch("gradient")
+    norm = clip(model.parameters(), experiment.optimizer.clip, of_all_stages(model))
+    watch("clipped")
+    values = Values(sum_over_parts(total, mesh).item(), norm.item(), learning_rate=0.0, loss_scale=scale)
+    met = step not in experiment.train.skip
+    taken = values.finite and met
+    keep_statistics(model, experiment, mesh, before, moved=met and math.isfinite(values.loss))
+    return values._replace(learning_rate=optimizer.step(step, taken))
+
+
+@torch.no_grad()
+def keep_statistics(
+    model: nn.Module, experiment: Experiment, mesh: DeviceMesh, before: list[Tensor], moved: bool
+) -> None:
+    """Running statistics as the forward passes moved them, of each rank's own the first's; or those of `before`, where
+    the step is to be skipped or its loss is not finite."""
+    if not moved:
+        for buffer, old in zip(model.buffers(), before, strict=True):
+            buffer.copy_(old)
+    elif before and experiment.parallel.batch_norm == "replica":
+        statistics_of_the_first(model, over(mesh, *TOKENS).get_group())
+
+
+def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
+    """This rank's rows, those of each microbatch by themselves."""
+    return starmap(Rows, zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True))
+
+
+def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
+    """Sum of cross-entropy over a rank's rows, nats, in so many chunks of its tokens; and this rank's part of what the
+    model adds to the loss: a mixture its balance, others 0."""
+    given = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
+    if isinstance(parts_of(model)[0], Mixtral):
+        given["valid_BT"] = rows.targets != IGNORED
+    made = model(rows.inputs, **given)
+    output, added = made if isinstance(made, tuple) else (made, 0)
+    config = getattr(parts_of(model)[0], "config", None)
+    return output if chunks > 1 else nats(output, rows.targets, config), added
+
+
+def nats(logits: Tensor, targets: Tensor, model: Model | None) -> Tensor:
+    """Sum of cross-entropy over this rank's valid tokens; padding of the vocabulary has no probability."""
+    return cross_entropy(of_tokens(logits, model), targets)
+
+
+def of_all_stages(model: nn.Module) -> Tensor | None:
+    """The gradients' norm over all stages of a pipeline; None without one."""
+    if not isinstance(model, Pipeline):
+        return None
+    square = global_norm(p.grad for p in model.counted() if p.grad is not None).square()
+    dist.all_reduce(square, group=model.group)
+    return square.sqrt()
+
+
+def sum_over_batch(value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`value` summed over the axes that split rows and times of the batch, in place."""
+    for axis in TOKENS:
+        dist.all_reduce(value, group=mesh.get_group(axis))
+    return value
+
+
+def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Parts of a loss summed over the batch and over stages, of which the last has them, in place."""
+    dist.all_reduce(loss, group=mesh.get_group("pipeline"))
+    return sum_over_batch(loss, mesh)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch: Rows, experiment: Experiment, mesh: DeviceMesh) -> tuple[float, float]:
+    """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images. By microbatches, so
+    that it takes no more memory than the step."""
+    count, config = (batch.targets != IGNORED).sum(), experiment.model
+    total = torch.zeros((), dtype=torch.float64, device=count.device)
+
+    def told(loss: Tensor) -> Tensor:
+        total.add_(loss)
+        return loss
+
+    model.eval()  # by running statistics
+    if isinstance(model, Pipeline):
+        model.evaluate(lambda logits, targets: told(nats(logits, targets, config)), batch.inputs, batch.targets)
+    else:
+        with loss_parallel():
+            for part in microbatches(batch, experiment.train.accumulation):
+                told(losses(model, part, experiment.memory.loss_chunks)[0])
+    model.train()
+    reshard(model)
+    return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()
