@@ -64,7 +64,7 @@ def evaluate(a: Any) -> str:
     if not math.isfinite(found.loss):
         raise TrainingError(f"--checkpoint {a.checkpoint}: its loss is {found.loss}; use one from before it diverged")
     loss, counted = found.mean, int(found.counted)
-    if experiment.model.takes == "images":
+    if experiment.model.input_kind == "images":
         result = {"loss": loss, "accuracy": found.right / counted, "images": counted}
         told = f"loss {loss:.6f}, accuracy {result['accuracy']:.2%}, {counted:,} images"
     else:

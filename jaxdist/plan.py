@@ -170,7 +170,7 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
     taken.add_row("all", f"{plan.time.step:.4g}")
     console.print(taken)
     say(
-        f"{plan.tokens_per_second:,.0f} {e.model.takes}/s, {plan.tokens_per_second / plan.devices:,.0f} a device, "
+        f"{plan.tokens_per_second:,.0f} {e.model.input_kind}/s, {plan.tokens_per_second / plan.devices:,.0f} a device, "
         f"{plan.mfu:.1%} of the data sheet's rate (MFU)"
     )
     say(said)

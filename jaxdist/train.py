@@ -28,11 +28,11 @@ from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
 from jaxdist.runs.folder import RunFolder
-from jaxdist.runs.signals import Due, Saving
+from jaxdist.runs.signals import Action, Saving
 from jaxdist.runtime.compilation_cache import keep_compiled
 from jaxdist.runtime.malloc import keep_freed, share_arena
 from jaxdist.runtime.processes import check_same, first, from_first, greatest, run
-from jaxdist.runtime.startup import Startup
+from jaxdist.runtime.startup import StartupTimer
 from jaxdist.training import checkpoint, metrics
 from jaxdist.training.finite import check_resumed
 from jaxdist.training.optim import learning_rate
@@ -45,24 +45,24 @@ from jaxdist.training.validation import pass_over
 @in_memory(f"{LESS}, or {ALL_OF_IT}")
 def main(argv: Sequence[str] | None = None) -> None:
     """Mesh -> data -> shapes and shardings -> restore or initialize -> compile -> loop -> summary."""
-    startup = Startup()
+    startup = StartupTimer()
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv, "jaxdist.train", "Train an experiment in JAX.", describe=described)
     experiment = in_steps(arguments.experiment)
     folder = RunFolder(arguments.output, experiment, arguments.resume) if arguments.output else None
     experiment = folder.experiment if folder else experiment
 
-    startup.ended("config")
+    startup.mark("config")
     keep_compiled()
     share_arena(partial(scratch, experiment), arguments.device)
     mesh, where = make_mesh(experiment, arguments.device)
     keep_freed(mesh)
-    startup.ended("devices")
+    startup.mark("devices")
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)
     check_same("data.fingerprint", dataset.fingerprint)
     program = Program(experiment, mesh)
-    startup.ended("data")
+    startup.mark("data")
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
     with folder or nullcontext(), saving as checkpoints, Saving(experiment.checkpoint, agree=greatest) as schedule:
@@ -71,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             from_first(partial(begin, folder, experiment, start, partial(beside, arguments.companions_of)))
         for line in (*arguments.notes, where):
             say(line)
-        startup.ended("initialize")
+        startup.mark("initialize")
 
         say("compiling the step ...")
         traced = program.step.trace(program.abstract, program.abstract_batch)
         lowered = traced.lower()
-        startup.ended("trace")
+        startup.mark("trace")
         compiled = lowered.compile()
-        startup.ended("compile")
+        startup.mark("compile")
         compile_seconds = startup.seconds["trace"] + startup.seconds["compile"]
         rows = dataset.table(experiment.train) | notes(
             metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options
@@ -140,7 +140,7 @@ def starting_state(
         say(f"resuming from step {step}")
         restored = checkpoints.restore(step, program.abstract)
         check_resumed(program, checkpoints.folder / str(step), step, restored)
-        return step, program.placed(restored)
+        return step, program.to_device_order(restored)
     if folder and folder.resume:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
     if init is None:
@@ -149,7 +149,7 @@ def starting_state(
     from jaxdist.formats.sources import located
 
     weights = load_weights(program, from_first(partial(located, init, program.experiment.checkpoint.verify)))
-    make = jax.jit(program.state_from, out_shardings=program.at_rest, donate_argnums=0)
+    make = jax.jit(program.state_from, out_shardings=program.state_shardings, donate_argnums=0)
     return 0, make(weights)
 
 
@@ -162,7 +162,7 @@ def loop(
     folder: RunFolder | None,
     checkpoints: checkpoint.Checkpoints | None,
     schedule: Saving,
-    startup: Startup,
+    startup: StartupTimer,
 ) -> tuple[TrainState, list[dict[str, Any]]]:
     """Steps `start + 1` to `train.steps`: the state after the last, and a record per step.
 
@@ -178,7 +178,7 @@ def loop(
 
     recorder = Recorder(program)
     records: list[dict[str, Any]] = []
-    with progress(train.steps, start, experiment.model.takes) as show:
+    with progress(train.steps, start, experiment.model.input_kind) as show:
         batch = fetch(start + 1) if start < train.steps else None
         for step in range(start + 1, train.steps + 1):
             if folder and batch and step in experiment.record.steps:
@@ -190,7 +190,7 @@ def loop(
             batch = fetch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
             seconds = time.perf_counter() - began
-            startup.ended("first step")
+            startup.mark("first step")
             finite = math.isfinite(loss) and math.isfinite(norm)
             scale = float(values["loss_scale"]) if "loss_scale" in values else None
             if not finite and train.nonfinite == "stop" and not experiment.precision.recovers(scale):
@@ -216,11 +216,11 @@ def loop(
             if folder and first():
                 folder.log(record)
             due = schedule.due(step, failed=bool(checkpoints and checkpoints.failed()))
-            if checkpoints and due is Due.FAIL:
+            if checkpoints and due is Action.FAIL:
                 checkpoints.wait()  # raises the reason
             elif due and checkpoints:
                 keep(program, step, state, checkpoints, folder)
-            if due is Due.STOP:
+            if due is Action.STOP:
                 if checkpoints:
                     checkpoints.wait()
                 raise schedule.interrupted(step, folder.checkpoints if folder else None)
@@ -236,7 +236,7 @@ def keep(
         raise overflown(step, bad, folder.newest if folder else None)
     if folder and first():
         folder.synchronize()
-    checkpoints.save(step, program.experiment, program.in_order(state))
+    checkpoints.save(step, program.experiment, program.to_checkpoint_order(state))
 
 
 def validation_loss(program: Program, state: TrainState, dataset: Dataset, schedule: Saving) -> float | None:

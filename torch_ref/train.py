@@ -23,7 +23,7 @@ from jaxdist.formats.origin import begin
 from jaxdist.runs.checkpoints import Saves
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
 from jaxdist.runs.folder import RunFolder
-from jaxdist.runs.signals import Due, Saving
+from jaxdist.runs.signals import Action, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
@@ -188,7 +188,7 @@ def loop(
         due = schedule.due(step)
         if folder and saves and due:
             keep(folder, saves, step, model, optimizer, experiment)
-        if due == Due.STOP:
+        if due == Action.STOP:
             raise schedule.interrupted(step, folder.checkpoints if folder else None)
     return records
 
@@ -260,7 +260,7 @@ def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> I
     if dist.get_rank() > 0:
         yield lambda _: None
         return
-    with progress(experiment.train.steps, start, experiment.model.takes) as show:
+    with progress(experiment.train.steps, start, experiment.model.input_kind) as show:
 
         def report(record: dict[str, Any]) -> None:
             show(record)

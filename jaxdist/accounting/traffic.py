@@ -303,11 +303,11 @@ def least_of_parameters(
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     total: dict[str, float] = defaultdict(float)
     for layout in (layout for layout in layouts.values() if not layout.statistic):
-        cut, stacked = layout.cut, "layers" in layout.axes
-        sums = layout.tokens, cut.replicas, cut.axes or cut.replicas
+        cut, stacked = layout.shard_dim, "layers" in layout.axes
+        sums = layout.reduce_axes, cut.replicas, cut.axes or cut.replicas
         everywhere, alike, shards = (first(mesh, axes) for axes in sums)
         replicas, n = (math.prod(mesh[axis] for axis in axes) for axes in (cut.replicas, cut.axes))
-        size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.given)
+        size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.model_axes)
         if not row.optimizer:
             total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
             continue
@@ -346,7 +346,7 @@ def of_update(
     e, sharded = experiment, strategy(experiment.parallel).optimizer
     for layout in (layout for layout in layouts.values() if not layout.statistic):
         split, own = layout.split(sharded), layout.local_shape(mesh, sharded)
-        if e.optimizer.name == "muon" and layout.stands.inner:
+        if e.optimizer.name == "muon" and layout.role.inner:
             ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
             matrices = -(-math.prod(own[:-2]) // ways) * ways
             size = matrices * math.prod(own[-2:]) * ITEMSIZE[str(e.precision.compute)]

@@ -192,7 +192,7 @@ class Experiment(Section):
     @property
     def per_row(self) -> int:
         """What a row of the batch counts as, where tokens are counted: its tokens, or one image."""
-        return self.data.sequence if self.model.takes == "tokens" else 1
+        return self.data.sequence if self.model.input_kind == "tokens" else 1
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""

@@ -73,9 +73,9 @@ Counts = Annotated[tuple[Count, ...], LISTED]
 
 
 class Model(Section):
-    """What every model has. `takes` says what data it is trained on."""
+    """What every model has. `input_kind` is the data that it is trained on."""
 
-    takes: ClassVar[Literal["tokens", "images"]] = "tokens"
+    input_kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
     norm_eps: Positive = 1e-5
     """Added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
@@ -265,7 +265,7 @@ class GPT2(Decoder):
 class ResNet(Model):
     """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
 
-    takes: ClassVar[Literal["tokens", "images"]] = "images"
+    input_kind: ClassVar[Literal["tokens", "images"]] = "images"
     tied: ClassVar[bool] = False
     head_dim: ClassVar[int] = 0
 

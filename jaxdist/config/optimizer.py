@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 
 
-class Place(NamedTuple):
+class ParamRole(NamedTuple):
     """Where a parameter stands, for rules that treat some otherwise: whether it is a matrix, of two or more dimensions
     without that of layers, and whether it is a block's."""
 
@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return self.matrix and self.block
 
 
-Of = Callable[[Place], bool]
+Of = Callable[[ParamRole], bool]
 ALL: Of = lambda place: True  # noqa: E731
 MATRICES: Of = lambda place: place.matrix  # noqa: E731
 VECTORS: Of = lambda place: not place.matrix  # noqa: E731

@@ -25,7 +25,7 @@ from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is
 from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
 from jaxdist.convert.optimizers.rates import Peak
 from jaxdist.convert.replacing import check_apart, check_replaceable
-from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Recut
+from jaxdist.convert.stream import DTYPES, Conversion, NonFinite, Resharder
 from jaxdist.convert.target import check_room, check_target, whole_or_nothing, writing
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.convert.vocabulary import exported, resized
@@ -168,7 +168,7 @@ def told(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:
     return [f"{CONFIG}: {note}" for note in notes_on(parse(hf.check(conversion)))] if to_folder else []
 
 
-def summary(conversion: Recut) -> str:
+def summary(conversion: Resharder) -> str:
     """What is converted, in words."""
     parameters = conversion.groups[PARAMETERS]
     dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in parameters.values()}))
@@ -276,8 +276,8 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
             + ("an Orbax checkpoint" if theirs else "a safetensors file, or a folder with model.safetensors")
         )
 
-    def verified(read: Callable[[Path], Leaves], said: str) -> Callable[[Path, Recut], Iterator[str]]:
-        def lines(path: Path, conversion: Recut) -> Iterator[str]:
+    def verified(read: Callable[[Path], Leaves], said: str) -> Callable[[Path, Resharder], Iterator[str]]:
+        def lines(path: Path, conversion: Resharder) -> Iterator[str]:
             yield from verify_tensors(conversion, {PARAMETERS: read(path)})
             yield said
             if undecided := getattr(conversion, "undecided", ()):

@@ -22,7 +22,7 @@ from jaxdist.training.loss_scale import LossScale, start
 PARAMETERS = "parameters"
 
 
-class Said(BaseModel, strict=True, extra="forbid"):
+class OriginFields(BaseModel, strict=True, extra="forbid"):
     """The fields of an Origin that are plain values, as they are kept beside weights that came from elsewhere."""
 
     kind: str
@@ -56,7 +56,7 @@ class Origin:
 
     def said(self) -> dict[str, Any]:
         """Its plain values, of which `Said` is made again."""
-        return {name: getattr(self, name) for name in Said.model_fields}
+        return {name: getattr(self, name) for name in OriginFields.model_fields}
 
     @property
     def extras(self) -> Any:

@@ -41,7 +41,7 @@ def trained(found: Mapping[str, Entry], model: Family) -> dict[str, Entry]:
 def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
     """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
     trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
-    return {layout.name: layout.kept(kind) for layout in trained if o.states[kind](layout.stands)}
+    return {layout.name: layout.state_shape(kind) for layout in trained if o.states[kind](layout.role)}
 
 
 def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry]:
@@ -90,7 +90,7 @@ def _entry(tensor: Stored, model: Family) -> Entry:
             lambda array, i: _of_expert(array if row.by_expert else array[i % experts], tensor, i // experts),
             row.transpose,
         )
-    if model.takes == "images":
+    if model.input_kind == "images":
         return by_views(tensor.name, tensor.atoms, tensor.shape, lambda array, _: turned(array, tensor), row.transpose)
     return Entry(
         *tensor[:3],

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.config.bounded import read_json
-from jaxdist.convert.content import Content, Origin, Said
+from jaxdist.convert.content import Content, Origin, OriginFields
 from jaxdist.convert.kinds import safetensors_writer
 from jaxdist.formats import buffers
 from jaxdist.formats.companions import files_of
@@ -58,7 +58,7 @@ def origin_of(checkpoint: Path) -> Origin:
         raise ConfigError(f"{beside} is damaged: {reason}; remove it, or use a copy")
     try:
         # It may be as long as the index whose nesting it tells.
-        said = Said.model_validate(read_json(beside / SAID, MOST_BYTES))
+        said = OriginFields.model_validate(read_json(beside / SAID, MOST_BYTES))
     except (OSError, ValueError) as error:
         reason = textwrap.shorten(str(error), 200)
         raise ConfigError(f"{beside / SAID} is damaged: {reason}; remove {beside}, or use a copy") from None

@@ -39,19 +39,19 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 @dataclass
-class Unit:
+class ConversionUnit:
     """The smallest sets of tensors of two namings that hold the same atoms."""
 
     sources: list[Entry] = field(default_factory=list)
     targets: list[Entry] = field(default_factory=list)
 
 
-def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Unit]:
+def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[ConversionUnit]:
     """All units, in the order of the sources' tensors: what is best read together comes together."""
-    of: dict[Atom, Unit] = {}
+    of: dict[Atom, ConversionUnit] = {}
     for side, group in (("sources", sources), ("targets", targets)):
         for entry in group.values():
-            found = list({id(of[atom]): of[atom] for atom in entry.atoms if atom in of}.values()) or [Unit()]
+            found = list({id(of[atom]): of[atom] for atom in entry.atoms if atom in of}.values()) or [ConversionUnit()]
             whole = found[0]
             for other in found[1:]:
                 whole.sources += other.sources
@@ -62,7 +62,7 @@ def units(sources: Mapping[str, Entry], targets: Mapping[str, Entry]) -> list[Un
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recut(ABC):
+class Resharder(ABC):
     """Tensors by group, seen as others that hold the same atoms; parameters in `dtype`, or as they are.
 
     `widen`: parameters that become one and have several dtypes take one that holds all of their values, and are not
@@ -90,7 +90,7 @@ class Recut(ABC):
         """The tensors of a group as they will be."""
 
     @cached_property
-    def units(self) -> dict[str, list[Unit]]:
+    def units(self) -> dict[str, list[ConversionUnit]]:
         """Those of each group."""
         return {group: units(self.sources(group), self.targets(group)) for group in self.given}
 
@@ -107,11 +107,11 @@ class Recut(ABC):
                 found[target.name] = Leaf(target.shape, dtype, partial(self.read, group, unit, target.name))
         return {name: found[name] for name in self.targets(group)}
 
-    def read(self, group: str, unit: Unit, name: str) -> np.ndarray:
+    def read(self, group: str, unit: ConversionUnit, name: str) -> np.ndarray:
         """One tensor of the target, for which all of its unit is read."""
         return self.convert(group, unit)[name]
 
-    def _dtype(self, group: str, unit: Unit) -> np.dtype:
+    def _dtype(self, group: str, unit: ConversionUnit) -> np.dtype:
         leaves = self.given[group]
         dtypes = {leaves[source.name].dtype for source in unit.sources}
         if self.dtype and group == PARAMETERS and not any(dtype.kind in KEPT for dtype in dtypes):
@@ -126,7 +126,7 @@ class Recut(ABC):
             )
         return dtypes.pop()
 
-    def convert(self, group: str, unit: Unit) -> dict[str, np.ndarray]:
+    def convert(self, group: str, unit: ConversionUnit) -> dict[str, np.ndarray]:
         """The target's tensors of a unit, contiguous. Raises ConfigError where a finite value becomes infinite."""
         leaves, dtype = self.given[group], self._dtype(group, unit)
         source, target = unit.sources[0], unit.targets[0]
@@ -187,7 +187,7 @@ class Recut(ABC):
     def _jobs(self, groups: Iterable[str]) -> list["Job"]:
         return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
 
-    def _cost(self, group: str, unit: Unit) -> int:
+    def _cost(self, group: str, unit: ConversionUnit) -> int:
         """Bytes that a unit's conversion takes: what is made, and a tensor as it is read and in the dtype to be; one of
         these is what is made where both sides have the same."""
         dtype = self._dtype(group, unit)
@@ -207,7 +207,7 @@ class Recut(ABC):
 
 
 @dataclass(frozen=True)
-class Conversion(Recut):
+class Conversion(Resharder):
     """A checkpoint, seen in the tensors of another naming."""
 
     content: Content
@@ -226,13 +226,13 @@ class Conversion(Recut):
     def called(self, name: str) -> str:
         return self.content.origin.names.get(name, name)
 
-    def _dtype(self, group: str, unit: Unit) -> np.dtype:
+    def _dtype(self, group: str, unit: ConversionUnit) -> np.dtype:
         """Counts of batches are of 64 bits in torch, of 32 in JAX."""
         dtype = super()._dtype(group, unit)
         counts = np.dtype(np.int32 if self.naming in (OWN, LAYERS) else np.int64)
         return counts if dtype.kind == "i" else dtype
 
-    def twins(self, kind: str) -> dict[str, str]:
+    def tied_copies(self, kind: str) -> dict[str, str]:
         """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""
         model, names = self.content.experiment.model, self.content.origin.names_in(kind)
         head = NAMINGS[self.naming][model.family].head
@@ -244,7 +244,7 @@ class Job(NamedTuple):
 
     bytes: int
     group: str
-    unit: Unit
+    unit: ConversionUnit
 
 
 def ahead(jobs: Sequence[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]]:

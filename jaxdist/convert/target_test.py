@@ -29,10 +29,10 @@ MODEL = MODELS["Qwen2ForCausalLM"]
 # The command, which takes two seconds for each tensor, of which there are thirty.
 SLOW = """
     import runpy, signal, time
-    from jaxdist.convert.stream import Recut
+    from jaxdist.convert.stream import Resharder
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is told to ignore it
-    convert = Recut.convert
-    Recut.convert = lambda *arguments: (time.sleep(2), convert(*arguments))[1]
+    convert = Resharder.convert
+    Resharder.convert = lambda *arguments: (time.sleep(2), convert(*arguments))[1]
     runpy.run_module("jaxdist.convert", run_name="__main__")
 """
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxdist.config import ConfigError, Decoder, Experiment, Family, Mixture, ResNet, TrainingError
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds.registry import Kind
-from jaxdist.convert.stream import Conversion, Recut
+from jaxdist.convert.stream import Conversion, Resharder
 from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.hf import experiment_for, read_model
@@ -94,7 +94,7 @@ def unchanged(wait: Callable[[], None]) -> Iterator[None]:
     wait()
 
 
-def verify_tensors(conversion: Recut, written: Mapping[str, Leaves]) -> Iterator[str]:
+def verify_tensors(conversion: Resharder, written: Mapping[str, Leaves]) -> Iterator[str]:
     """A line that says that all tensors are there. Raises TrainingError where what was written is not what was read."""
 
     def compare(group: str, name: str, array: np.ndarray) -> None:

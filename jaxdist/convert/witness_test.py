@@ -45,7 +45,7 @@ def drawn(model: Family) -> dict[str, np.ndarray]:
 
 def read(folder: Path, model: Family) -> tuple[Any, Any]:
     """transformers' model, and what it says of the reading."""
-    if model.takes == "images":
+    if model.input_kind == "images":
         return transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto", **eager)
@@ -56,7 +56,7 @@ def error(folder: Path, model: Family, parameters: dict[str, np.ndarray]) -> flo
     inputs, experiment = probe(model), experiment_for(model.model_dump(), "test")
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     ours = program.logits({name: jnp.asarray(array) for name, array in parameters.items()}, inputs)
-    images = model.takes == "images"
+    images = model.input_kind == "images"
     given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
     with torch.no_grad():
         theirs = read(folder, model)[0].eval()(given).logits.numpy()

@@ -222,12 +222,12 @@ def table(texts: Any = TEXTS) -> pa.Table:
 
 
 def stream_of(found: pa.Table, file: Path) -> None:
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, found.schema) as writer:
+    with pa.OSFile(str(file), "wb") as grad_slot, pa.ipc.new_stream(grad_slot, found.schema) as writer:
         writer.write_table(found, max_chunksize=7)
 
 
 def file_of(found: pa.Table, file: Path) -> None:
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, found.schema) as writer:
+    with pa.OSFile(str(file), "wb") as grad_slot, pa.ipc.new_file(grad_slot, found.schema) as writer:
         writer.write_table(found)
 
 

@@ -32,14 +32,16 @@ def layouts(model: nnx.Module) -> dict[str, Layout]:
     }
 
 
-def bind(model: M, weights: dict[str, jax.Array], sinks: dict[str, jax.Array] | None = None) -> M:
-    """`model` holding a Weight per parameter, and statistics as they are. Without sinks it can be evaluated, not
+def bind(model: M, weights: dict[str, jax.Array], accumulators: dict[str, jax.Array] | None = None) -> M:
+    """`model` holding a Weight per parameter, and statistics as they are. Without accumulators it can be evaluated, not
     differentiated."""
     graph, state = nnx.split(model)
 
     def bound(name: str, v: nnx.Variable) -> nnx.Variable:
         trained = isinstance(v, nnx.Param)
-        return v.replace(Weight(weights[name], sinks[name] if sinks else None) if trained else weights[name])
+        return v.replace(
+            Weight(weights[name], accumulators[name] if accumulators else None) if trained else weights[name]
+        )
 
     flat = [(path, bound(".".join(map(str, path)), v)) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(flat))

@@ -15,7 +15,7 @@ from jaxdist.config import GPT2 as Config
 from jaxdist.families.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, scan_layers, stacked
 from jaxdist.families.loss import head
 from jaxdist.ops.linear import add_bias
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize
 
@@ -26,7 +26,7 @@ def exact_gelu(x: jax.Array) -> jax.Array:
 
     Its backward pass needs x alone; the one that JAX derives would keep exp(-x²/2) of every block as well.
     """
-    return (wide(x) * _normal(wide(x))).astype(x.dtype)
+    return (at_least_f32(x) * _normal(at_least_f32(x))).astype(x.dtype)
 
 
 def _normal(x: jax.Array) -> jax.Array:
@@ -38,9 +38,9 @@ def _gelu_forward(x: jax.Array) -> Any:
 
 
 def _gelu_backward(x: jax.Array, outer: jax.Array) -> tuple[jax.Array]:
-    y = wide(x)
+    y = at_least_f32(x)
     slope = _normal(y) + y * jnp.exp(-0.5 * y * y) / math.sqrt(2 * math.pi)
-    return ((wide(outer) * slope).astype(x.dtype),)
+    return ((at_least_f32(outer) * slope).astype(x.dtype),)
 
 
 exact_gelu.defvjp(_gelu_forward, _gelu_backward)

@@ -1,6 +1,6 @@
 """The parts that decoders are made of, each parameter declared once with its shape, axes and initial distribution.
 
-A module built from a config is abstract: it holds declarations. Bound to Weights (`models/__init__.py`) and passed
+A module built from a config is abstract: it holds declarations. Bound to Weights (`families/__init__.py`) and passed
 through `par.use`, it holds this device's arrays: whole over `fsdp`, a slice of heads, hidden or vocabulary over
 `tensor`. The modules never ask which; local sizes come from the arrays.
 
@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 from jaxdist.ops.linear import add_bias, dot
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize
 from jaxdist.parallel.sharding import Layout
@@ -28,8 +28,8 @@ X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 
 def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param:
     """Declare a parameter: drawn from N(mean, std²), with one logical axis (`sharding.RULES`) per dimension."""
-    cut = Layout("", shape, axes, mean, std).cut
-    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, cut=cut)
+    shard_dim = Layout("", shape, axes, mean, std).shard_dim
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, shard_dim=shard_dim)
 
 
 def statistic(shape: tuple[int, ...], value: float = 0.0) -> nnx.BatchStat:
@@ -115,9 +115,9 @@ class RMSNorm(nnx.Module):
         self.scale, self.eps = parameter((size,), (axis,), mean=1.0), eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * wide(self.scale[...])).astype(x.dtype)
+        return (y * at_least_f32(self.scale[...])).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -129,8 +129,8 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y - y.mean(-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        y = y * wide(self.scale[...])
-        return (y if self.bias is None else y + wide(self.bias[...])).astype(x.dtype)
+        y = y * at_least_f32(self.scale[...])
+        return (y if self.bias is None else y + at_least_f32(self.bias[...])).astype(x.dtype)

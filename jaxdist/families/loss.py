@@ -17,8 +17,8 @@ from jaxdist.config import Model as Config
 from jaxdist.data import IGNORED
 from jaxdist.families.layers import ColumnLinear, Embedding
 from jaxdist.ops.linear import dot, transposed
-from jaxdist.ops.varying import vary_like, wide
-from jaxdist.parallel.collectives import Parallel, held, highest_of_vocabulary, local, of_vocabulary
+from jaxdist.ops.varying import at_least_f32, match_varying
+from jaxdist.parallel.collectives import Parallel, highest_of_vocabulary, mask_local_vocab, of_vocabulary, to_local_ids
 
 
 class Model(Protocol):
@@ -48,13 +48,15 @@ def of_tokens(logits: jax.Array, model: Config | None) -> jax.Array:
     if not isinstance(model, Decoder) or model.vocab == model.vocab_rows:
         return logits
     size = logits.shape[-1]
-    return jnp.where(jnp.arange(size) < local(jnp.asarray(model.vocab), size), logits, jnp.finfo(logits.dtype).min)
+    return jnp.where(
+        jnp.arange(size) < to_local_ids(jnp.asarray(model.vocab), size), logits, jnp.finfo(logits.dtype).min
+    )
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Sum over this device's tokens of -log softmax(logits)[target], nats; IGNORED targets add 0."""
-    index_BT = local(targets_BT, logits_BTV.shape[-1])
-    return valid(_nats(vary_like(logits_BTV, index_BT), index_BT), targets_BT)
+    index_BT = to_local_ids(targets_BT, logits_BTV.shape[-1])
+    return valid(_nats(match_varying(logits_BTV, index_BT), index_BT), targets_BT)
 
 
 def chunked(targets_BT: jax.Array, chunks: int) -> jax.Array:
@@ -67,10 +69,10 @@ def cross_entropy_of_chunks(x_BTD: jax.Array, kernel_DV: jax.Array, targets_SN: 
 
     The kernel's gradient is added up in float32 or wider, and rounded once.
     """
-    index_SN = local(targets_SN, kernel_DV.shape[-1])
+    index_SN = to_local_ids(targets_SN, kernel_DV.shape[-1])
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     x_SND = jnp.pad(x_ND, ((0, targets_SN.size - len(x_ND)), (0, 0))).reshape(*targets_SN.shape, -1)
-    x_SND, kernel_DV = vary_like(x_SND, kernel_DV, index_SN), vary_like(kernel_DV, x_SND, index_SN)
+    x_SND, kernel_DV = match_varying(x_SND, kernel_DV, index_SN), match_varying(kernel_DV, x_SND, index_SN)
     return valid(_nats_of_chunks(model, x_SND, kernel_DV, index_SN), targets_SN)
 
 
@@ -86,7 +88,7 @@ def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
 
 
 def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
-    x_BTV, (mine, index) = wide(logits_BTV), held(index_BT, logits_BTV.shape[-1])
+    x_BTV, (mine, index) = at_least_f32(logits_BTV), mask_local_vocab(index_BT, logits_BTV.shape[-1])
     highest_BT = highest_of_vocabulary(x_BTV.max(-1))
     target_BT = jnp.take_along_axis(x_BTV, index[..., None], -1)[..., 0] - highest_BT
     total_BT = jnp.exp(x_BTV - highest_BT[..., None]).sum(-1)
@@ -98,7 +100,7 @@ def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
 def _nats_backward(kept: Any, outer_BT: jax.Array) -> tuple[jax.Array, None]:
     # Softmax - one-hot is made at once.
     logits_BTV, index_BT, highest_BT, log_BT = kept
-    softmax_BTV = jnp.exp(wide(logits_BTV) - highest_BT[..., None] - log_BT[..., None])  # large logits first
+    softmax_BTV = jnp.exp(at_least_f32(logits_BTV) - highest_BT[..., None] - log_BT[..., None])  # large logits first
     hit_BTV = jnp.arange(logits_BTV.shape[-1]) == index_BT[..., None]
     return ((softmax_BTV - hit_BTV) * outer_BT[..., None]).astype(logits_BTV.dtype), None
 
@@ -131,7 +133,7 @@ def _chunks_backward(model: Decoder, kept: Any, outer_SN: jax.Array) -> tuple[ja
         own = jnp.matmul(transposed(x_ND), logits_bar, preferred_element_type=kernel_bar.dtype)
         return kernel_bar + own, logits_bar @ kernel_DV.T
 
-    kernel_bar, x_bar = lax.scan(chunk, jnp.zeros_like(wide(kernel_DV)), (x_SND, outer_SN, *sums_SN))
+    kernel_bar, x_bar = lax.scan(chunk, jnp.zeros_like(at_least_f32(kernel_DV)), (x_SND, outer_SN, *sums_SN))
     return x_bar, kernel_bar.astype(kernel_DV.dtype), None
 
 

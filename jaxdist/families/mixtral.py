@@ -11,7 +11,7 @@ from jaxdist.families.llama import Attention
 from jaxdist.families.loss import head
 from jaxdist.ops.grouped import grouped
 from jaxdist.ops.rotary import Rotation, rotary
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel, Routing
 from jaxdist.parallel.rematerialization import Rematerialize
 
@@ -25,8 +25,8 @@ class Router(nnx.Module):
         self.kernel = parameter((c.dim, c.experts), ("embed", "choices"), c.init_std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        kernel_DE = wide(self.kernel[...])
-        return jnp.einsum("BTD,DE->BTE", wide(x_BTD), kernel_DE, precision=lax.Precision.HIGHEST)
+        kernel_DE = at_least_f32(self.kernel[...])
+        return jnp.einsum("BTD,DE->BTE", at_least_f32(x_BTD), kernel_DE, precision=lax.Precision.HIGHEST)
 
 
 def choose(probabilities_BTE: jax.Array, k: int) -> jax.Array:
@@ -134,7 +134,7 @@ class Mixtral(nnx.Module):
         embed = par.use(self.embed)
         x_BTD = embed(par, tokens_BT)
         rotation = jax.tree.map(par.context.rows, rotary(self.config, par.length(tokens_BT), x_BTD.dtype))
-        nothing = jnp.zeros_like(wide(x_BTD), shape=(2, self.config.experts))
+        nothing = jnp.zeros_like(at_least_f32(x_BTD), shape=(2, self.config.experts))
         x_BTD, tally_2E = scan_layers(par, self.layers, (x_BTD, nothing), rematerialize, rotation, valid_BT)
         return head(par, self, embed, par.use(self.norm)(x_BTD), targets_SN), self.balance(par, tally_2E)
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxdist.config import ResNet as Config
 from jaxdist.families.layers import ColumnLinear, parameter, statistic
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize
 
@@ -57,7 +57,7 @@ class BatchNorm(nnx.Module):
         self.eps, self.momentum, self.use_running_average = c.norm_eps, c.momentum, False
 
     def __call__(self, par: Parallel, x_BYXC: jax.Array) -> jax.Array:
-        y_BYXC = wide(x_BYXC)
+        y_BYXC = at_least_f32(x_BYXC)
         if self.use_running_average:
             y_BYXC, var_C = y_BYXC - self.running_mean[...], self.running_var[...]
         else:
@@ -67,7 +67,7 @@ class BatchNorm(nnx.Module):
             var_C = par.of_images((y_BYXC * y_BYXC).sum((0, 1, 2))) / count
             self.track(mean_C, var_C, count)
         y_BYXC = y_BYXC * lax.rsqrt(var_C + self.eps)
-        return (y_BYXC * wide(self.scale[...]) + wide(self.bias[...])).astype(x_BYXC.dtype)
+        return (y_BYXC * at_least_f32(self.scale[...]) + at_least_f32(self.bias[...])).astype(x_BYXC.dtype)
 
     def track(self, mean_C: jax.Array, var_C: jax.Array, count: int) -> None:
         """Move the running statistics: no gradient goes through them."""
@@ -148,5 +148,5 @@ class ResNet(nnx.Module):
             for j, block in enumerate(blocks):
                 x_BYXC, moved = rematerialize.block(partial(apply, par, f"stages.{i}.{j}"))(block, x_BYXC)
                 statistics |= moved
-        x_BD = wide(x_BYXC).mean((1, 2)).astype(x_BYXC.dtype)
+        x_BD = at_least_f32(x_BYXC).mean((1, 2)).astype(x_BYXC.dtype)
         return par.use(self.head)(x_BD), 0, statistics

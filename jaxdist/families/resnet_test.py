@@ -15,7 +15,7 @@ from jaxdist.convert.kinds.hf import read_hf
 from jaxdist.families.resnet import BatchNorm
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
-from jaxdist.parallel.sharding import PARTS
+from jaxdist.parallel.sharding import LOSS_AXES
 from jaxdist.training.program import Program
 from jaxdist.training.step import Arrays
 
@@ -112,8 +112,8 @@ def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert apart("small", tmp_path)[1] > 1e-4
 
     def own(_: Parallel, sums: jax.Array) -> jax.Array:
-        first = jax.lax.axis_index(PARTS) == 0
-        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), PARTS)  # for both of them
+        first = jax.lax.axis_index(LOSS_AXES) == 0
+        return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), LOSS_AXES)  # for both of them
 
     monkeypatch.setattr(Parallel, "of_images", own)
     assert apart("small", tmp_path)[1] > 1e-3

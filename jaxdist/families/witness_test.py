@@ -139,7 +139,7 @@ def balance(witness: Witness) -> float:
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
 
     def function(parameters: Any, tokens: jax.Array) -> jax.Array:
-        return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.PARTS)
+        return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.LOSS_AXES)
 
     specs = (program.specs.parameters, program.batch_specs[0])
     added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))

@@ -101,7 +101,7 @@ def _hf_source(folder: Path) -> Source:
     from jaxdist.formats.hf import read_folder  # few commands need it
 
     (model, notes), tokenizer = read_folder(folder), folder / TOKENIZER
-    if model.takes != "tokens":
+    if model.input_kind != "tokens":
         return Source(folder, model, None, notes)
     others = [name for name in (*OLDER_TOKENIZERS, "tekken.json") if (folder / name).is_file()]
     if others and not tokenizer.is_file():

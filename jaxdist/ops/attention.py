@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.ops.linear import transposed
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -53,8 +53,8 @@ def _attend_backward(window: int, kept: Any, outer_BTHC: jax.Array) -> tuple[jax
     v_bar_BKCS = transposed(outer_BKNC) @ probabilities.astype(v_BKSC.dtype)  # the smaller of the two is transposed
     p_bar = jnp.einsum("BKNC,BKSC->BKNS", outer_BKNC, v_BKSC).astype(dtype)
     s_bar = probabilities * (p_bar - (probabilities * p_bar).sum(-1, keepdims=True)) * scale
-    q_bar = jnp.einsum("BKNS,BKSC->BKNC", s_bar, wide(k_BKSC)).astype(q_BKNC.dtype)
-    k_bar_BKCS = (transposed(wide(q_BKNC)) @ s_bar).astype(k_BKSC.dtype)
+    q_bar = jnp.einsum("BKNS,BKSC->BKNC", s_bar, at_least_f32(k_BKSC)).astype(q_BKNC.dtype)
+    k_bar_BKCS = (transposed(at_least_f32(q_BKNC)) @ s_bar).astype(k_BKSC.dtype)
     return _by_times(q_bar, T), jnp.moveaxis(k_bar_BKCS, 3, 1), jnp.moveaxis(v_bar_BKCS, 3, 1)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.ops.linear import transposed
-from jaxdist.ops.varying import vary_like, wide
+from jaxdist.ops.varying import at_least_f32, match_varying
 
 WORTH = 512  # rows: products of fewer take a GPU less time than their start
 Kernel = Callable[[jax.Array, jax.Array], jax.Array]  # a block's rows and its group's kernel -> its results
@@ -68,7 +68,7 @@ def by_block(
         block = Block(*(a[index] for a in found))
         return step(carry, block, *(lax.dynamic_slice_in_dim(a, block.start, M) for a in padded))
 
-    return lax.fori_loop(0, many, one, vary_like(start, counts_E, *rows))
+    return lax.fori_loop(0, many, one, match_varying(start, counts_E, *rows))
 
 
 def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: int, product: Kernel) -> jax.Array:
@@ -82,7 +82,7 @@ def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: i
         return lax.dynamic_update_slice_in_dim(y, product(x_MI, kernel_EIO[block.group]), block.start, 0)
 
     room = jnp.zeros((N + rows_of(N, len(counts_E)), outputs), x_NI.dtype)
-    return by_block([x_NI], counts_E, vary_like(room, kernel_EIO), place)[:N]
+    return by_block([x_NI], counts_E, match_varying(room, kernel_EIO), place)[:N]
 
 
 @jax.custom_vjp
@@ -105,7 +105,7 @@ def _backward(kept: Any, outer_NO: jax.Array) -> tuple[jax.Array, jax.Array, Non
         product = jnp.matmul(own_IM, outer_MO, preferred_element_type=total.dtype)
         return total.at[block.group].add(product)
 
-    zeros = jnp.zeros(kernel_EIO.shape, wide(x_NI).dtype)
+    zeros = jnp.zeros(kernel_EIO.shape, at_least_f32(x_NI).dtype)
     kernel_bar = by_block([x_NI, outer_NO], counts_E, zeros, add)
     return x_bar, kernel_bar.astype(kernel_EIO.dtype), None
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxdist.ops.varying import vary_like, wide
+from jaxdist.ops.varying import at_least_f32, match_varying
 
 
 def written(x: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
     XLA is slow on CPUs."""
     x_NI = x.reshape(-1, x.shape[-1])
     # Typed alike out here, where JAX sums gradients over axes that one lacks: a rule of our own must return its types.
-    return _product(vary_like(x_NI, kernel), vary_like(kernel, x)).reshape(*x.shape[:-1], kernel.shape[-1])
+    return _product(match_varying(x_NI, kernel), match_varying(kernel, x)).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 @jax.custom_vjp
@@ -53,4 +53,4 @@ _product.defvjp(_product_forward, _product_backward)
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """y + bias, in float32 or wider: the bias' gradient is a sum over all tokens. Rounded once."""
-    return (wide(y) + wide(bias)).astype(y.dtype)
+    return (at_least_f32(y) + at_least_f32(bias)).astype(y.dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.config import Rotary
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 
 Rotation = tuple[jax.Array, jax.Array]
 
@@ -33,5 +33,5 @@ def rotary(c: Rotary, length: int, dtype: Any) -> Rotation:
 def rotate(x_BTHC: jax.Array, rotation: Rotation) -> jax.Array:
     """Rotate the pairs (i, i + C/2), Hugging Face's layout of the halves."""
     cos, sin = rotation
-    first, second = jnp.split(wide(x_BTHC), 2, axis=-1)
+    first, second = jnp.split(at_least_f32(x_BTHC), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)

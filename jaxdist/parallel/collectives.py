@@ -43,9 +43,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
 from jaxdist.config import Precision
-from jaxdist.ops.varying import vary, wide
+from jaxdist.ops.varying import at_least_f32, mark_varying
 from jaxdist.parallel.rematerialization import on_device
-from jaxdist.parallel.sharding import PARTS, TOKENS, Cut, Strategy
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, ShardDim, Strategy
 
 M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
@@ -55,20 +55,20 @@ TIME = 1  # the dimension of activations [B, T, D] that sequence parallelism spl
 class Weight(NamedTuple):
     """A parameter as `use` takes it: this device's piece, and where its gradient is to arrive.
 
-    `sink` has the shape of the gradient accumulator; its value is never read. Differentiating with respect to the
-    sinks, not the pieces, lets parameters and gradients be laid out independently: all that tells strategies apart.
+    `grad_slot` has the shape of the gradient accumulator; its value is never read. Differentiating with respect to the
+    slots, not the pieces, lets parameters and gradients be laid out independently: all that tells strategies apart.
     """
 
     piece: jax.Array
-    sink: jax.Array | None
+    grad_slot: jax.Array | None
 
 
-def local(index: jax.Array, size: int) -> jax.Array:
+def to_local_ids(index: jax.Array, size: int) -> jax.Array:
     """Indices into the vocabulary as those into this device's part of it, of `size`; outside of that, another's."""
     return index - lax.axis_index("tensor") * size
 
 
-def held(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     """Which of `index` are within this device's part of the vocabulary, of `size`; and there themselves, else 0."""
     mine = (index >= 0) & (index < size)
     return mine, jnp.where(mine, index, 0)
@@ -84,31 +84,31 @@ def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
     return lax.pmax(highest, "tensor")
 
 
-def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
+def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
     """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
     return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
 
 
-def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
+def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
     """Reduce-scatter of what is to be cut."""
     return lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> jax.Array:
+def _whole(parallel: "Parallel", cut: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> jax.Array:
     # Fetched here, where parameters lie on the host, and again for the backward pass: one block's at a time.
     piece = on_device(piece)
     # Cast before the gather, so that the wire carries the compute dtype. Typed as varying over batch and stages before
     # any use, so that nothing below sums its gradient there: the backward rule alone decides.
-    piece = vary(piece.astype(parallel.precision.compute), cut.replicas)
-    return gather(piece, cut) if parallel.strategy.reshards else vary(piece, cut.axes)
+    piece = mark_varying(piece.astype(parallel.precision.compute), cut.replicas)
+    return gather(piece, cut) if parallel.strategy.reshards else mark_varying(piece, cut.axes)
 
 
-def _whole_forward(parallel: "Parallel", cut: Cut, piece: jax.Array, sink: jax.Array | None) -> Any:
-    return _whole(parallel, cut, piece, sink), None
+def _whole_forward(parallel: "Parallel", cut: ShardDim, piece: jax.Array, grad_slot: jax.Array | None) -> Any:
+    return _whole(parallel, cut, piece, grad_slot), None
 
 
-def _whole_backward(parallel: "Parallel", cut: Cut, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+def _whole_backward(parallel: "Parallel", cut: ShardDim, _: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     if parallel.strategy.gradients:
         gradient = scatter(gradient.astype(parallel.precision.reduce), cut)
     return None, gradient.astype(parallel.precision.parameters)
@@ -130,7 +130,7 @@ class Context(Protocol):
         """x [B, T, ...] of all times, in their order, of which each device has its own. No gradient goes through it."""
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
-        """`layers.attend` over all times, of which each device has its own queries, keys and values."""
+        """`ops.attention.attend` over all times, of which each device has its own queries, keys and values."""
 
 
 Rows = Callable[[jax.Array, jax.Array], jax.Array]
@@ -181,7 +181,7 @@ class Parallel:
         graph, state = nnx.split(module)
 
         def whole(v: nnx.Variable) -> nnx.Variable:
-            return v.replace(_whole(self, v.cut, *v.get_value())) if isinstance(v, nnx.Param) else v
+            return v.replace(_whole(self, v.shard_dim, *v.get_value())) if isinstance(v, nnx.Param) else v
 
         return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
@@ -190,7 +190,7 @@ class Parallel:
 
         Under sequence parallelism each has had its own times of x [B, T, D], and all of them from here on.
         """
-        return lax.all_gather(x, "tensor", axis=TIME, tiled=True) if self.sequence else vary(x, ("tensor",))
+        return lax.all_gather(x, "tensor", axis=TIME, tiled=True) if self.sequence else mark_varying(x, ("tensor",))
 
     def leave(self, x: jax.Array) -> jax.Array:
         """After a row-parallel product: the sum of the tensor devices' partial results, or each one's times of it."""
@@ -206,7 +206,7 @@ class Parallel:
         return int(tokens_BT.shape[1] * lax.axis_size("context"))
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
-        """`layers.attend` over all times, of which this device has its own."""
+        """`ops.attention.attend` over all times, of which this device has its own."""
         return self.context.attend(q_BTHC, k_BTKC, v_BTKC, window)
 
     def experts(self, experts: Rows, x_BTD: jax.Array, routing: Routing) -> jax.Array:
@@ -224,17 +224,17 @@ class Parallel:
 
     def of_images(self, sums: jax.Array) -> jax.Array:
         """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
-        return lax.psum(sums, PARTS) if self.batch_norm == "global" else sums
+        return lax.psum(sums, LOSS_AXES) if self.batch_norm == "global" else sums
 
     def normalized_together(self, count: int) -> int:
         """How many images these are, of which this device has `count`."""
-        return count * int(lax.axis_size(PARTS)) if self.batch_norm == "global" else count
+        return count * int(lax.axis_size(LOSS_AXES)) if self.batch_norm == "global" else count
 
     def own_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Running statistics as microbatches move them: one of all devices, or each device's own."""
         if self.batch_norm == "global":
             return statistics
-        return {name: vary(s, PARTS) if s.ndim else s for name, s in statistics.items()}  # all count alike
+        return {name: mark_varying(s, LOSS_AXES) if s.ndim else s for name, s in statistics.items()}  # all count alike
 
     def kept_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Of each device's own those of the first, as DDP keeps them."""
@@ -242,7 +242,7 @@ class Parallel:
             return statistics
         vectors = {name: s for name, s in statistics.items() if s.ndim}
         flat, whole = ravel_pytree(vectors)
-        kept = lax.psum(jnp.where(lax.axis_index(PARTS) == 0, flat, 0), PARTS)
+        kept = lax.psum(jnp.where(lax.axis_index(LOSS_AXES) == 0, flat, 0), LOSS_AXES)
         return statistics | whole(kept)
 
     def own_times(self, table_TD: jax.Array) -> jax.Array:
@@ -259,6 +259,6 @@ class Parallel:
         a sum over all its places: added in bfloat16 it would be off by a third.
         """
         rows = len(embedding_VD)
-        mine, index = held(local(tokens_BT, rows), rows)
-        found_BTD = jnp.where(mine[..., None], wide(embedding_VD)[index], 0)
+        mine, index = mask_local_vocab(to_local_ids(tokens_BT, rows), rows)
+        found_BTD = jnp.where(mine[..., None], at_least_f32(embedding_VD)[index], 0)
         return found_BTD.astype(embedding_VD.dtype)

@@ -24,7 +24,7 @@ from jaxdist.parallel.ring_attention import AXIS, order, ring_attention
 
 
 @dataclass(frozen=True)
-class Whole:
+class NoContextParallel:
     """All times on every device, which may be a GPU with a kernel for that."""
 
     fused: bool = False
@@ -62,7 +62,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Ulysses(Whole):
+class Ulysses(NoContextParallel):
     """Each device attends for its own heads over all times (arXiv:2309.14509)."""
 
     def rows(self, table_TD: jax.Array) -> jax.Array:
@@ -81,4 +81,4 @@ class Ulysses(Whole):
 def context(parallel: Parallel, size: int, fused: bool) -> Context:
     """The row for `parallel.context` over an axis of this size; `fused`: on GPUs."""
     rows: dict[str, Context] = {"ring": Ring(), "ulysses": Ulysses(fused)}
-    return rows[parallel.context] if size > 1 else Whole(fused)
+    return rows[parallel.context] if size > 1 else NoContextParallel(fused)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.config import Mixture, Model
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Context, Dispatch, Routing, Rows
 
 AXIS = "expert"
@@ -30,7 +30,7 @@ AXIS = "expert"
 
 def weighted(y_BTkD: jax.Array, weights_BTk: jax.Array) -> jax.Array:
     """The weighted sum over k, in float32 or wider, rounded once."""
-    return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).astype(y_BTkD.dtype)
+    return (at_least_f32(y_BTkD) * weights_BTk[..., None]).sum(2).astype(y_BTkD.dtype)
 
 
 @dataclass(frozen=True)

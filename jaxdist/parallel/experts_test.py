@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import AXES, Mixture
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Routing
-from jaxdist.parallel.context import Whole
+from jaxdist.parallel.context import NoContextParallel
 
 B, T, D, E, K = 4, 6, 3, 4, 2
 MODEL = Mixture(family="mixtral", experts=E, top_k=K)
@@ -52,7 +52,7 @@ def dispatched(devices: int, capacity: float, valid: np.ndarray) -> np.ndarray:
         return lax.ragged_dot(x_ND, own[:, None, None] * jnp.eye(D), counts_E)
 
     def function(x: jax.Array, *routing: jax.Array) -> jax.Array:
-        return row(multiply, x, Routing(*routing), Whole())
+        return row(multiply, x, Routing(*routing), NoContextParallel())
 
     spec = P("expert")
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)

@@ -31,13 +31,13 @@ import numpy as np
 from jax import lax
 
 from jaxdist.config import ConfigError, Parallel
-from jaxdist.ops.varying import vary
+from jaxdist.ops.varying import mark_varying
 from jaxdist.parallel.collectives import Stages, one_stage
 
 AXIS = "pipeline"
 
 Arrays = dict[str, jax.Array]
-# (sinks, weights, part of the batch, stages) -> loss to be differentiated, and what goes with it, of this device
+# (accumulators, weights, part of the batch, stages) -> loss to be differentiated, and what goes with it, of this device
 Loss = Callable[[Arrays | None, Arrays, Any, Stages], tuple[jax.Array, Any]]
 Sums = tuple[Arrays, jax.Array]  # gradients, and the loss that is told
 Carry = tuple[Arrays, jax.Array, Arrays]  # the same, and running statistics
@@ -47,7 +47,7 @@ class Schedule(Protocol):
     """In which order the microbatches go through the stages."""
 
     def accumulate(self, loss: Loss, start: Carry, weights: Arrays, parts: Any) -> Carry:
-        """`start`, zeros and the statistics before, plus the gradients by its sinks and the losses of all microbatches
+        """`start`, zeros and the statistics before, plus the gradients by its slots and the losses of all microbatches
         `parts` [M, ...], as this device has them, and what these have made of the statistics.
 
         `loss` gives with the one to be differentiated that to be told, and the statistics.
@@ -226,7 +226,7 @@ class Pipeline:
             )
 
         def zeros(kind: Any) -> jax.Array:
-            return vary(jnp.zeros(kind.shape, kind.dtype), tuple(kind.manual_axis_type.varying))
+            return mark_varying(jnp.zeros(kind.shape, kind.dtype), tuple(kind.manual_axis_type.varying))
 
         return jax.tree.map(zeros, kinds[0])
 
@@ -244,10 +244,10 @@ class Pipeline:
         x, _ = lax.scan(on, self.nothing(function, weights), jnp.arange(table.ticks - 1))
         return tick(x, table.ticks - 1)[1]
 
-    def run(self, loss: Loss, sinks: Arrays | None, weights: Arrays, parts: Any, x: Any, m: Any, c: Any) -> Any:
+    def run(self, loss: Loss, accumulators: Arrays | None, weights: Arrays, parts: Any, x: Any, m: Any, c: Any) -> Any:
         """A stage's forward pass: (what it sends, its parts of the losses)."""
         here = self.stage(x, c)
-        losses = loss(sinks, self.chunk(weights, c), pick(parts, m), here)
+        losses = loss(accumulators, self.chunk(weights, c), pick(parts, m), here)
         return here.sent, only(here.last, losses)
 
     def start(self, loss: Loss, weights: Arrays, parts: Any) -> Any:
@@ -259,14 +259,14 @@ class GPipe(Pipeline):
     """All forward passes, then all backward passes: those of the derivative."""
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        def stage(sinks: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
+        def stage(accumulators: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
-            return self.run(loss, self.chunk(sinks, c), not_before(t, weights), parts, x, m, c)
+            return self.run(loss, self.chunk(accumulators, c), not_before(t, weights), parts, x, m, c)
 
-        def total(sinks: Arrays) -> tuple[jax.Array, jax.Array]:
+        def total(accumulators: Arrays) -> tuple[jax.Array, jax.Array]:
             def tick(x: Any, t: jax.Array) -> tuple[Any, Any]:
                 m, c, busy = self.table.at(t - lax.axis_index(AXIS))
-                sent, losses = jax.checkpoint(stage, prevent_cse=False)(sinks, x, t, m, c)
+                sent, losses = jax.checkpoint(stage, prevent_cse=False)(accumulators, x, t, m, c)
                 return shift(sent, 1), only(busy, losses)
 
             losses = lax.scan(tick, self.start(loss, weights, parts), jnp.arange(self.table.ticks))[1]
@@ -284,7 +284,7 @@ class OneFOneB(Pipeline):
         S, v, i = self.table.stages, self.table.chunks, lax.axis_index(AXIS)
         behind = v * S - 1  # ticks from a microbatch's first forward pass to its first backward pass
         places = 2 * S - 1 if v == 1 else 2 * S  # microbatches that a chunk has begun and not ended
-        sinks = self.chunk(start[0], 0)
+        accumulators = self.chunk(start[0], 0)
 
         def forward(x: Any, kept: Any, t: jax.Array) -> tuple[Any, Any]:
             m, c, busy = self.table.at(t - i)
@@ -299,12 +299,12 @@ class OneFOneB(Pipeline):
             m, c, busy = self.table.at(t - behind - (S - 1 - i))
             c = v - 1 - c
 
-            def stage(sinks: Arrays, x: Any) -> Any:
-                sent, (scaled, told) = self.run(loss, sinks, not_before(t, weights), parts, x, m, c)
+            def stage(accumulators: Arrays, x: Any) -> Any:
+                sent, (scaled, told) = self.run(loss, accumulators, not_before(t, weights), parts, x, m, c)
                 return (sent, scaled), told
 
             x = jax.tree.map(lambda all: all[c, m % places], kept)
-            (_, scaled), back, told = jax.vjp(stage, sinks, x, has_aux=True)
+            (_, scaled), back, told = jax.vjp(stage, accumulators, x, has_aux=True)
             of_sent = only(self.stage(x, c).last, jax.tree.map(jnp.zeros_like, dy), dy)
             gradients, dx = back((of_sent, jnp.ones_like(scaled)))
             return shift(only(busy, dx), -1), (self.add(total[0], gradients, c, busy), total[1] + only(busy, told))

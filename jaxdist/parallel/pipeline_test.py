@@ -128,7 +128,7 @@ def test_layers_lie_in_the_order_of_stages() -> None:
     for name, w in alone.parameters.items():
         own = np.asarray(state.parameters[name])
         np.testing.assert_array_equal(own, np.asarray(w)[p.layers] if name in p.stacked else w)
-        np.testing.assert_array_equal(np.asarray(p.in_order(state).parameters[name]), w)
+        np.testing.assert_array_equal(np.asarray(p.to_checkpoint_order(state).parameters[name]), w)
 
 
 def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
     for batch in given[:3]:
         state, _ = first.step(state, first.place(batch))
     with Checkpoints(tmp_path, Checkpoint()) as checkpoints:
-        checkpoints.save(3, first.experiment, first.in_order(state))
+        checkpoints.save(3, first.experiment, first.to_checkpoint_order(state))
         checkpoints.wait()
-        state = second.placed(checkpoints.restore(3, second.abstract))
+        state = second.to_device_order(checkpoints.restore(3, second.abstract))
     for batch in given[3:]:
         state, values = second.step(state, second.place(batch))
     other = alone.initialize()
@@ -183,9 +183,9 @@ def test_bf16_loses_no_more_than_without_stages(batches: Any) -> None:
 def wrong_microbatch(at: Any) -> Any:
     """Every stage but the first takes the tokens and targets of the microbatch after the one that it receives."""
 
-    def wrong(self: Pipeline, loss: Any, sinks: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
+    def wrong(self: Pipeline, loss: Any, accumulators: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
         other = jnp.where(lax.axis_index("pipeline") > 0, (m + 1) % self.table.microbatches, m)
-        return at(self, loss, sinks, weights, parts, x, other, c)
+        return at(self, loss, accumulators, weights, parts, x, other, c)
 
     return wrong
 

@@ -14,7 +14,7 @@ from jaxdist.conftest import tiny
 from jaxdist.families import llama
 from jaxdist.parallel import rematerialization
 from jaxdist.parallel.mesh import make_mesh
-from jaxdist.parallel.sharding import PARTS
+from jaxdist.parallel.sharding import LOSS_AXES
 from jaxdist.training import metrics
 from jaxdist.training.metrics import held
 from jaxdist.training.program import Program
@@ -73,7 +73,7 @@ def test_what_is_reported_is_what_is_held() -> None:
 def gradients(p: Program, batch: Any) -> Any:
     """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
     sharded = p.strategy.gradients
-    apart = {n: tuple(a for a in PARTS if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
+    apart = {n: tuple(a for a in LOSS_AXES if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
     specs = {n: P(apart[n], *layout.split(sharded)) for n, layout in p.layouts.items()}
 
     def function(parameters: Any, batch: Any) -> Any:

@@ -8,7 +8,7 @@ backward pass are only the result and the logarithm of the softmax' sum.
 
 Bytes that a device sends, x those of keys and values of all times: x(n-1)/n forward, x(2n-1)/n backward.
 
-Shape letters as in `models/layers.py`, and L: the times of a chunk. A leading 2 counts a device's chunks.
+Shape letters as in `families/layers.py`, and L: the times of a chunk. A leading 2 counts a device's chunks.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 
 AXIS = "context"
 OWN = ((0, 0), (1, 0), (1, 1))  # chunks of queries and of keys that meet on the device that has both
@@ -50,7 +50,7 @@ def times(device: jax.Array | int, count: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def ring_attention(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int = 0) -> jax.Array:
-    """`layers.attend` where every device has its own times of queries, keys and values."""
+    """`ops.attention.attend` where every device has its own times of queries, keys and values."""
     return _forward(q_BTHC, k_BTKC, v_BTKC, window)[0]
 
 
@@ -75,7 +75,7 @@ def _forward(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: in
         keys = _on(keys)
         return (meet(found, keys, j, _others(j)), keys), None
 
-    nothing = jnp.zeros_like(wide(q))
+    nothing = jnp.zeros_like(at_least_f32(q))
     lowest = jnp.moveaxis(nothing[..., 0], 2, -1)
     start = Softmax(nothing, lowest + jnp.finfo(nothing.dtype).min, lowest)
     (found, _), _ = lax.scan(step, (meet(start, keys, 0, OWN), keys), jnp.arange(1, lax.axis_size(AXIS)))
@@ -89,7 +89,9 @@ def _backward(window: int, kept: Any, dy_BTHC: jax.Array) -> tuple[jax.Array, ..
     q_BTHC, k_BTKC, v_BTKC, y_BTHC, logarithm = kept
     K = k_BTKC.shape[2]
     q, dy, keys = _queries(q_BTHC, K), _queries(dy_BTHC, K), (_chunks(k_BTKC), _chunks(v_BTKC))
-    inner = jnp.moveaxis((wide(dy) * wide(_queries(y_BTHC, K))).sum(-1), 2, -1)  # of a query's result and gradient
+    inner = jnp.moveaxis(
+        (at_least_f32(dy) * at_least_f32(_queries(y_BTHC, K))).sum(-1), 2, -1
+    )  # of a query's result and gradient
 
     def meet(gradients: Any, keys: tuple[jax.Array, jax.Array], step: Any, pairs: Pairs) -> Any:
         (k, v), (dq, dk, dv) = keys, gradients
@@ -109,7 +111,7 @@ def _backward(window: int, kept: Any, dy_BTHC: jax.Array) -> tuple[jax.Array, ..
         dq, *dkeys = meet((dq, *dkeys), keys, j, _others(j))
         return (dq, keys, tuple(dkeys)), None
 
-    start = jax.tree.map(lambda x: jnp.zeros_like(wide(x)), (q, *keys))
+    start = jax.tree.map(lambda x: jnp.zeros_like(at_least_f32(x)), (q, *keys))
     dq, *dkeys = meet(start, keys, 0, OWN)
     (dq, _, dkeys), _ = lax.scan(step, (dq, keys, tuple(dkeys)), jnp.arange(1, lax.axis_size(AXIS)))
     gradients = (dq, *_home(dkeys))

@@ -13,7 +13,7 @@ from jaxdist.accounting import traffic
 from jaxdist.ops.attention import attend, fused_attend, has_kernel
 from jaxdist.parallel import ring_attention
 from jaxdist.parallel.collectives import Context
-from jaxdist.parallel.context import Ring, Ulysses, Whole
+from jaxdist.parallel.context import NoContextParallel, Ring, Ulysses
 
 B, H, K, C = 2, 8, 4, 3
 SPEC = P(None, "context")
@@ -85,7 +85,9 @@ def test_rows_are_in_the_order_of_the_devices(context: Context, n: int) -> None:
     rows = jax.jit(jax.shard_map(context.rows, mesh=mesh, in_specs=P(), out_specs=P("context")))(table)
     np.testing.assert_array_equal(rows[:, 0], context.order(48, n))
     assert sorted(context.order(48, n)) == list(range(48))
-    assert (Whole().order(48, 1) == range(48)).all() and Whole().rows(jnp.asarray(table)).shape == (48, 1)
+    assert (NoContextParallel().order(48, 1) == range(48)).all() and NoContextParallel().rows(
+        jnp.asarray(table)
+    ).shape == (48, 1)
 
 
 def test_a_ring_costs_every_device_alike() -> None:
@@ -139,7 +141,7 @@ def test_a_fused_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, w
     want = attend(wide_q, wide_k, wide_v, window)
 
     def error(window: int) -> float:
-        found = Whole(fused=True).attend(q, k, v, window)
+        found = NoContextParallel(fused=True).attend(q, k, v, window)
         return float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
 
     assert error(window) < 1e-2 < error(window + 1 if window else 47)

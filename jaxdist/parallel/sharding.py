@@ -1,6 +1,6 @@
 """Where every array lies: logical axes -> mesh axes, the table of strategies, and all PartitionSpecs.
 
-A model declares each parameter once, with a logical axis per dimension (`models/layers.py`). The rules below send
+A model declares each parameter once, with a logical axis per dimension (`families/layers.py`). The rules below send
 tensor-parallel axes to the mesh axis `tensor`, experts to `expert`, layers to `pipeline` and the residual width to
 `fsdp`; a strategy says which of parameters, gradients and optimizer state are sharded over `fsdp`, and which are whole
 on each of its devices.
@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import ConfigError, Parallel
 from jaxdist.config.errors import nearest
-from jaxdist.config.optimizer import COLUMNS, ROWS, Place
+from jaxdist.config.optimizer import COLUMNS, ROWS, ParamRole
 
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split the global batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards: all hold other tokens
-GIVEN = ("pipeline", "tensor", "expert")  # those that split parameters under any strategy
+MODEL_AXES = ("pipeline", "tensor", "expert")  # those that split parameters under any strategy
 TOKENS = ("data", *SHARDS)  # those over which tokens differ, and so gradients are summed
-PARTS = ("pipeline", *TOKENS)  # those over which the parts of the loss differ: its last stage has them all
+LOSS_AXES = ("pipeline", *TOKENS)  # those over which the parts of the loss differ: its last stage has them all
 
 # Logical axis -> mesh axis. A parameter without an `embed` dimension is split over fsdp along its last one.
 RULES: dict[str, str | None] = {
@@ -42,11 +42,11 @@ RULES: dict[str, str | None] = {
     "classes": None,
     "statistic": None,
 }
-WHOLE = ("classes",)  # a vector of these is whole on each device: there are as many as the data have
+REPLICATED = ("classes",)  # a vector of these is whole on each device: there are as many as the data have
 BLOCKS = ("layers.", "stages.")  # how the names of parameters begin that are gathered again for the backward pass
 
 
-class Cut(NamedTuple):
+class ShardDim(NamedTuple):
     """How a strategy cuts a parameter: along dimension `dim`, counted from the end, over the mesh axes `axes`.
 
     `replicas` are those whose devices use the same pieces for other tokens, or in other stages of a pipeline.
@@ -110,24 +110,24 @@ class Layout:
     statistic: bool = False
 
     @cached_property
-    def cut(self) -> Cut:
+    def shard_dim(self) -> ShardDim:
         """Its dimension counts from the end, so that it holds with and without the layer axis. Experts, which `expert`
         gives to devices already, are cut over the other axes."""
         dim = next((i - len(self.axes) for i, axis in enumerate(self.axes) if RULES.get(axis) == "fsdp"), -1)
-        whole = self.statistic or self.axes in [(axis,) for axis in WHOLE]
-        shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.given)
-        return Cut(dim, shards, tuple(axis for axis in PARTS if axis not in (*shards, *self.given)))
+        whole = self.statistic or self.axes in [(axis,) for axis in REPLICATED]
+        shards = () if whole else tuple(axis for axis in SHARDS if axis not in self.model_axes)
+        return ShardDim(dim, shards, tuple(axis for axis in LOSS_AXES if axis not in (*shards, *self.model_axes)))
 
     @cached_property
-    def given(self) -> tuple[str, ...]:
+    def model_axes(self) -> tuple[str, ...]:
         """The mesh axes that split it under any strategy."""
-        return tuple(axis for name in self.axes if (axis := RULES.get(name)) in GIVEN)
+        return tuple(axis for name in self.axes if (axis := RULES.get(name)) in MODEL_AXES)
 
     @property
-    def tokens(self) -> tuple[str, ...]:
+    def reduce_axes(self) -> tuple[str, ...]:
         """The mesh axes over which its gradients are summed: devices with the same weights, and other tokens or, of
         what is outside of the layers, another stage."""
-        return (*self.cut.replicas, *self.cut.axes)
+        return (*self.shard_dim.replicas, *self.shard_dim.axes)
 
     @property
     def decays(self) -> bool:
@@ -135,9 +135,9 @@ class Layout:
         return len(self.shape) - ("layers" in self.axes) >= 2
 
     @cached_property
-    def stands(self) -> Place:
+    def role(self) -> ParamRole:
         """What update rules tell parameters apart by."""
-        return Place(self.decays, self.name.startswith(BLOCKS))
+        return ParamRole(self.decays, self.name.startswith(BLOCKS))
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -147,7 +147,7 @@ class Layout:
             return -4, -3
         return (-2, -1) if self.name.endswith(".embedding") else (-1, -2)
 
-    def kept(self, kind: str) -> tuple[int, ...]:
+    def state_shape(self, kind: str) -> tuple[int, ...]:
         """The shape of what an optimizer keeps of it under that name: its own, or one number of a row or a column."""
         rows, columns = self.matrix
         one = {ROWS: columns, COLUMNS: rows}.get(kind)
@@ -165,8 +165,8 @@ class Layout:
         for axis in self.axes:
             if axis not in RULES:
                 raise ConfigError(f"parameter {self.name}: logical axis {axis!r} is none; {nearest(axis, RULES)}")
-        given = [(own,) if (own := RULES[axis]) in GIVEN else () for axis in self.axes]
-        sharded = [(*axes, *self.cut.axes) if dim == self.cut.dim else axes
+        given = [(own,) if (own := RULES[axis]) in MODEL_AXES else () for axis in self.axes]
+        sharded = [(*axes, *self.shard_dim.axes) if dim == self.shard_dim.dim else axes
                    for dim, axes in enumerate(given, start=-len(given))]  # fmt: skip
         return tuple(given), tuple(sharded)
 

@@ -130,8 +130,8 @@ class Footprint(ABC):
         """The same, sharded or whole."""
         trained = [layout for layout in self.layouts.values() if not layout.statistic]
         kept = (
-            math.prod(layout.local_shape(self.mesh, sharded, layout.kept(kind)))
-            for kind, of in self.experiment.optimizer.states.items() for layout in trained if of(layout.stands)
+            math.prod(layout.local_shape(self.mesh, sharded, layout.state_shape(kind)))
+            for kind, of in self.experiment.optimizer.states.items() for layout in trained if of(layout.role)
         )  # fmt: skip
         return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
 

@@ -78,7 +78,7 @@ def tried(e: Experiment, shape: Shape, hardware: Hardware) -> Iterator[Plan]:
     axes, _ = shape
     rows, left = divmod(e.train.batch, ways(axes, BATCH))
     parts = [] if left else [n for n in divisors(rows) if n >= axes["pipeline"]]
-    for remat in REMATS if e.model.takes == "tokens" else REMATS[:1]:
+    for remat in REMATS if e.model.input_kind == "tokens" else REMATS[:1]:
         for accumulation in [*parts[:1], *parts[1:][-1:], *parts[1:-1]]:
             try:
                 plan = built(e, shape, remat, accumulation, hardware)
@@ -142,9 +142,10 @@ def none_fits(e: Experiment, devices: int, hardware: Hardware) -> Exception:
             if any(plan.fits for plan in plans):
                 divides = any(True for shape in shapes for _ in tried(e, shape, hardware))
                 how = f"{devices} devices so that a step fits in {USABLE:.0%} of {room} each"
+                unit = "sequences" if e.model.input_kind == "tokens" else "images"
                 return ConfigError(
-                    f"train.batch = {e.train.batch} {'sequences' if e.model.takes == 'tokens' else 'images'} cannot be "
-                    f"divided over {how if divides else f'any mesh of {devices} devices'}; use --train.batch {batch}"
+                    f"train.batch = {e.train.batch} {unit} cannot be divided over "
+                    f"{how if divides else f'any mesh of {devices} devices'}; use --train.batch {batch}"
                 )
             peaks += [plan.memory["peak"] for plan in plans]
     if not peaks:

@@ -182,7 +182,7 @@ class TokenFootprint(Footprint):
             spare += experts * self.rows_of_a_block / 2 / own  # half of each last block
         for name, layout in self.layouts.items():
             chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
-            share = chosen / (t if "tensor" in layout.given else 1)
+            share = chosen / (t if "tensor" in layout.model_axes else 1)
             if "layers" in layout.axes:
                 block += math.prod(layout.shape) * share / m.layers
             elif name.startswith("lm_head") or (m.tied and name.startswith("embed.")):

@@ -21,7 +21,7 @@ STOP, SAVE = (signal.SIGTERM, signal.SIGINT), signal.SIGUSR1
 SAME_SECONDS = 1.0  # a terminal sends Ctrl-C to a whole group of processes, and one of them may pass it on
 
 
-class Due(IntEnum):
+class Action(IntEnum):
     """What is to be done after a step."""
 
     NOTHING = 0
@@ -42,7 +42,7 @@ class Saving:
     ) -> None:
         self.config, self.clock, self.agree = config, clock, agree
         self.saved = clock()
-        self.asked = Due.NOTHING
+        self.asked = Action.NOTHING
         self.ended_by: signal.Signals | None = None
         self.ended_at = 0.0
         self.before: dict[signal.Signals, Any] = {}
@@ -59,19 +59,19 @@ class Saving:
 
     def _heed(self, number: int, _: FrameType | None = None) -> None:
         if number == SAVE:
-            self.asked = max(self.asked, Due.SAVE)
+            self.asked = max(self.asked, Action.SAVE)
         elif number == signal.SIGINT and self.ended_by and self.clock() - self.ended_at > SAME_SECONDS:
             raise KeyboardInterrupt
         else:
-            self.asked, self.ended_by, self.ended_at = Due.STOP, signal.Signals(number), self.clock()
+            self.asked, self.ended_by, self.ended_at = Action.STOP, signal.Signals(number), self.clock()
 
-    def due(self, step: int, failed: bool = False) -> Due:
+    def due(self, step: int, failed: bool = False) -> Action:
         """What is to be done after `step`; a save that is asked for counts as done. `failed`: one in progress has."""
         every, minutes = self.config.every, self.config.minutes
         by_step, by_time = every and step % every == 0, minutes and self.clock() - self.saved >= 60 * minutes
-        asked, self.asked = self.asked, Due.NOTHING  # a signal from here on is for the next step
-        by_config = Due.SAVE if by_step or by_time else Due.NOTHING
-        found = Due(self.agree(Due.FAIL if failed else max(asked, by_config)))
+        asked, self.asked = self.asked, Action.NOTHING  # a signal from here on is for the next step
+        by_config = Action.SAVE if by_step or by_time else Action.NOTHING
+        found = Action(self.agree(Action.FAIL if failed else max(asked, by_config)))
         if found:
             self.saved = self.clock()
         return found
@@ -82,7 +82,7 @@ class Saving:
 
     def stopping(self) -> bool:
         """Whether a signal has asked the run to end; it stays asked."""
-        return self.agree(self.asked) == Due.STOP
+        return self.agree(self.asked) == Action.STOP
 
     def interrupted(self, step: int, checkpoints: Path | None) -> Interrupted:
         """What ends the run after `step`, and from which of its `checkpoints`, if it keeps any, it can go on."""

@@ -9,7 +9,7 @@ import pytest
 from jaxdist.config import Checkpoint
 from jaxdist.config.errors import Interrupted, exit_codes
 from jaxdist.runs.checkpoints import seal
-from jaxdist.runs.signals import Due, Saving
+from jaxdist.runs.signals import Action, Saving
 
 
 class Clock:
@@ -48,31 +48,31 @@ def test_by_steps_and_minutes(config: Checkpoint, seconds: float, saved: list[in
 
 def test_what_several_processes_agree_on_is_done() -> None:
     """Another process was told to stop, or its minutes are over: here they are counted from then as well."""
-    clock, others = Clock(), [Due.NOTHING, Due.SAVE, Due.NOTHING, Due.STOP]
+    clock, others = Clock(), [Action.NOTHING, Action.SAVE, Action.NOTHING, Action.STOP]
     saving = Saving(Checkpoint(minutes=0.5), clock, agree=lambda own: max(own, others.pop(0)))
     found = []
     for step in range(1, 5):
         clock.now += 20
         found.append(saving.due(step))
-    assert found == [Due.NOTHING, Due.SAVE, Due.NOTHING, Due.STOP]
+    assert found == [Action.NOTHING, Action.SAVE, Action.NOTHING, Action.STOP]
     assert str(saving.interrupted(4, None)).startswith("ended by a signal after step 4")
 
 
 def test_a_save_that_failed_comes_first() -> None:
     """Whatever else is due, on all processes: nothing is to be saved by a run that ends."""
-    assert Saving(Checkpoint(every=1)).due(1, failed=True) is Due.FAIL
-    assert Saving(Checkpoint(every=1), agree=lambda own: max(own, Due.FAIL)).due(1) is Due.FAIL
+    assert Saving(Checkpoint(every=1)).due(1, failed=True) is Action.FAIL
+    assert Saving(Checkpoint(every=1), agree=lambda own: max(own, Action.FAIL)).due(1) is Action.FAIL
 
 
 def test_signals(tmp_path: Path) -> None:
     clock = Clock()
     with Saving(Checkpoint(), clock) as saving:
-        assert saving.due(1) is Due.NOTHING
+        assert saving.due(1) is Action.NOTHING
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert saving.due(2) is Due.SAVE and saving.due(3) is Due.NOTHING
+        assert saving.due(2) is Action.SAVE and saving.due(3) is Action.NOTHING
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert saving.due(4) is Due.STOP
+        assert saving.due(4) is Action.STOP
         assert "nothing is kept" in str(saving.interrupted(4, None))
         assert str(saving.interrupted(4, tmp_path)).endswith("it could not be saved: --resume goes on from step 0")
         (tmp_path / "2").mkdir()
@@ -92,7 +92,7 @@ def test_a_second_interrupt_is_heeded_at_once() -> None:
         clock.now += 5
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        assert saving.due(1) is Due.STOP
+        assert saving.due(1) is Action.STOP
 
 
 def test_handlers_are_put_back() -> None:

@@ -24,7 +24,7 @@ from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.errors import code_of
 from jaxdist.runs.display import console
 from jaxdist.runtime.launcher import launched, patience
-from jaxdist.runtime.rendezvous import DONE, HEARD, TOLD, Contact, roll_call
+from jaxdist.runtime.rendezvous import DONE, HEARD, TOLD, Contact, rendezvous
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ def _one_of_many(main: Callable[[], None]) -> None:
         main()
         return
     global _world
-    neighbours, contact = roll_call(launch, sys.argv[1:])
+    neighbours, contact = rendezvous(launch, sys.argv[1:])
     _world = World(launch.size, launch.rank, tuple(neighbours))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it heeds SIGTERM, which `Saving` does

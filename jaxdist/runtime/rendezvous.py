@@ -40,7 +40,7 @@ class Present(NamedTuple):
     arguments: list[str]
 
 
-def roll_call(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Contact"]:
+def rendezvous(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Contact"]:
     """Wait until every process is there; returns the ranks on this machine, itself among them, and the connections.
 
     What is wrong is told once: by the first process, or on other machines, where it cannot be reached, by their first

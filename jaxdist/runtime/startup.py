@@ -6,14 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Startup:
+class StartupTimer:
     """`seconds` by what they went into, in order; the first are `imports`, all that came before this was made."""
 
     def __init__(self) -> None:
         self.seconds = {"imports": since_the_process_began()}
         self._before = time.perf_counter()
 
-    def ended(self, name: str) -> None:
+    def mark(self, name: str) -> None:
         """Since the last of these calls; the first of a name counts."""
         if name not in self.seconds:
             now = time.perf_counter()

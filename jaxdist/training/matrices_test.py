@@ -58,7 +58,7 @@ def test_matrices_are_whole(layout: Layout, mesh: str, numbers: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_means_are_of_the_whole(layout: Layout, mesh: str, numbers: Any) -> None:
     x, rows = numbers(layout), layout.matrix[0]
-    found = on_devices(mesh, layout, lambda whole, piece: whole.mean(piece, rows), x, layout.kept("col_var"))
+    found = on_devices(mesh, layout, lambda whole, piece: whole.mean(piece, rows), x, layout.state_shape("col_var"))
     np.testing.assert_allclose(found, x.mean(rows, keepdims=True), atol=1e-15)
     every = tuple(range("layers" in layout.axes, x.ndim))
     one = tuple(1 if dim in every else size for dim, size in enumerate(layout.shape))

@@ -176,7 +176,7 @@ def summary(
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
         "compile_seconds": compile_seconds,
         "compiler_options": program.compiler_options,
-        "counted": program.experiment.model.takes,  # as tokens
+        "counted": program.experiment.model.input_kind,  # as tokens
         "tokens_per_second": rate,
         "target_tokens_per_second": target_rate,
         "flops_per_token": flops_per_token(program.experiment, program.layouts),

@@ -161,7 +161,7 @@ class State(NamedTuple):
 Kept = Mapping[str, Arrays]
 
 
-def keeping(
+def stateful(
     begin: Callable[[Arrays], dict[str, Arrays]],
     step: Callable[[jax.Array, Arrays, Arrays, Kept, Choose, jax.Array], tuple[Arrays, Kept]],
 ) -> optax.GradientTransformationExtraArgs:
@@ -194,8 +194,8 @@ def rule(
 
     def begin(parameters: Arrays) -> dict[str, Arrays]:
         def zeros(kind: str, of: Of) -> Arrays:
-            there = ((name, w) for name, w in parameters.items() if of(layouts[name].stands))
-            return {name: jnp.zeros(layouts[name].kept(kind), w.dtype) for name, w in there}
+            there = ((name, w) for name, w in parameters.items() if of(layouts[name].role))
+            return {name: jnp.zeros(layouts[name].state_shape(kind), w.dtype) for name, w in there}
 
         return {kind: zeros(kind, of) for kind, of in o.states.items() if kind != EMA}
 
@@ -210,7 +210,7 @@ def rule(
         kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
         return {name: update for name, (update, _) in made.items()}, kinds
 
-    return keeping(begin, step)
+    return stateful(begin, step)
 
 
 def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
@@ -225,7 +225,7 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
         moved = jax.tree.map(lambda average, w: now(average + share * (w - average), average), kept[EMA], after)
         return updates, {EMA: moved}
 
-    return keeping(lambda parameters: {EMA: dict(parameters)}, step)
+    return stateful(lambda parameters: {EMA: dict(parameters)}, step)
 
 
 def kept_of(state: Any) -> dict[str, Arrays]:

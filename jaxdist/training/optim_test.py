@@ -202,7 +202,7 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     ours = jax.tree.map(jnp.asarray, p)
     state = tx.init(ours)
     kinds = (*o.kept, "momentum_buffer")
-    kept: dict[str, Kept] = {n: {k: np.zeros(layout.kept(k)) for k in kinds} for n, layout in LAYOUTS.items()}
+    kept: dict[str, Kept] = {n: {k: np.zeros(layout.state_shape(k)) for k in kinds} for n, layout in LAYOUTS.items()}
     done = 0
     for t in range(1, 21):
         g = {name: random.normal(size=w.shape) for name, w in p.items()}
@@ -221,7 +221,7 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     for name in p:
         np.testing.assert_allclose(np.asarray(ours[name]), p[name], rtol=1e-13)
         for kind, of in o.states.items():
-            assert (name in kept_of(state)[kind]) == of(LAYOUTS[name].stands)
+            assert (name in kept_of(state)[kind]) == of(LAYOUTS[name].role)
             if name in kept_of(state)[kind]:
                 np.testing.assert_allclose(np.asarray(kept_of(state)[kind][name]), kept[name][kind], rtol=1e-12)
 

@@ -18,7 +18,7 @@ from jaxdist.config import Experiment, ResNet
 from jaxdist.config.model import Decoder
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.formats.finite import is_square
-from jaxdist.ops.varying import vary_like
+from jaxdist.ops.varying import match_varying
 from jaxdist.parallel import sharding
 from jaxdist.parallel.collectives import Context, Parallel, Stages
 from jaxdist.parallel.context import context
@@ -26,7 +26,7 @@ from jaxdist.parallel.experts import dispatch
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import AXIS, Schedule, schedule
 from jaxdist.parallel.rematerialization import Rematerialize, offloaded, on_device
-from jaxdist.parallel.sharding import BATCH, PARTS, TOKENS
+from jaxdist.parallel.sharding import BATCH, LOSS_AXES, TOKENS
 from jaxdist.runtime import xla
 from jaxdist.runtime.processes import on_host
 from jaxdist.training import loss_scale, optim
@@ -169,7 +169,7 @@ class Program:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
     @cached_property
-    def at_rest(self) -> TrainState:
+    def state_shardings(self) -> TrainState:
         """Where the state lies between steps, `memory.offload` on the host: its shardings."""
         parameters, optimizer, scaling = self.shardings(self.specs)
         offload = self.experiment.memory.offload
@@ -182,7 +182,9 @@ class Program:
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state at rest: what is traced with it knows what lies on the host."""
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.at_rest)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.state_shardings
+        )
 
     @cached_property
     def abstract_batch(self) -> Batches:
@@ -196,7 +198,7 @@ class Program:
     @cached_property
     def batch_specs(self) -> Batches:
         """Rows over the axes BATCH; of tokens times over context, which no images are split by."""
-        if self.experiment.model.takes == "images":
+        if self.experiment.model.input_kind == "images":
             return Images(P(TOKENS), P(TOKENS))
         return Batch(P(BATCH, "context"), P(BATCH, "context"))
 
@@ -215,10 +217,10 @@ class Program:
         size = self.experiment.train.batch
         indices = NamedSharding(self.mesh, P(BATCH)).addressable_devices_indices_map((size,)).values()
         bounds = [index[0].indices(size) for index in indices if index]
-        return self.dealt[min(start for start, *_ in bounds) : max(stop for _, stop, _ in bounds)]
+        return self.microbatch_order[min(start for start, *_ in bounds) : max(stop for _, stop, _ in bounds)]
 
     @cached_property
-    def dealt(self) -> np.ndarray:
+    def microbatch_order(self) -> np.ndarray:
         """The rows of a batch in the order in which devices hold them."""
         train, axes = self.experiment.train, axes_of(self.mesh)
         return dealt(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
@@ -240,13 +242,13 @@ class Program:
 
     def initialize(self) -> TrainState:
         """The starting state, born sharded: no device holds more than its share."""
-        return self.placed(jax.jit(self.initial, out_shardings=self.at_rest)())
+        return self.to_device_order(jax.jit(self.initial, out_shardings=self.state_shardings)())
 
-    def placed(self, tree: Any) -> Any:
+    def to_device_order(self, tree: Any) -> Any:
         """Arrays by parameter's name, whose layers are in order, in the order in which devices hold them."""
         return self.reordered(tree, self.layers)
 
-    def in_order(self, tree: Any) -> Any:
+    def to_checkpoint_order(self, tree: Any) -> Any:
         """The inverse of `placed`: as checkpoints have them."""
         return self.reordered(tree, np.argsort(self.layers))
 
@@ -277,8 +279,8 @@ class Program:
         batch, alike = self.shardings((self.batch_specs, P()))
         return jax.jit(
             function,
-            in_shardings=(self.at_rest, batch),
-            out_shardings=(self.at_rest, alike),
+            in_shardings=(self.state_shardings, batch),
+            out_shardings=(self.state_shardings, alike),
             donate_argnums=0,
             compiler_options=self.compiler_options,
         )
@@ -286,7 +288,7 @@ class Program:
     @cached_property
     def evaluate(self) -> Any:
         """(parameters, batch) -> Evaluated, jitted. By microbatches, so that it takes no more memory than the step."""
-        images = self.experiment.model.takes == "images"
+        images = self.experiment.model.input_kind == "images"
 
         def function(parameters: Arrays, batch: Batches) -> Evaluated:
             step = self.evaluation
@@ -295,14 +297,14 @@ class Program:
             def scored(part: Batches, weights: Arrays, stages: Stages) -> tuple[jax.Array, jax.Array]:
                 loss, made = step.loss(None, weights, part, stages)
                 right = jnp.sum(made.output.argmax(-1) == part.targets) if images else jnp.int32(0)
-                return loss, vary_like(right, loss)
+                return loss, match_varying(right, loss)
 
             def microbatch(part: Batches) -> tuple[jax.Array, jax.Array]:
                 return self.schedule.forward(partial(scored, part), weights)
 
             losses, right = lax.map(microbatch, step.microbatches(batch))
             count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
-            return Evaluated(lax.psum(losses.sum(), PARTS), count, lax.psum(right.sum(), PARTS))
+            return Evaluated(lax.psum(losses.sum(), LOSS_AXES), count, lax.psum(right.sum(), LOSS_AXES))
 
         specs = (self.specs.parameters, self.batch_specs)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
@@ -320,7 +322,7 @@ class Program:
 
     def logits(self, parameters: Arrays, tokens: np.ndarray) -> np.ndarray:
         """Logits [B, T, V] of tokens [B, T], or [B, V] of images [B, Y, X, C], on the host, without padding."""
-        if self.experiment.model.takes == "images":
+        if self.experiment.model.input_kind == "images":
             return on_host(self.forward(parameters, tokens))
         order = self.order(tokens.shape[1])
         return on_host(self.forward(parameters, tokens[:, order]))[:, np.argsort(order), : self.experiment.model.vocab]
@@ -337,5 +339,5 @@ class Program:
             return lax.psum(logits, AXIS)
 
         specs = (self.specs.parameters, self.batch_specs[0])
-        logits = P(TOKENS) if self.experiment.model.takes == "images" else P(BATCH, "context", "tensor")
+        logits = P(TOKENS) if self.experiment.model.input_kind == "images" else P(BATCH, "context", "tensor")
         return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits))

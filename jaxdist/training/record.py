@@ -25,12 +25,12 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import IGNORED, Batches
 from jaxdist.families import layers
-from jaxdist.ops.varying import vary, wide
+from jaxdist.ops.varying import at_least_f32, mark_varying
 from jaxdist.parallel.collectives import TIME, Parallel
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import AXIS, of_first
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
-from jaxdist.parallel.sharding import BATCH, PARTS, TOKENS
+from jaxdist.parallel.sharding import BATCH, LOSS_AXES, TOKENS
 from jaxdist.runtime.processes import on_host
 from jaxdist.training import loss_scale
 from jaxdist.training.optim import clip_by_norm, kept_of
@@ -145,12 +145,12 @@ class Recorder:
             kinds = {kind: kinds[kind] for kind in ("scalar", "gradient")}
         found = {f"{kind}/{name}": on_host(a) for kind, arrays in kinds.items() for name, a in arrays.items()}
         program, e = self.program, self.program.experiment
-        rows, layers = np.argsort(program.dealt), np.argsort(program.layers)
-        times = np.argsort(program.order(e.data.sequence)) if e.model.takes == "tokens" else slice(None)
+        rows, layers = np.argsort(program.microbatch_order), np.argsort(program.layers)
+        times = np.argsort(program.order(e.data.sequence)) if e.model.input_kind == "tokens" else slice(None)
 
         def in_order(name: str, a: np.ndarray) -> np.ndarray:
             if name.startswith(OF_ROWS):
-                return a[rows] if e.model.takes == "images" else a[rows][:, times]
+                return a[rows] if e.model.input_kind == "images" else a[rows][:, times]
             return a[layers] if name.partition("/")[2] in program.stacked else a
 
         return {name: in_order(name, a) for name, a in found.items()}
@@ -203,13 +203,13 @@ class Recorder:
 
         def see(state: TrainState, batch: Batches) -> jax.Array:
             one = jax.tree.map(lambda x: x[0], self.program.step_function.microbatches(batch))
-            return lax.psum(self.loss(look, state, one, jnp.ones(())), PARTS)
+            return lax.psum(self.loss(look, state, one, jnp.ones(())), LOSS_AXES)
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
 
         def spec(value: Any) -> P:
-            if self.program.experiment.model.takes == "images":
+            if self.program.experiment.model.input_kind == "images":
                 return P(TOKENS)
             dims: list[Any] = [BATCH, "context", *[None] * (value.ndim - 2)]
             if "tensor" in axes(value):  # which splits heads or columns, or times
@@ -233,9 +233,9 @@ class Recorder:
 
                     return self.loss(note, state, microbatch, count), noted
 
-                probes = {n: vary(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
+                probes = {n: mark_varying(jnp.zeros(t.shape, t.dtype), axes(t)) for n, t in shapes.items()}
                 gradients, noted = jax.grad(loss, has_aux=True)(probes)
-                unscaled = jax.tree.map(lambda g: wide(g) / scale, gradients)
+                unscaled = jax.tree.map(lambda g: at_least_f32(g) / scale, gradients)
                 return {"activation": noted, "activation_gradient": unscaled}
 
             found = lax.map(of_one, self.program.step_function.microbatches(batch))

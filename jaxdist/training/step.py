@@ -15,11 +15,11 @@ from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batches
 from jaxdist.families import bind
 from jaxdist.families.loss import chunked, cross_entropy, of_tokens
-from jaxdist.ops.varying import differing, vary, wide
+from jaxdist.ops.varying import at_least_f32, mark_varying, varying_axes
 from jaxdist.parallel.collectives import Parallel, Stages, gather, one_stage, scatter
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
-from jaxdist.parallel.sharding import PARTS, TOKENS, Cut, Layout
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, Layout, ShardDim
 from jaxdist.training import loss_scale
 from jaxdist.training.optim import steps_done, sum_of_squares
 
@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
     scaling: loss_scale.LossScale | None = None
 
 
-class Made(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a model makes of a microbatch: logits, or with targets their cross-entropy; this device's part of what it
     adds to the loss (a mixture its balance); and by name the running statistics from now on."""
 
@@ -84,38 +84,40 @@ class Step:
         met = ~jnp.isin(steps_done(state.optimizer) + 1, jnp.array(self.skip, jnp.int32))
         taken = finite & met
         trained = {name: state.parameters[name] for name in gradients}
-        pieces, before = self.pieces(on_device(trained)), on_device(state.optimizer, after=norm)
+        pieces, before = self.shard_params(on_device(trained)), on_device(state.optimizer, after=norm)
         updates, optimizer = self.optimizer.update(gradients, before, pieces, norm=norm, taken=taken)
         after = jax.tree.map(partial(jnp.where, taken), optax.apply_updates(pieces, updates), pieces)
         scaling = loss_scale.after(state.scaling, finite, self.parallel.precision)
         moved = {n: jnp.where(met & jnp.isfinite(loss), s, state.parameters[n]) for n, s in statistics.items()}
-        return TrainState(self.whole(after) | moved, optimizer, scaling)
+        return TrainState(self.unshard_params(after) | moved, optimizer, scaling)
 
     def loss(
-        self, sinks: Arrays | None, weights: Arrays, batch: Batches, stages: Stages = one_stage
-    ) -> tuple[jax.Array, Made]:
+        self, accumulators: Arrays | None, weights: Arrays, batch: Batches, stages: Stages = one_stage
+    ) -> tuple[jax.Array, ModelOutput]:
         """Sum of this device's cross-entropy, nats, and what the model makes. `weights`: parameters as `gathered`;
         `stages`: which of the blocks they are."""
         inputs, targets = batch
         given = {"valid_BT": targets != IGNORED} if getattr(self.model, "masks_padding", False) else {}
         if self.loss_chunks > 1:
-            made = self.forward(sinks, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given)
+            made = self.forward(
+                accumulators, weights, inputs, stages, targets_SN=chunked(targets, self.loss_chunks), **given
+            )
             return made.output, made
-        made = self.forward(sinks, weights, inputs, stages, **given)
+        made = self.forward(accumulators, weights, inputs, stages, **given)
         return cross_entropy(of_tokens(made.output, getattr(self.model, "config", None)), targets), made
 
     def forward(
         self,
-        sinks: Arrays | None,
+        accumulators: Arrays | None,
         weights: Arrays,
         inputs: jax.Array,
         stages: Stages = one_stage,
         **given: jax.Array,
-    ) -> Made:
+    ) -> ModelOutput:
         """What the model makes of this device's rows. `given`: what else its call takes, such as targets in chunks."""
         parallel = replace(self.parallel, stages=stages)
-        made = bind(self.model, weights, sinks)(parallel, inputs, self.rematerialize, **given)
-        return Made(*made) if isinstance(made, tuple) else Made(made)
+        made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **given)
+        return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
 
     def gathered(self, parameters: Arrays) -> Arrays:
         """Parameters as all microbatches take them: whole already, where they are gathered once a step."""
@@ -124,7 +126,7 @@ class Step:
             return parameters
         pieces, layouts = on_device(parameters), self.layouts
         return {
-            name: w if layouts[name].statistic else gather(w.astype(dtype), layouts[name].cut, to="invarying")
+            name: w if layouts[name].statistic else gather(w.astype(dtype), layouts[name].shard_dim, to="invarying")
             for name, w in pieces.items()
         }
 
@@ -141,30 +143,34 @@ class Step:
         count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
 
         def scaled(
-            sinks: Arrays | None, weights: Arrays, part: Batches, stages: Stages
+            accumulators: Arrays | None, weights: Arrays, part: Batches, stages: Stages
         ) -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
-            total, made = self.loss(sinks, weights, part, stages)
+            total, made = self.loss(accumulators, weights, part, stages)
             return (total / count + made.added / self.accumulation) * scale, (total / count, made.statistics)
 
-        sinks = self.sinks()
-        before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in sinks})
+        accumulators = self.grad_accumulators()
+        before = self.parallel.own_statistics({n: w for n, w in parameters.items() if n not in accumulators})
         parts = self.microbatches(batch)
-        nothing = vary(jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), PARTS)
-        start = sinks, nothing, before
+        nothing = mark_varying(
+            jnp.zeros((), jnp.promote_types(self.parallel.precision.compute, jnp.float32)), LOSS_AXES
+        )
+        start = accumulators, nothing, before
         gradients, loss, after = self.schedule.accumulate(scaled, start, self.gathered(parameters), parts)
-        return lax.psum(loss, PARTS), gradients, self.parallel.kept_statistics(after)
+        return lax.psum(loss, LOSS_AXES), gradients, self.parallel.kept_statistics(after)
 
     def microbatches(self, batch: Batches) -> Batches:
         """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
         return jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
 
-    def sinks(self) -> Arrays:
+    def grad_accumulators(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""
         mesh = {axis: lax.axis_size(axis) for axis in AXES}
         sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
         def zeros(layout: Layout) -> jax.Array:
-            return vary(jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.tokens + layout.given)
+            return mark_varying(
+                jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.reduce_axes + layout.model_axes
+            )
 
         return {name: zeros(layout) for name, layout in self.layouts.items() if not layout.statistic}
 
@@ -175,9 +181,9 @@ class Step:
         def one(layout: Layout, g: jax.Array) -> jax.Array:
             g = g.astype(precision.reduce)
             if not strategy.optimizer:
-                g = lax.psum(g, layout.tokens)
+                g = lax.psum(g, layout.reduce_axes)
             else:
-                g = lax.psum(g if strategy.gradients else scatter(g, layout.cut), layout.cut.replicas)
+                g = lax.psum(g if strategy.gradients else scatter(g, layout.shard_dim), layout.shard_dim.replicas)
             return g.astype(precision.parameters)
 
         return {name: one(self.layouts[name], g) for name, g in gradients.items()}
@@ -186,24 +192,24 @@ class Step:
         """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
         alike: dict[frozenset[str], list[jax.Array]] = {}
         for g in gradients.values():  # axes of one device aside: fewer sums are fewer kernels to compile
-            split = frozenset(axis for axis in differing(g) if lax.axis_size(axis) > 1)
-            alike.setdefault(split, []).append(wide(g))
+            split = frozenset(axis for axis in varying_axes(g) if lax.axis_size(axis) > 1)
+            alike.setdefault(split, []).append(at_least_f32(g))
         sums = [sum_of_squares(of) for of in alike.values()]
-        return jnp.sqrt(sum(lax.psum(total, tuple(sorted(differing(total)))) for total in sums))
+        return jnp.sqrt(sum(lax.psum(total, tuple(sorted(varying_axes(total)))) for total in sums))
 
-    def pieces(self, parameters: Arrays) -> Arrays:
+    def shard_params(self, parameters: Arrays) -> Arrays:
         """Parameters in the optimizer's layout: each fsdp device's own piece, where it is not that already."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return parameters
 
-        def piece(cut: Cut, w: jax.Array) -> jax.Array:
+        def piece(cut: ShardDim, w: jax.Array) -> jax.Array:
             size = w.shape[cut.dim] // lax.axis_size(cut.axes)
             return lax.dynamic_slice_in_dim(w, lax.axis_index(cut.axes) * size, size, w.ndim + cut.dim)
 
-        return {name: piece(self.layouts[name].cut, w) for name, w in parameters.items()}
+        return {name: piece(self.layouts[name].shard_dim, w) for name, w in parameters.items()}
 
-    def whole(self, pieces: Arrays) -> Arrays:
+    def unshard_params(self, pieces: Arrays) -> Arrays:
         """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return pieces
-        return {name: gather(w, self.layouts[name].cut, to="invarying") for name, w in pieces.items()}
+        return {name: gather(w, self.layouts[name].shard_dim, to="invarying") for name, w in pieces.items()}

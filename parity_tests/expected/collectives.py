@@ -273,7 +273,7 @@ def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layou
     """The parameters by the mesh axes that a strategy cuts them over: experts go over one less."""
     found: dict[tuple[str, ...], list[Layout]] = {}
     for layout in layouts.values():
-        found.setdefault(layout.cut.axes, []).append(layout)
+        found.setdefault(layout.shard_dim.axes, []).append(layout)
     return found
 
 
@@ -292,9 +292,15 @@ def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str
         alone = p.forward if p.told or not layout.name.startswith(HEAD) else 0
         gathers = both * (times + again) + alone * times if row.reshards else 1
         scatters = p.both * times if row.gradients else 1
-        yield first(mesh, layout.cut.replicas if row.optimizer else layout.tokens), {"all_reduce": exactly(1)}
-        if row.optimizer and layout.cut.axes:
-            yield first(mesh, layout.cut.axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}
+        yield (
+            first(mesh, layout.shard_dim.replicas if row.optimizer else layout.reduce_axes),
+            {"all_reduce": exactly(1)},
+        )
+        if row.optimizer and layout.shard_dim.axes:
+            yield (
+                first(mesh, layout.shard_dim.axes),
+                {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)},
+            )
 
 
 def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:

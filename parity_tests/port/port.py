@@ -55,7 +55,7 @@ from parity_tests.port.trainers import (
     base,
 )
 from parity_tests.proof import bisect, levels
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.causes import of_parting
 from parity_tests.proof.verdict import Verdict
 from parity_tests.report import report
@@ -390,7 +390,7 @@ class Port:
         )
         return dict.fromkeys(("mathematics", *["distribution"] * bool(self.sharded), "precision"), reason)
 
-    def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Parting | None:
+    def parting(self, folder: Path, findings: Findings, pair: tuple[str, str]) -> Divergence | None:
         """The first tensor of the first step that differs: found in what is recorded, else by bisection of the steps.
 
         A step that begins with equal weights and differs is the first. Each look makes the float64 runs anew up to a
@@ -411,14 +411,14 @@ class Port:
 
     def costing(
         self, single: tuple[PortRun, PortRun], double: tuple[PortRun, PortRun], recorded: Sequence[int]
-    ) -> Parting | None:
+    ) -> Divergence | None:
         """The first recorded tensor that float32 costs one side far more than the other."""
         ours, theirs = zip(single, double, strict=True)
         limit, rounding = levels.LIMIT["float32"], levels.ROUNDING["float32"]
         looks = (bisect.cost(ours, theirs, step, limit, (rounding, rounding), False) for step in recorded)
         return next(filter(None, looks), None)
 
-    def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Parting | None:
+    def look(self, folder: Path, step: int, findings: Findings, pair: tuple[str, str]) -> Divergence | None:
         a, b, perturbed = (self.run(kind, folder / kind, [step], until=step) for kind in (*pair, "perturbed"))
         return replace(findings, a=a, b=b, perturbed=perturbed).first_difference(step)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxdist.config import KEPT, read_record
 from parity_tests.proof import levels
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.levels import AMPLIFIED, EXACT
 from parity_tests.proof.verdict import Check
 from parity_tests.runs import compare
@@ -131,7 +131,7 @@ class Findings:
             rates = sum(record["learning_rate"] for record in self.a.metrics)
         return levels.too_little(apart, moved, decay * rates * levels.smallest([start for start, _ in pairs.values()]))
 
-    def first_difference(self, step: int) -> Parting | None:
+    def first_difference(self, step: int) -> Divergence | None:
         """The first tensor of a recorded step that leaves the noise; None where all agree.
 
         Modules of equal weights may put out different things, as with or without the residual: what they put out
@@ -145,7 +145,7 @@ class Findings:
                 left = {name for name in left if not name.startswith(of_modules)}
         for tensor, error in errors.items():
             if tensor in left:
-                return Parting(step, tensor, error, bounds.get(tensor, compare.STATE), before)
+                return Divergence(step, tensor, error, bounds.get(tensor, compare.STATE), before)
             if tensor not in outside:
                 before = max(before, error)
         return None

@@ -189,7 +189,7 @@ class ShardedSide(JaxSide):
     def begin(self, parameters: Mapping[str, np.ndarray]) -> "ShardedSide":
         self.count = 0
         state = self.program.state_from({name: self.cast(array) for name, array in parameters.items()})
-        self.state = jax.device_put(state, self.program.at_rest)
+        self.state = jax.device_put(state, self.program.state_shardings)
         return self
 
     def ready(self, batch: Batch) -> Tokens:

@@ -116,7 +116,7 @@ def candidates(experiment: Experiment, data: Dataset, step: int, own: Batches) -
     if size > 1:
         found["the first half of the batch"] = partial(half, slice(size // 2))
         found["the second half of the batch"] = partial(half, slice(size // 2, None))
-    if experiment.model.takes == "tokens":
+    if experiment.model.input_kind == "tokens":
         found |= {how: partial(type(own), own[0], targets) for how, targets in other_targets(*own)}
     for other in (step, step - 1, step + 1):
         if other >= 1:
@@ -147,7 +147,7 @@ def mean_losses(model: torch.nn.Module, batch: Batches, experiment: Experiment) 
     The first is the right one, by microbatches as in training. NaN for a batch without a valid token.
     """
     rows = Rows(torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).long())
-    if experiment.model.takes == "tokens":
+    if experiment.model.input_kind == "tokens":
         rows = rows._replace(inputs=rows.inputs.long())
     parts = list(microbatches(rows, experiment.train.accumulation))
     sums, added = zip(*(losses(model, part, 1) for part in parts), strict=True)

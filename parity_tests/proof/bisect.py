@@ -41,7 +41,7 @@ STAGES = {
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first tensor that differs: `kind/name`, or one of METRICS, with what came before it."""
 
     step: int
@@ -114,18 +114,18 @@ def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
     return {key: found[key] for key in [*order, *sorted(found.keys() - set(order))]}
 
 
-def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -> Parting | None:
+def first(step: int, errors: Mapping[str, float], bounds: Mapping[str, float]) -> Divergence | None:
     """The first tensor that leaves its bound; None where all agree."""
     before, began = 0.0, step == 1
     for tensor, error in errors.items():
         if not error <= bounds[tensor]:
-            return Parting(step, tensor, error, bounds[tensor], before, began)
+            return Divergence(step, tensor, error, bounds[tensor], before, began)
         began |= tensor.startswith("start/")
         before = max(before, error)
     return None
 
 
-def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parting | None:
+def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Divergence | None:
     """Where two float64 runs part in a step; `noise` is the least that a tensor may differ by."""
     found = errors(a, b, step, zero_gradient)
     return first(step, found, {tensor: max(compare.FLOOR.get(tensor, 0), noise) for tensor in found})
@@ -133,7 +133,7 @@ def exact(a: Run, b: Run, step: int, noise: float, zero_gradient: bool) -> Parti
 
 def cost(
     a: tuple[Run, Run], b: tuple[Run, Run], step: int, limit: float, roundings: tuple[float, float], zero_gradient: bool
-) -> Parting | None:
+) -> Divergence | None:
     """Where one side of a policy loses more than `limit` times what the other does, each against its float64 run.
 
     `roundings` are those of the dtypes that are computed and stored in: a side that is exact by chance does not count
@@ -164,7 +164,7 @@ def first_step(a: Run, b: Run, bounds: Mapping[str, np.ndarray]) -> int:
     return min(parted)
 
 
-def search(look: Callable[[list[int]], list[Parting | None]], suspect: int) -> Parting | None:
+def search(look: Callable[[list[int]], list[Divergence | None]], suspect: int) -> Divergence | None:
     """The parting at or before step `suspect`; None where that step and the one before agree in everything.
 
     `look(steps)` makes both runs anew with all tensors of these steps recorded, and says where each step parts. A step

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests.proof.bisect import Parting, cost, first, in_order, search
+from parity_tests.proof.bisect import Divergence, cost, first, in_order, search
 
 RECORD = [
     "weights/embed.weight", "gradient/embed.weight", "gradient/layers.0.mlp.up.weight", "start/embed.weight",
@@ -61,12 +61,12 @@ def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
     """From a step that is suspected because its loss differs, back to the one in which something went wrong."""
     asked: list[int] = []
 
-    def look(steps: list[int]) -> list[Parting | None]:
+    def look(steps: list[int]) -> list[Divergence | None]:
         asked.extend(steps)
 
-        def parting(step: int) -> Parting | None:
+        def parting(step: int) -> Divergence | None:
             where = "gradient/w" if step == origin else "start/w" if step > origin else ""
-            return Parting(step, where, 1.0, 1e-10, 0.0) if where else None
+            return Divergence(step, where, 1.0, 1e-10, 0.0) if where else None
 
         return [parting(step) for step in steps]
 
@@ -79,7 +79,7 @@ def test_the_search_finds_the_step(origin: int, suspect: int) -> None:
 
 
 def test_weights_that_differ_from_the_start_are_named() -> None:
-    found = search(lambda steps: [Parting(step, "start/w", 1.0, 1e-10, 0.0) for step in steps], 9)
+    found = search(lambda steps: [Divergence(step, "start/w", 1.0, 1e-10, 0.0) for step in steps], 9)
     assert found and (found.step, found.tensor) == (1, "start/w")
 
 

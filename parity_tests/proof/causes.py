@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import EMA, KEPT
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
 from parity_tests.proof.gradients import CLEAR, of_the_forward_pass, told
 from parity_tests.runs import compare
@@ -364,7 +364,7 @@ def diagnose(e: Evidence) -> Diagnosis | None:
     return of_parting(e.parting) if e.parting and e.parting.first else None
 
 
-def of_parting(parting: Parting) -> Diagnosis:
+def of_parting(parting: Divergence) -> Diagnosis:
     """The cause that the first tensor which differs points to, where that is all that is known."""
     kind = parting.tensor.removeprefix("scalar/").partition("/")[0]
     row = next(row for row in reversed(CAUSES) if kind in row.kinds)

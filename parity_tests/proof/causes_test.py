@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from parity_tests.proof import batches, levels, nearness
-from parity_tests.proof.bisect import STAGES, Parting
+from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.causes import CAUSES, Diagnosis, diagnose, of_parting, schedule
 from parity_tests.proof.evidence import Evidence, Search
 from parity_tests.runs import compare
@@ -251,7 +251,7 @@ def test_a_run_with_the_other_gelu_is_told_by_which_it_is_nearer_to(
     ],
 )
 def test_the_first_tensor_points_to_a_cause(tensor: str, cause: str) -> None:
-    found = of_parting(Parting(3, tensor, 1e-3, 1e-10, 1e-14))
+    found = of_parting(Divergence(3, tensor, 1e-3, 1e-10, 1e-14))
     assert (found.cause, found.step) == (cause, 3) and "step 3 is the first that differs" in found.how
 
 

@@ -71,7 +71,7 @@ def decides(proof: "Proof") -> dict[str, str]:
 def not_compared(proof: "Proof") -> list[str]:
     """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
     theirs = proof.pair("policy")[1]
-    gradients, running = gradients_lacking(proof), proof.experiment.model.takes == "images"
+    gradients, running = gradients_lacking(proof), proof.experiment.model.input_kind == "images"
     lacking = {
         "mathematics and distribution in float64": not proof.exact,
         gradients: bool(gradients),

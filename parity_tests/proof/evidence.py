@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.gradients import differing, multiples
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run
@@ -67,7 +67,7 @@ class Evidence:
     start: Mapping[str, np.ndarray]
     batch: Callable[[int], Search] = lambda step: Search()
     rule: Callable[[int], Rules] = lambda step: Rules()
-    parting: Parting | None = None
+    parting: Divergence | None = None
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
     narrow: str = ""  # what of theirs is in a narrower dtype than the policy says

@@ -19,10 +19,10 @@ from parity_tests.expected import collectives, memory_model
 from parity_tests.expected.memory_causes import Cause
 from parity_tests.expected.memory_model import Scratch
 from parity_tests.proof import bisect, caveats, levels, nearness, starts
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.causes import diagnose
 from parity_tests.proof.caveats import GELU, OTHERS, RECORDED
-from parity_tests.proof.evidence import Evidence, Rules, Search
+from parity_tests.proof.gathering import Gathering
 from parity_tests.proof.verdict import Check, Verdict
 from parity_tests.runs import compare, names
 from parity_tests.runs.forkserver import TRAIN
@@ -43,7 +43,6 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "gelu": {"precision": DOUBLE},
 }
 
-KIND_NAMES = {"one": "one device", "mesh": "the mesh"}
 ASKED = "the mesh of the config, by the sizes that a run's own mesh says it has"
 NO_NUMBER = re.compile(r"= -?(nan|inf)\b|not finite")  # of a run that diverged, which is bad input of a proof
 REPLACED = [("precision", name) for name in ("parameters", "compute", "reduce")]  # by those of another policy
@@ -141,7 +140,7 @@ class Proof:
         train, model = self.experiment.train, self.experiment.model
         if math.prod(self.experiment.parallel.axes().values()) > 1:
             return {}  # it is the mesh that sums otherwise
-        if model.takes == "images" or getattr(model, "balance", None):
+        if model.input_kind == "images" or getattr(model, "balance", None):
             return None  # other microbatches would be normalized, or balanced, otherwise
         if train.accumulation > 1:
             return {"accumulation": 1}
@@ -384,83 +383,10 @@ class Proof:
 
         With `start`, batches are looked for whose loss under our weights is theirs, for which a run may be made anew.
         """
-        evidence = self.evidence(verdict, start) if verdict.failed else None
+        evidence = Gathering(self, verdict, start).evidence() if verdict.failed else None
         return replace(verdict, cause=diagnose(evidence) if evidence else None)
 
-    def evidence(self, verdict: Verdict, start: Path | None = None) -> Evidence | None:
-        """What tells the cause: of the first pair of float64 runs that fails, or of the policy's."""
-        failed = {(check.level, check.about) for check in verdict.failed}
-        pairs = (c for c in self.comparisons() if (c.level, c.what) in failed)
-        if comparison := next(pairs, None):
-            ours, theirs = comparison.a, comparison.b
-            if comparison.level == "distribution":
-                ours, theirs = theirs, ours
-            bounds = {name: self.noise.curve(name) for name in compare.FLOOR}
-            return self.between(ours, theirs, bounds, verdict, start)
-        costly = [check for check in verdict.failed if check.level == "precision"]
-        if not costly:
-            return None
-        ours, theirs = (JAX, "mesh"), (self.sides[1], "policy")
-        bounds = levels.float_bounds(self.pair("policy")[0], self.done[ours], self.experiment.precision.compute)
-        found = self.between(ours, theirs, bounds, verdict, start)
-        if self.exact:
-            return replace(found, bounds={}, costly=f"in float64 the runs agree, and not in {costly[0].title}")
-        return found
-
-    def between(
-        self,
-        ours: tuple[str, str],
-        theirs: tuple[str, str],
-        bounds: dict[str, np.ndarray],
-        verdict: Verdict,
-        start: Path | None,
-    ) -> Evidence:
-        """The evidence of two runs; names that are the same are told apart by the kind of run."""
-        a, b = self.done[ours], self.done[theirs]
-        if a.side == b.side:
-            a, b = (Run(f"{run.side} on {KIND_NAMES[kind]}", run.path) for run, (_, kind) in ((a, ours), (b, theirs)))
-
-        def batch(step: int) -> Search:
-            if start is None:
-                return Search()
-            from parity_tests.proof import batches
-
-            losses = a.metrics[step - 1]["loss"], b.metrics[step - 1]["loss"]
-            run = self.recorded(ours, [step], start) if step > 1 else None
-            before = self.started if run is None else run.kept("start", step)
-            weights = {name.partition("/")[2]: w for name, w in before.items()}
-            return batches.identify(self.experiment, weights, step, losses, float(bounds["loss"][step - 1]))
-
-        def rule(step: int) -> Rules:
-            if start is None:
-                return Rules()
-            from parity_tests.proof import rules
-
-            weights = {name.partition("/")[2]: w for name, w in self.started.items()}
-            return rules.identify(self.experiment, weights, step, (a.metrics, b.metrics), bounds)
-
-        other = [
-            f"{b.side} is {c.value:.2g} times nearer to our run with {c.about} than to ours, by its {c.of}"
-            for c in verdict.failed
-            if c.name == nearness.NEARER
-        ]
-        narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(self.sides[1])]
-        started = self.started if self.init else {}
-        rounded = self.done[JAX, "policy"] if theirs[1] == "policy" and not self.exact else None
-        return Evidence(
-            a,
-            b,
-            bounds,
-            started,
-            batch,
-            rule,
-            parting=verdict.parting,
-            rounded=rounded,
-            other_model="".join(other),
-            narrow="; ".join(narrow),
-        )
-
-    def parting(self, verdict: Verdict, start: Path) -> Parting | None:
+    def parting(self, verdict: Verdict, start: Path) -> Divergence | None:
         """The first tensor by which the runs of the first failed level part; None where no tensor shows it.
 
         Runs are made anew, with all tensors of few steps recorded. Memory and traffic have no tensors.
@@ -502,12 +428,12 @@ class Proof:
         config = self.config(kind, record={"steps": steps, "tensors": "all"}, train={"steps": steps[-1]})
         return self.train(side, config, path, "--init", str(start))
 
-    def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Parting | None]:
+    def look(self, comparison: Comparison, start: Path, steps: list[int]) -> list[Divergence | None]:
         """Where two float64 runs part in each of `steps`."""
         a, b = (self.recorded(key, steps, start) for key in (comparison.a, comparison.b))
         return [bisect.exact(a, b, s, self.noise.most(s), self.zero_gradient) for s in steps if s in b.records]
 
-    def look_at_policy(self, start: Path, steps: list[int]) -> list[Parting | None]:
+    def look_at_policy(self, start: Path, steps: list[int]) -> list[Divergence | None]:
         """Where, in each of `steps`, one side loses more than the policy explains."""
 
         def runs(side: str) -> tuple[Run, Run]:

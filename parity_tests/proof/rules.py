@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from jaxdist.config import Experiment, Optimizer
-from jaxdist.config.optimizer import Place
+from jaxdist.config.optimizer import ParamRole
 from jaxdist.data import IGNORED, Batches, dataset_of
 from jaxdist.runs.display import say
 from parity_tests.proof.batches import LONG, filled, mean_losses
@@ -152,7 +152,7 @@ class Training:
     def __init__(self, experiment: Experiment, model: torch.nn.Module):
         self.experiment, self.model, self.data = experiment, model, dataset_of(experiment)
         self.batches: dict[int, Batches] = {}
-        self.matrix = {name: Place.in_torch(name, p.ndim).matrix for name, p in model.named_parameters()}
+        self.matrix = {name: ParamRole.in_torch(name, p.ndim).matrix for name, p in model.named_parameters()}
         self.past: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in self.matrix}
 
     def fill(self, weights: Mapping[str, np.ndarray]) -> None:
@@ -178,7 +178,7 @@ class Training:
         batch = self.batch(step)
         inputs = torch.from_numpy(batch[0])
         rows = Rows(
-            inputs.long() if self.experiment.model.takes == "tokens" else inputs, torch.from_numpy(batch[1]).long()
+            inputs.long() if self.experiment.model.input_kind == "tokens" else inputs, torch.from_numpy(batch[1]).long()
         )
         self.model.zero_grad(set_to_none=True)
         count = (rows.targets != IGNORED).sum()

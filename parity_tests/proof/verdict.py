@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parity_tests.expected.memory_causes import Cause
-from parity_tests.proof.bisect import Parting
+from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.causes import Diagnosis
 
 Word = Literal["equivalent", "not_equivalent", "undecided"]
@@ -69,7 +69,7 @@ class Verdict:
     checks: Sequence[Check]
     open: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    parting: Parting | None = None
+    parting: Divergence | None = None
     cause: Diagnosis | None = None
     memory: Sequence[Cause] = ()
     not_compared: Sequence[str] = ()

@@ -17,7 +17,7 @@ from jaxdist import families
 from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, read_record
 from jaxdist.config.errors import nearest
-from jaxdist.config.optimizer import ALL, Place
+from jaxdist.config.optimizer import ALL, ParamRole
 from jaxdist.config.record import KINDS
 from jaxdist.runs.checkpoints import newest
 from jaxdist.runs.folder import read_metrics
@@ -179,7 +179,7 @@ class Run:
             return self.shapes
         of = self.experiment.optimizer.states.get(kind, ALL)
         trained = {name: shape for name, shape in self.shapes.items() if not name.endswith(names.STATISTICS)}
-        return {n: names.kept(shape, kind) for n, shape in trained.items() if of(Place.in_torch(n, len(shape)))}
+        return {n: names.kept(shape, kind) for n, shape in trained.items() if of(ParamRole.in_torch(n, len(shape)))}
 
     def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
         """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""

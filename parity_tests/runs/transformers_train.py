@@ -54,7 +54,7 @@ from parity_tests.runs.torch_taps import torch_taps
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
-from torch_ref.families.layers import wide
+from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.weights import local
 from torch_ref.runtime import launch
 from torch_ref.train import fetch, metered
@@ -77,9 +77,9 @@ class Double(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        wide = {torch.float32: torch.float64}
-        args = tuple(wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
-        named = {k: wide.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        at_least_f32 = {torch.float32: torch.float64}
+        args = tuple(at_least_f32.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        named = {k: at_least_f32.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
         return func(*args, **named)
 
 
@@ -381,7 +381,9 @@ class Keeping:
             self.noted[f"activation/{name}"].append(y.detach().clone())
             # the loss was multiplied by the ranks, for DDP and FSDP2 to divide gradients by them
             factor = dist.get_world_size() * self.scale
-            y.register_hook(lambda g: self.noted[f"activation_gradient/{name}"].append(wide(g.detach()) / factor))
+            y.register_hook(
+                lambda g: self.noted[f"activation_gradient/{name}"].append(at_least_f32(g.detach()) / factor)
+            )
 
     def after(self, mesh: DeviceMesh, kept: Sequence[str]) -> Arrays:
         """The record, whole on the first rank; called by all."""

@@ -17,7 +17,7 @@ from jaxdist.config import Rotary
 Rotation = tuple[Tensor, Tensor]
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_f32(x: Tensor) -> Tensor:
     """`x` in float32 or wider: what norms, softmax, rotations, the loss and every sum over tokens are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -38,7 +38,7 @@ class Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
         (tokens,), (outer_D,) = ctx.saved_tensors, outer
-        inner_VD = torch.ops.aten.embedding_dense_backward(wide(outer_D), tokens, ctx.vocab, -1, False)
+        inner_VD = torch.ops.aten.embedding_dense_backward(at_least_f32(outer_D), tokens, ctx.vocab, -1, False)
         return inner_VD.to(outer_D.dtype), None
 
 
@@ -60,9 +60,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
-        return (y * wide(self.weight)).to(x.dtype)
+        return (y * at_least_f32(self.weight)).to(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -74,11 +74,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y - y.mean(-1, keepdim=True)
         y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps)
-        y = y * wide(self.weight)
-        return (y if self.bias is None else y + wide(self.bias)).to(x.dtype)
+        y = y * at_least_f32(self.weight)
+        return (y if self.bias is None else y + at_least_f32(self.bias)).to(x.dtype)
 
 
 def rotary_frequencies(c: Rotary, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -107,7 +107,7 @@ def rotary(c: Rotary, length: int, like: Tensor) -> Rotation:
 def rotate(x_BTHC: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs (i, i + C/2), Hugging Face's layout of the halves."""
     cos, sin = rotation
-    first, second = wide(x_BTHC).chunk(2, dim=-1)
+    first, second = at_least_f32(x_BTHC).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x_BTHC.dtype)
 
 
@@ -126,7 +126,7 @@ def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0, firs
         y_BTHC = y_BHTC.transpose(1, 2)
         return y_BTHC.to_local() if isinstance(y_BTHC, DTensor) else y_BTHC
     q_BTKGC = q_BTHC.reshape(B, T, K, H // K, C)
-    scores = torch.einsum("btkgc,bskc->bkgts", wide(q_BTKGC), wide(k_BSKC)) * C**-0.5
+    scores = torch.einsum("btkgc,bskc->bkgts", at_least_f32(q_BTKGC), at_least_f32(k_BSKC)) * C**-0.5
     position = torch.arange(S, device=scores.device)
     behind = position[first : first + T, None] - position
     seen = (behind >= 0) & (behind < (window or S))

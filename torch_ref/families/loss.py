@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from jaxdist.config import Decoder
 from jaxdist.config import Model as Config
 from jaxdist.data import IGNORED
-from torch_ref.families.layers import Embedding, wide
+from torch_ref.families.layers import Embedding, at_least_f32
 
 
 class Model(Protocol):
@@ -58,7 +58,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
     """
-    logits, targets = wide(logits).flatten(0, -2), targets.flatten()
+    logits, targets = at_least_f32(logits).flatten(0, -2), targets.flatten()
     loss = functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
@@ -74,7 +74,7 @@ def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor
 
     A chunk's gradient of the weight is rounded as its product is; they are added up in float32 or wider.
     """
-    exact_VD: Any = wide(weight_VD)
+    exact_VD: Any = at_least_f32(weight_VD)
 
     def chunk(x_ND: Tensor, targets_N: Tensor) -> Tensor:
         return cross_entropy(of_tokens(functional.linear(x_ND, exact_VD.to(x_ND.dtype)), model), targets_N)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Mixture as Config
-from torch_ref.families.layers import Embedding, RMSNorm, Rotation, rotary, wide
+from torch_ref.families.layers import Embedding, RMSNorm, Rotation, at_least_f32, rotary
 from torch_ref.families.llama import Attention
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
@@ -20,7 +20,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(c.experts, c.dim))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return functional.linear(wide(x_BTD), wide(self.weight))
+        return functional.linear(at_least_f32(x_BTD), at_least_f32(self.weight))
 
 
 def choose(probabilities_BTE: Tensor, k: int) -> Tensor:
@@ -91,7 +91,7 @@ class Experts(nn.Module):
     def forward(self, x_BTD: Tensor, weights_BTk: Tensor, chosen_BTk: Tensor, *, valid_BT: Tensor) -> Tensor:
         taken_BTk = self.taken(chosen_BTk, valid_BT)
         y_BTkD = self.dispatch(self.rows, x_BTD, chosen_BTk, taken_BTk, self.config.experts)
-        return (wide(y_BTkD) * weights_BTk[..., None]).sum(2).to(x_BTD.dtype)
+        return (at_least_f32(y_BTkD) * weights_BTk[..., None]).sum(2).to(x_BTD.dtype)
 
 
 class Mixture(nn.Module):
@@ -159,7 +159,7 @@ class Mixtral(nn.Module):
         x_BTD = self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)
-        tally_2E = wide(x_BTD).new_zeros(2, self.config.experts)
+        tally_2E = at_least_f32(x_BTD).new_zeros(2, self.config.experts)
         for block in self.layers:
             x_BTD, tally_2E = block(x_BTD, tally_2E, rotation, valid_BT)
         return head(self, self.norm(x_BTD), targets_SN), self.balance(tally_2E)

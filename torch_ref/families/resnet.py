@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import ResNet as Config
-from torch_ref.families.layers import wide
+from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.images import Images
 
 
@@ -37,11 +37,11 @@ class BatchNorm(nn.BatchNorm2d):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`to` a narrower dtype leaves running statistics wide."""
         super()._apply(fn, recurse)
-        self.running_mean, self.running_var = map(wide, (self.running_mean, self.running_var))  # type: ignore[arg-type]
+        self.running_mean, self.running_var = map(at_least_f32, (self.running_mean, self.running_var))  # type: ignore[arg-type]
         return self
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        y_BCYX = wide(x_BCYX)
+        y_BCYX = at_least_f32(x_BCYX)
         if not self.training:
             y_BCYX, var_C = y_BCYX - each(self.running_mean), self.running_var
         else:
@@ -51,7 +51,7 @@ class BatchNorm(nn.BatchNorm2d):
             var_C = self.images.total((y_BCYX * y_BCYX).sum((0, 2, 3))) / count
             self.track(mean_C, var_C, count)
         y_BCYX = y_BCYX * torch.rsqrt(each(var_C) + self.eps)
-        return (y_BCYX * each(wide(self.weight)) + each(wide(self.bias))).to(x_BCYX.dtype)
+        return (y_BCYX * each(at_least_f32(self.weight)) + each(at_least_f32(self.bias))).to(x_BCYX.dtype)
 
     @torch.no_grad()
     def track(self, mean_C: Tensor, var_C: Tensor, count: int) -> None:
@@ -129,5 +129,5 @@ class ResNet(nn.Module):
         for blocks in self.stages:
             for block in blocks:  # type: ignore[attr-defined]
                 x_BCYX = block(x_BCYX)
-        x_BD = wide(x_BCYX).mean((2, 3)).to(x_BCYX.dtype)
+        x_BD = at_least_f32(x_BCYX).mean((2, 3)).to(x_BCYX.dtype)
         return self.head(x_BD)

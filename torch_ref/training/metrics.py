@@ -86,7 +86,7 @@ def summary(
         "collectives": collectives,
         "schedule": schedule(experiment.optimizer, experiment.train.steps),
         "compile_seconds": 0.0,
-        "counted": experiment.model.takes,  # as tokens
+        "counted": experiment.model.input_kind,  # as tokens
         "tokens_per_second": rate,
         "target_tokens_per_second": target_rate,
         "flops_per_token": flops_per_token(experiment, model),

@@ -17,8 +17,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
-from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of, Place
-from torch_ref.families.layers import wide
+from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of, ParamRole
+from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.mesh import SHARDS, over
 from torch_ref.parallel.weights import local, named
 from torch_ref.training.matrices import Adafactor, Muon, Pieces, kept
@@ -76,7 +76,7 @@ def global_norm(gradients: Iterable[Tensor]) -> Tensor:
         if isinstance(gradient, DTensor):
             split = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
             groups = tuple(gradient.device_mesh.get_group(axis) for axis in split)
-        square = wide(local(gradient)).pow(2).sum()
+        square = at_least_f32(local(gradient)).pow(2).sum()
         sums[groups] = sums[groups] + square if groups in sums else square
     for groups, total in sums.items():
         for group in groups:
@@ -157,7 +157,7 @@ def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]
     """The groups that the rule is made of: matrices decay and come first."""
     by_place = [
         {
-            "params": [t for name, t in parameters.items() if of(Place.in_torch(name, t.ndim))],
+            "params": [t for name, t in parameters.items() if of(ParamRole.in_torch(name, t.ndim))],
             "weight_decay": o.weight_decay,
         }
         | own
@@ -203,7 +203,7 @@ class Optimizer:
     def _start(self, name: str) -> dict[str, Tensor]:
         """The state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
         parameter = self.parameters[name].detach()
-        kinds = [kind for kind, of in self.config.states.items() if of(Place.in_torch(name, parameter.ndim))]
+        kinds = [kind for kind, of in self.config.states.items() if of(ParamRole.in_torch(name, parameter.ndim))]
         state = {"step": torch.tensor(0.0)} | {kind: kept(parameter, kind) for kind in kinds}
         self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state

@@ -25,7 +25,7 @@ from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
 from jaxdist.runs.folder import RunFolder
 from torch_ref.families import FAMILIES, ResNet, loss
-from torch_ref.families.layers import wide
+from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
@@ -207,7 +207,7 @@ class Recorder:
         self.steps = experiment.record.steps if folder else ()
         self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
         self.every = experiment.record.tensors == "all"
-        self.images = experiment.model.takes == "images"
+        self.images = experiment.model.input_kind == "images"
         self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
         over = context(experiment, mesh)
         self.times = over.order(experiment.data.sequence)
@@ -240,7 +240,7 @@ class Recorder:
             yield watch
         if self.every:
             kinds["activation"] = self.joined(taps.noted)
-            backward = {n: [wide(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
+            backward = {n: [at_least_f32(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward, backward=True)
             kinds |= self.moments()
             kinds["weights"] = whole(dict(held(self.model)))

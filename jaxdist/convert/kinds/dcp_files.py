@@ -399,7 +399,7 @@ def write(path: Path, conversion: Conversion) -> None:
     if not own:
         say("its tensors are called as in the program that they came from: torch_ref takes it by --init alone")
 
-    twins = conversion.twins("dcp")
+    twins = conversion.tied_copies("dcp")
 
     def keys(group: str, name: str) -> list[str]:
         there = names.get(name, name)

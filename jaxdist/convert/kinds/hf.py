@@ -82,7 +82,7 @@ def write(path: Path, conversion: Conversion) -> None:
     """
     content, described = conversion.content, conversion.groups[PARAMETERS]
     origin = content.origin
-    config, names, twins = check(conversion), origin.names_in("hf"), conversion.twins("hf")
+    config, names, twins = check(conversion), origin.names_in("hf"), conversion.tied_copies("hf")
     besides = {**origin.buffers_in("hf"), **{twin: described[name] for name, twin in twins.items()}}
     described = {names.get(name, name): leaf for name, leaf in described.items()} | besides
 

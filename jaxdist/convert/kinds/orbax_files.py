@@ -29,7 +29,7 @@ from jaxdist.convert.entries import cut, parts, shapes_of
 from jaxdist.convert.kinds.zarr_files import ZarrFiles
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.runs import begin, metrics_of, origin_of
-from jaxdist.convert.stream import Conversion, Recut, one_dtype
+from jaxdist.convert.stream import Conversion, Resharder, one_dtype
 from jaxdist.formats.foreign import check_files
 from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, reading
 from jaxdist.formats.tables import LAYERS, OWN
@@ -167,7 +167,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
     """Writes arrays as a conversion gives their tensors, each in files of its own: one database of all, as Orbax has it
     else, is written by a thread at a time."""
 
-    def __init__(self, conversion: Recut) -> None:
+    def __init__(self, conversion: Resharder) -> None:
         super().__init__()
         self.conversion, self.lock, self.failed = conversion, threading.Lock(), False
         self.begun: list[ocp.future.Future] = []

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from jaxdist.config import ConfigError
-from jaxdist.convert.content import Content, Leaf, Leaves, Origin, Said
+from jaxdist.convert.content import Content, Leaf, Leaves, Origin, OriginFields
 from jaxdist.convert.kinds.torch_leaves import leaf
 from jaxdist.formats.own_files import FILES, bytes_of
 from jaxdist.formats.torch_files import EXPERIMENT, reading
@@ -49,6 +49,6 @@ def log_of(path: Path, tree: Mapping[str, Any]) -> bytes:
 def origin_of(path: Path, tree: Mapping[str, Any]) -> Origin:
     """Where the weights came from, if not from a torch file, without what torch alone had. Raises ConfigError."""
     with reading(path, ORIGIN):
-        said, kept = Said.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
+        said, kept = OriginFields.model_validate(tree[ORIGIN]["said"]), tree[ORIGIN][BUFFERS]
         found = {name: leaf(path, name, tensor) for name, tensor in kept.items()}
     return Origin(**dict(said), buffers=found)

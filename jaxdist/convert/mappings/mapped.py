@@ -15,7 +15,7 @@ from jaxdist.convert.kinds.orbax_files import Coming, Streaming
 from jaxdist.convert.mappings.atoms import Entry, whole
 from jaxdist.convert.mappings.mapping import KeyMapping
 from jaxdist.convert.mappings.trees import flatten, unflatten
-from jaxdist.convert.stream import Recut
+from jaxdist.convert.stream import Resharder
 from jaxdist.formats import buffers
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.safetensors_files import Tensors, leaves
@@ -25,7 +25,7 @@ METADATA = "_METADATA"
 
 
 @dataclass(frozen=True)
-class Remapping(Recut):
+class Remapping(Resharder):
     """Weights of one side of a key mapping, seen as those of the other."""
 
     leaves: Leaves

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxdist.families import mixtral
-from jaxdist.ops.varying import vary
+from jaxdist.ops.varying import mark_varying
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Parallel, Routing
 from jaxdist.parallel.context import Ring
@@ -71,7 +71,9 @@ def experts_summed_over_expert() -> None:
     right = Step.reduce
 
     def reduce(self: Step, gradients: Any) -> Any:
-        summed = {n: vary(lax.psum(g, "expert"), ("expert",)) if ".experts." in n else g for n, g in gradients.items()}
+        summed = {
+            n: mark_varying(lax.psum(g, "expert"), ("expert",)) if ".experts." in n else g for n, g in gradients.items()
+        }
         return right(self, summed)
 
     plant(Step, "reduce", reduce)

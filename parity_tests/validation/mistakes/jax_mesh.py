@@ -14,12 +14,12 @@ from jaxdist.config import Experiment
 from jaxdist.data import Batch, Dataset
 from jaxdist.families import layers
 from jaxdist.ops import linear
-from jaxdist.ops.varying import vary
+from jaxdist.ops.varying import mark_varying
 from jaxdist.parallel import collectives, mesh, ring_attention, sharding
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.context import Ring
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
-from jaxdist.parallel.sharding import TOKENS, Cut
+from jaxdist.parallel.sharding import TOKENS, ShardDim
 from jaxdist.training import optim, program, step
 from jaxdist.training.step import Step
 from parity_tests.validation.mistakes import everywhere, mistake, plant
@@ -74,7 +74,7 @@ def one_gradient_not_summed_over_fsdp() -> None:
     """The head's gradient is cut to the device's piece where it should be reduce-scattered."""
     right = collectives.scatter
 
-    def scatter(whole: jax.Array, cut: Cut) -> jax.Array:
+    def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
         if whole.shape != (40, 256):
             return right(whole, cut)
         size = whole.shape[cut.dim] // lax.axis_size("fsdp")
@@ -92,7 +92,7 @@ def mean_over_replicas() -> None:
 @planted("ddp", "distribution", "gradient/lm_head.weight")
 def one_gradient_summed_twice() -> None:
     """The head's gradient is summed by its backward pass and again with all others."""
-    reduced(lambda name, g: vary(lax.psum(g, TOKENS), TOKENS) if name == "lm_head.kernel" else g)
+    reduced(lambda name, g: mark_varying(lax.psum(g, TOKENS), TOKENS) if name == "lm_head.kernel" else g)
 
 
 @planted("ddp", "distribution", "loss")
@@ -161,7 +161,7 @@ def pieces_gathered_in_another_order() -> None:
     """The pieces of weights are put together in another order than they were cut."""
     right = collectives.gather
 
-    def gather(piece: jax.Array, cut: Cut, to: str = "varying") -> jax.Array:
+    def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
         return jnp.roll(right(piece, cut, to), piece.shape[cut.dim], cut.dim)
 
     everywhere(right, gather)
@@ -186,14 +186,14 @@ def norm_counts_copies() -> None:
 @planted("zero1", "distribution", "weights/*")
 def piece_of_the_neighbour() -> None:
     """Each device updates its piece of the optimizer state with its neighbour's piece of the weights."""
-    right = Step.pieces
+    right = Step.shard_params
 
     def pieces(self: Step, parameters: Any) -> Any:
         found = right(self, parameters)
         ring = [(i, (i + 1) % 4) for i in range(4)]
         return {name: lax.ppermute(vary_fsdp(w), "fsdp", ring) for name, w in found.items()}
 
-    plant(Step, "pieces", pieces)
+    plant(Step, "shard_params", pieces)
     from jaxdist.accounting import traffic
 
     traffic.KINDS["ppermute"] = "all_gather"
@@ -201,7 +201,7 @@ def piece_of_the_neighbour() -> None:
 
 def vary_fsdp(x: jax.Array) -> jax.Array:
     """`x`, typed as differing over fsdp."""
-    return x if "fsdp" in jax.typeof(x).manual_axis_type.varying else vary(x, ("fsdp",))
+    return x if "fsdp" in jax.typeof(x).manual_axis_type.varying else mark_varying(x, ("fsdp",))
 
 
 # ---- sequence parallelism
@@ -299,7 +299,7 @@ def weights_rounded_after_the_update() -> None:
 @planted("hybrid", "traffic", "traffic/jaxdist, data:*")
 def gradients_sent_twice() -> None:
     """Gradients are averaged over replicas, then summed: the same numbers for twice the bytes."""
-    reduced(lambda name, g: vary(lax.pmean(g, "data"), ("data",)))
+    reduced(lambda name, g: mark_varying(lax.pmean(g, "data"), ("data",)))
 
 
 @planted("bf16", "traffic", "traffic/jaxdist, fsdp:*")
@@ -307,8 +307,8 @@ def weights_gathered_before_the_cast() -> None:
     """Weights cross devices in float32 and are cast to bfloat16 after it."""
     right = collectives.gather
 
-    def whole(parallel: Parallel, cut: Cut, piece: jax.Array, sink: Any) -> jax.Array:
-        return right(vary(piece, cut.replicas), cut).astype(parallel.precision.compute)
+    def whole(parallel: Parallel, cut: ShardDim, piece: jax.Array, grad_slot: Any) -> jax.Array:
+        return right(mark_varying(piece, cut.replicas), cut).astype(parallel.precision.compute)
 
     bare = jax.custom_vjp(whole, nondiff_argnums=(0, 1))
     bare.defvjp(lambda *inputs: (whole(*inputs), None), collectives._whole_backward)
@@ -360,7 +360,7 @@ def gradients_kept_whole() -> None:
     def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays, step.Arrays]:
         row = replace(self.parallel.strategy, gradients=False)
         loss, gradients, rest = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
-        return loss, {n: collectives.scatter(g, self.layouts[n].cut) for n, g in gradients.items()}, rest
+        return loss, {n: collectives.scatter(g, self.layouts[n].shard_dim) for n, g in gradients.items()}, rest
 
     plant(Step, "accumulate", accumulate)
 

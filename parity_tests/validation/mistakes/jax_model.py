@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxdist.families import gpt2, layers, llama, loss
 from jaxdist.ops import attention, linear, rotary
-from jaxdist.ops.varying import wide
+from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
 
@@ -108,9 +108,9 @@ def eps_outside_the_root_of_a_norm() -> None:
     """RMSNorm divides by sqrt(mean) + eps, not by sqrt(mean + eps)."""
 
     def call(self: Any, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y / (jnp.sqrt(jnp.mean(y * y, -1, keepdims=True)) + self.eps)
-        return (y * wide(self.scale[...])).astype(x.dtype)
+        return (y * at_least_f32(self.scale[...])).astype(x.dtype)
 
     plant(layers.RMSNorm, "__call__", call)
 
@@ -120,9 +120,9 @@ def norm_scales_by_one_more() -> None:
     """RMSNorm multiplies by 1 + w, as Gemma's weights ask for."""
 
     def call(self: Any, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
-        return (y * (1 + wide(self.scale[...]))).astype(x.dtype)
+        return (y * (1 + at_least_f32(self.scale[...]))).astype(x.dtype)
 
     plant(layers.RMSNorm, "__call__", call)
 
@@ -132,9 +132,9 @@ def layer_norm_not_centred() -> None:
     """LayerNorm does not subtract the mean."""
 
     def call(self: Any, x: jax.Array) -> jax.Array:
-        y = wide(x)
+        y = at_least_f32(x)
         y = y * lax.rsqrt(jnp.var(y, -1, keepdims=True) + self.eps)
-        return (y * wide(self.scale[...]) + wide(self.bias[...])).astype(x.dtype)
+        return (y * at_least_f32(self.scale[...]) + at_least_f32(self.bias[...])).astype(x.dtype)
 
     plant(layers.LayerNorm, "__call__", call)
 

@@ -20,10 +20,10 @@ def another_microbatch_on_the_last_stage() -> None:
     """The last stage takes the targets of the microbatch after the one that it receives."""
     right = Pipeline.run
 
-    def run(self: Any, loss: Any, sinks: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
+    def run(self: Any, loss: Any, accumulators: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
         last = lax.axis_index(AXIS) == self.table.stages - 1
         after = jnp.where(last, (m + 1) % self.table.microbatches, m)
-        return right(self, loss, sinks, weights, parts, x, after, c)
+        return right(self, loss, accumulators, weights, parts, x, after, c)
 
     plant(Pipeline, "run", run)
 
@@ -72,8 +72,8 @@ def computed_again_from_another_input() -> None:
     def accumulate(self: Any, *inputs: Any) -> Any:
         vjp = jax.vjp
 
-        def a_time_off(function: Any, sinks: Any, x: Any, **more: Any) -> Any:
-            return vjp(function, sinks, jax.tree.map(lambda a: jnp.roll(a, 1, axis=1), x), **more)
+        def a_time_off(function: Any, accumulators: Any, x: Any, **more: Any) -> Any:
+            return vjp(function, accumulators, jax.tree.map(lambda a: jnp.roll(a, 1, axis=1), x), **more)
 
         pipeline.jax.vjp = a_time_off  # type: ignore[assignment]
         try:

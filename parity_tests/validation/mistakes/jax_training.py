@@ -190,7 +190,7 @@ def loss_scale_that_does_not_grow() -> None:
 @planted("fp16", "precision", "exp_avg/*")
 def moments_take_an_overflow_as_zero() -> None:
     """In a step whose gradients overflow, the weights stay and the moments decay."""
-    right = optim.keeping
+    right = optim.stateful
 
     def keeping(*inputs: Any) -> optax.GradientTransformationExtraArgs:
         kept = right(*inputs)
@@ -201,7 +201,7 @@ def moments_take_an_overflow_as_zero() -> None:
 
         return optax.GradientTransformationExtraArgs(kept.init, update)
 
-    plant(optim, "keeping", keeping)
+    plant(optim, "stateful", keeping)
 
 
 # ---- clip
