@@ -3,6 +3,7 @@
 The type of ids in a .bin without header is found from its content; data.bin_dtype is used only where that agrees.
 """
 
+import re
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,8 +42,18 @@ PICKLE = Foreign(
 )
 OTHERS = {  # first bytes of files that are no raw ids, beside those of `signatures`
     b"\x1f\x8b\x08": Foreign("packed by gzip", UNPACK), b"\x28\xb5\x2f\xfd": Foreign("packed by zstd", UNPACK),
-    b"\x80\x04\x95": PICKLE, b"\x80\x05\x95": PICKLE,
 }  # fmt: skip
+# The start of a pickle (CPython, Lib/pickletools.py): protocol 2 to 5, from 4 on a frame, then the opcodes of a list,
+# dict or set, of a tuple, of a call of module.name, of a string or bytes with their length; or protocol 0 or 1, without
+# a number of its own: a list or dict, a tuple of small numbers, a call of a module that holds arrays or dicts.
+PICKLED = re.compile(
+    rb"""\x80[\4\5]\x95.{3}\0{5}
+    | \x80[\2-\5](?: [\]}\x8f](?:q\0|[\x94(]) | \((?:[KN\]}X\x8a\x8c] | [MJ].[^\0]? | c\w)
+        | c\w[\w.]*\n\w+\n | [BXT].{3}[\0-\x0f] | \x8c.[\w.]+\x94 )
+    | [\]}]q\0[(KXc] | \(K.K. | \([ldt]p0\n
+    | c(?:numpy|array|collections|copy_?reg|builtins|__builtin__)[\w.]*\n\w+\n""",
+    re.VERBOSE | re.DOTALL,
+)
 PAIR = "move the index elsewhere, to read the ids without documents, or make the pair again by Megatron"
 IF_IDS = "or, if these are ids, save them as .npy"
 TEXT, JSON = (
@@ -143,6 +154,8 @@ def _raw(file: Path, declared: str, vocab: int) -> Located | None:
     size = file.stat().st_size
     content = b"".join(read_blocks([file], [size], LOOKED_AT))
     other = next((what for begin, what in OTHERS.items() if content.startswith(begin)), None)
+    if PICKLED.match(content):
+        other = PICKLE
     text = (JSON if begins_with_record(content.decode("utf-8", "ignore"), True) else TEXT) if is_text(content) else None
     if what := signature(content) or other or text:
         raise ConfigError(f"data.path = {str(file)!r}: no raw token ids: it is {what.title}; {what.fix}")
@@ -288,7 +301,8 @@ def _check_type(file: Path, content: bytes, declared: str, vocab: int, likely: b
     if likely and fits and not auto:
         return
     if dtype := (likely_type if likely else certain_type)(content, vocab, fits):
-        code = _rewriting(dtype, wanted="<u2" if vocab <= 65_536 else "<u4")
+        narrow = np.dtype(dtype).itemsize <= 2 and vocab <= 65_536  # wider ids may reach beyond 16 bits somewhere
+        code = _rewriting(dtype, wanted="<u2" if narrow else "<u4")
         otherwise = ", or set data.bin_dtype = uint16 if they are that" * (likely and fits)
         raise ConfigError(
             f"data.path = {str(file)!r}: its ids are {NAMES[dtype]} by their content; write them in another type, as "

@@ -1,3 +1,4 @@
+import array
 import json
 import pickle
 import re
@@ -345,6 +346,56 @@ def test_other_files_called_bin(tmp_path: Path, content: bytes, what: str) -> No
     (tmp_path / "a.bin").write_bytes(content + bytes(64))
     with pytest.raises(ConfigError, match=rf"a\.bin': no raw token ids: it is .*{what}"):
         read(tmp_path / "a.bin", 70_000)
+
+
+PICKLED = {
+    "list": list(range(300)), "tuple": (*range(300),), "array": np.arange(300, dtype=np.uint16),
+    "dict": {"ids": [1, 2, 3]}, "array.array": array.array("H", range(300)), "bytes": bytes(3000),
+    "large ids": [70_000] * 4, "pair": ([1, 2], [3]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICKLED)
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_pickles_of_any_protocol_are_refused(tmp_path: Path, name: str, protocol: int) -> None:
+    content = pickle.dumps(PICKLED[name], protocol)
+    (tmp_path / "a.bin").write_bytes(content + bytes(len(content) % 2))
+    for dtype in ("auto", "uint16"):
+        with pytest.raises(ConfigError, match="no raw token ids: it is a pickle, which is never opened"):
+            read(tmp_path / "a.bin", 65_536, bin_dtype=dtype)
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_lists_and_arrays_pickled_by_the_oldest_protocols(tmp_path: Path, protocol: int) -> None:
+    for name in ("list", "array", "array.array", "large ids"):
+        content = pickle.dumps(PICKLED[name], protocol)
+        (tmp_path / "a.bin").write_bytes(content + bytes(len(content) % 2))
+        with pytest.raises(ConfigError, match="it is a pickle"):
+            read(tmp_path / "a.bin", 65_536)
+
+
+@pytest.mark.parametrize("first", [640, 896, 1152, 1408])
+def test_ids_that_begin_as_a_pickle_does_are_ids(tmp_path: Path, first: int) -> None:
+    wanted = [first, *RANDOM.integers(0, 2000, 5999).tolist()]
+    for second in (41, 67, 88, 93, 99, 125, 149, 350, 1117, 2013):
+        wanted[1:3] = second, 300
+        np.array(wanted, "<u2").tofile(tmp_path / "a.bin")
+        assert len(read(tmp_path / "a.bin", 2100)) == 6000
+
+
+@pytest.mark.parametrize("dtype", [">u4", ">i4", ">i8", "<f4", "<f8"])
+def test_a_few_wide_ids_beyond_the_vocabulary_hide_no_byte_order(tmp_path: Path, dtype: str) -> None:
+    """Of a model of a larger vocabulary; the code of the message keeps them."""
+    file, wanted = tmp_path / "a.bin", text_ids(6000, 128_256)
+    assert wanted.max() >= 65_536 and (wanted < 65_536).mean() > 0.8
+    wanted.astype(dtype).tofile(file)
+    for declared in ("auto", "uint16"):
+        with pytest.raises(
+            ConfigError, match=r"its ids are (big-endian|float).*; write them in another type"
+        ) as raised:
+            read(file, 65_536, bin_dtype=declared)
+    rewrite(file, raised.value)
+    assert read(file, 128_256) == wanted.tolist()
 
 
 def llm_c(file: Path, magic: int, version: int, tokens: np.ndarray, count: int | None = None) -> Path:

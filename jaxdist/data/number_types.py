@@ -17,6 +17,7 @@ FLOATS = {
 }  # fmt: skip
 INTEGERS = {">i8": "big-endian int64", ">u4": "big-endian uint32", ">u2": "big-endian uint16"}
 NAMES = FLOATS | INTEGERS | {"|u1": "uint8"}
+MOST = 2**20  # ids of a vocabulary: numbers of 32 bits or more that are all below it are ids, even of a larger model
 BITS = 20  # of evidence: by chance one file of a million is taken for another
 SPREAD = 1.0  # bits of entropy by which the high bytes of uint16 ids vary more than the low ones, if they are swapped
 DISTINCT = 64  # different ids: enough for the entropy of their bytes to show the byte order
@@ -45,15 +46,17 @@ def numbers(content: bytes, dtype: str) -> NDArray:
 
 
 def certain_type(content: bytes, vocab: int, readable: bool) -> str | None:
-    """The type that is not read in which all numbers of `content` are ids in range(vocab), as other numbers are by
-    chance only: most bits of an id are zero in it. `readable`: whether they are such ids as what is read, too."""
+    """The type that is not read in which all numbers of `content` are ids, as other numbers are by chance only: most
+    bits of an id are zero in it. Ids are in range(vocab), or in range(MOST) where the type has more than 16 bits.
+    `readable`: whether they are ids of `vocab` as what is read, too."""
     body = _behind_head(content)
     for dtype in (*FLOATS, *INTEGERS):
         if readable and dtype == ">u2":
             continue
+        most = vocab if np.dtype(dtype).itemsize == 2 else max(vocab, MOST)
         with np.errstate(invalid="ignore"):
             ids = numbers(body, dtype).astype(np.float64)
-            fits = ((ids >= 0) & (ids < vocab) & (ids == np.floor(ids))).all()
+            fits = ((ids >= 0) & (ids < most) & (ids == np.floor(ids))).all()
         if fits and _bits(ids[ids > 0], np.dtype(dtype), vocab) >= BITS:
             return dtype
     return None
