@@ -62,8 +62,16 @@ def spread_of(values: np.ndarray) -> tuple[float, float]:
 
 
 def other_start(e: Evidence) -> Seen:
-    if e.first["loss"] > 1 or not (found := far_from_the_start(e)):
+    if e.first["loss"] > 1:
         return None
+    if not (found := far_from_the_start(e)):
+        if not (unlike := e.unlike_at_the_start):
+            return None
+        most = max(unlike, key=unlike.__getitem__)
+        return (
+            1,
+            f"of the weights that {e.theirs.side} began with {most} differs from the given one by {unlike[most]:.2g}",
+        )
     return 1, (
         f"at the end the weights of {e.theirs.side} are {found[0]:.2g} times the size of the given ones away from them,"
         f" where ours are {found[1]:.2g}"
@@ -109,8 +117,10 @@ def forward(e: Evidence) -> Seen:
     if e.first["loss"] > 1:  # then gradients may tell, if rounding may hide it
         if not e.rounding or not of_the_forward_pass(e.at_first):
             return None
-        return 1, f"{agreeing(e)}, and {told(e.at_first)}; it is one that no backward pass of a layer reaches"
-    how = f"from equal weights and batches the loss differs by {e.at('loss', 1):.2g}"
+        how = f"{agreeing(e)}, and {told(e.at_first)}; it is one that no backward pass of a layer reaches"
+        return 1, joined(how, e.unless_the_start)
+    if_so = "from" if e.same_start else f"if {e.theirs.side} began with the given weights, then from"
+    how = f"{if_so} equal weights and batches the loss differs by {e.at('loss', 1):.2g}"
     if e.first["grad_norm"] == NEVER and e.agrees_at_the_end:
         return 1, f"{how}, and what was trained agrees, so it is only logged otherwise"
     least = float(e.bounds["loss"][0])
@@ -119,7 +129,7 @@ def forward(e: Evidence) -> Seen:
     parts = e.ours.experiment.train.accumulation
     if parts > 1 and not e.batch_search.own:
         how += f"; with {parts} microbatches of unequal numbers of tokens, a mean of their means is such a loss"
-    return 1, joined(how, e.batch_search.remark)
+    return 1, joined(how, e.batch_search.remark, e.unless_the_start)
 
 
 def agreeing(e: Evidence) -> str:
@@ -140,7 +150,9 @@ def gradients(e: Evidence) -> Seen:
     if np.ptp(ratios) < 1e-3 * abs(ratios[0] - 1):
         return step, f"{how}: all are {ratios[0]:.6g} times ours"
     if which := told(e.multiples(step)):
-        return step, f"{how}: {which}"
+        return step, joined(f"{how}: {which}", str(e.alone or ""))
+    if e.alone:
+        return step, f"{how}: {e.alone}"
     parts = e.ours.experiment.train.accumulation
     several = f", the sum over {parts} microbatches and its dtype" if parts > 1 else ""
     carried = "; step 1 agrees, so gradients of the step before may not have been set to zero" if step == 2 else ""
@@ -157,7 +169,8 @@ def forward_or_backward(e: Evidence) -> Seen:
     if not which and (e.first["grad_norm"] > 1 or not e.slightly):
         return None
     norm = f"the gradient norm differs by {e.at('grad_norm', 1):.2g}"
-    return 1, f"{agreeing(e)}, and {which or norm}; a run in fp64 tells whether the forward pass differs"
+    how = f"{agreeing(e)}, and {which or norm}; a run in fp64 tells whether the forward pass differs"
+    return 1, joined(how, str(e.alone or e.unless_the_start))
 
 
 def hidden(e: Evidence) -> Seen:
@@ -171,7 +184,8 @@ def hidden(e: Evidence) -> Seen:
         where = "the final states differ"
     else:
         return None
-    return max(e.updates, 1), f"{where}, and {agreeing(e)}; its gradients, if kept, or a run in fp64, tell which it is"
+    how = f"{where}, and {agreeing(e)}; its gradients, if kept, or a run in fp64, tell which it is"
+    return max(e.updates, 1), joined(how, str(e.alone or e.unless_the_start))
 
 
 def clip(e: Evidence) -> Seen:
@@ -202,6 +216,8 @@ def clip(e: Evidence) -> Seen:
     how = f"the gradients that the optimizer of {e.theirs.side} gets are {factor} times ours, by its moments"
     if not limit or e.curves("grad_norm")[0].max() <= limit:
         return step, f"{how}, and the clip of ours was never reached: their scale differs"
+    if e.alone:
+        return step, f"{how}: {e.alone}"
     each = ": numbers, tensors or groups may be clipped each by itself" if " to " in factor else ""
     return step, f"{how}{each}"
 

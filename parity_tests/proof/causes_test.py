@@ -154,6 +154,38 @@ def test_a_schedule_that_ends_at_zero_is_compared_at_its_peak() -> None:
     assert schedule(ours, ours + 0.001) == "" == schedule(0 * ours, ours)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_another_start_is_the_other_possibility_where_theirs_was_not_recorded(right: Finished, known: bool) -> None:
+    """A loss that is off by as much from its first step on, as of a head that began a little larger."""
+    metrics = [record | {"loss": record["loss"] * (1 + 1e-6)} for record in right.metrics]
+    theirs = replace(right, side="theirs", metrics=metrics, before=right.before if known else {})
+    bounds = {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()} | {"grad_norm": np.full(STEPS, -1.0)}
+    found = diagnose(evidence(right, theirs, bounds))
+    assert found and found.cause == "forward pass or loss"
+    assert ("if theirs began with the given weights" in found.how) is not known
+    assert ("other starting weights than the given ones are the other possibility" in found.how) is not known
+
+
+def test_a_recorded_start_that_is_not_the_given_one_is_named(right: Finished) -> None:
+    began = {1: {name: w * (1.001 if name == "embed.weight" else 1) for name, w in right.before[1].items()}}
+    metrics = [record | {"loss": record["loss"] * (1 + 1e-6)} for record in right.metrics]
+    theirs = replace(right, side="theirs", metrics=metrics, before=began)
+    found = diagnose(evidence(right, theirs, {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}))
+    assert found and found.cause == "other starting weights"
+    assert "embed.weight differs from the given one by 0.001" in found.how
+
+
+def test_a_tensor_whose_gradient_alone_was_halved_is_named(right: Finished) -> None:
+    name = "layers.0.attention.q_proj.weight"
+    halved = {f"exp_avg/{name}": 0.5, f"exp_avg_sq/{name}": 0.25}
+    kept = {n: w * halved.get(n, 1 + 1e-7) for n, w in right.kept_at_the_end.items()}
+    metrics = [r | {"grad_norm": r["grad_norm"] * (1 - 1e-7 * r["step"])} for r in right.metrics]
+    theirs = replace(right, side="theirs", metrics=metrics, kept_at_the_end=kept)
+    found = diagnose(evidence(right, theirs, {n: np.full(STEPS, floor) for n, floor in compare.FLOOR.items()}))
+    assert found and (found.cause, found.step) == ("gradients", 1)
+    assert f"exp_avg is 0.5 times ours and exp_avg_sq is 0.25 times ours for {name} alone" in found.how
+
+
 def test_a_right_loop_has_no_cause(documents: Path, right: Finished) -> None:
     assert named(Loop(documents), right) is None
 

@@ -1,4 +1,4 @@
-"""What two runs from equal weights show of where and how they differ: the evidence by which a cause is recognized."""
+"""What two runs show of where and how they differ: the evidence by which a cause is recognized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parity_tests.proof.bisect import Divergence
-from parity_tests.proof.gradients import differing, multiples
+from parity_tests.proof.gradients import Alone, differing, multiples, standing_out
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run
 
@@ -55,7 +55,7 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Two runs from equal weights, and what their curves may differ by per step.
+    """Two runs that were to begin with equal weights, and what their curves may differ by per step.
 
     `batch(step)` looks for the batch that gives their loss at a step under our weights, and `rule(step)` for the rule
     of that step's update. `parting` is the first tensor that differs, where it was looked for.
@@ -71,6 +71,7 @@ class Evidence:
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
     narrow: str = ""  # what of theirs is in a narrower dtype than the policy says
+    given: bool = False  # whether theirs is a run that was made from the given weights
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
 
     @cached_property
@@ -125,6 +126,42 @@ class Evidence:
     def same_at_first(self) -> bool:
         """Whether the gradients of step 1 were kept and agree, so that the forward and backward passes do."""
         return bool(self.at_first) and not differing(self.at_first)
+
+    @cached_property
+    def unlike_at_the_start(self) -> dict[str, float]:
+        """The weights before their first step that are not the given ones, by relative difference; none if unknown."""
+        kept, most = self.theirs.kept("start", 1), 4 * compare.rounding(self.theirs.experiment.precision.parameters)
+        pairs = ((name.partition("/")[2], w) for name, w in kept.items())
+        found = {name: compare.relative(w, self.start[f"weights/{name}"]) for name, w in pairs if self.knows(name, w)}
+        return {name: off for name, off in found.items() if not off <= most}
+
+    def knows(self, name: str, weight: np.ndarray) -> bool:
+        """Whether a given weight has this name, and a shape and dtype that can be compared."""
+        given = self.start.get(f"weights/{name}")
+        return given is not None and compare.comparable(given, weight)
+
+    @cached_property
+    def same_start(self) -> bool:
+        """Whether their run is known to begin with the given weights."""
+        kept = self.theirs.kept("start", 1)
+        compared = bool(kept) and all(self.knows(name.partition("/")[2], w) for name, w in kept.items())
+        return self.given or (compared and not self.unlike_at_the_start)
+
+    @property
+    def unless_the_start(self) -> str:
+        """The other possibility where it is not known which weights theirs began with, in words; else nothing."""
+        if self.same_start:
+            return ""
+        return (
+            f"other starting weights than the given ones are the other possibility, as {self.theirs.side} did not "
+            "record those that it began with"
+        )
+
+    @cached_property
+    def alone(self) -> Alone | None:
+        """The tensors whose moments at the end differ far more than all others' do."""
+        tensors = {kind: list(self.states(kind)) for kind in ("exp_avg", "momentum_buffer", "exp_avg_sq")}
+        return standing_out({kind: found for kind, found in tensors.items() if found})
 
     @cached_property
     def fed_otherwise(self) -> Seen:
@@ -196,7 +233,7 @@ def other_batches(e: Evidence) -> Seen:
     found, remark, own = e.batch_search
     if found:
         return step, f"{e.theirs.side} has the loss that our weights have on {found}"
-    if own or far_from_the_start(e):
+    if own or e.unlike_at_the_start or far_from_the_start(e):
         return None
     ours, theirs = (curve[step - 1 :] for curve in e.curves("loss"))
     between = theirs - ours

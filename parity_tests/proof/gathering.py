@@ -10,7 +10,7 @@ from parity_tests.proof import levels, nearness
 from parity_tests.proof.evidence import Evidence, Rules, Search
 from parity_tests.proof.verdict import Verdict
 from parity_tests.runs import compare
-from parity_tests.runs.run import JAX, Run
+from parity_tests.runs.run import JAX, MADE, Run
 
 if TYPE_CHECKING:
     from parity_tests.proof.proof import Proof
@@ -92,4 +92,5 @@ class Gathering:
             rounded=rounded,
             other_model="".join(other),
             narrow="; ".join(narrow),
+            given=theirs[0] in MADE,
         )

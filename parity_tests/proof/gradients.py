@@ -1,6 +1,8 @@
 """Which gradients of a step differ by more than rounding, in the order in which the backward pass makes them."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,65 @@ FORWARD = (
 LAST = ("norm", "lm_head", "head")
 NOTHING = 1e-10  # share of the size of all gradients below which one is rounding alone
 CLEAR = 2.0  # times its bound from where a gradient differs by more than a hair
+
+FAR_MORE = 30.0  # times that moments of some tensors differ more than those of all others, where they stand out
+PARALLEL = 1e-2  # relative distance from a multiple of ours, up to which theirs is called one
+
+# What tensors that stand out may have in common: they are one, of one module in every layer, or of one layer.
+GROUPS: tuple[Callable[[str], str], ...] = (
+    lambda name: name,
+    lambda name: re.sub(r"\.\d+\.", ".*.", name),
+    lambda name: found[0] if (found := re.match(r".*?\.\d+\.", name)) else name,
+)
+
+
+class Alone(NamedTuple):
+    """Tensors whose moments at the end differ far more than all others' do.
+
+    name: of one, or with `*` for the number of a layer, or of a layer. how: what each kind of their moments is, in
+    words. rest: the most that a moment of any other tensor differs by.
+    """
+
+    name: str
+    how: str
+    rest: float
+
+    def __str__(self) -> str:
+        others = f"those of all other tensors differ by at most {self.rest:.2g}"
+        return f"at the end {self.how} for {self.name} alone, where {others}"
+
+
+def standing_out(moments: Mapping[str, Iterable[tuple[str, np.ndarray, np.ndarray]]]) -> Alone | None:
+    """The tensors by whose gradients alone two runs differ; None where no one tensor, module or layer stands out.
+
+    moments: at the end, by kind; each has a tensor's name, ours and theirs.
+    """
+    by_kind: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for kind, tensors in moments.items():
+        kept = {name: (x, y) for name, x, y in tensors if not name.endswith(compare.ZERO_GRADIENT)}
+        least = NOTHING * compare.length([x for x, _ in kept.values()])
+        by_kind[kind] = {name: pair for name, pair in kept.items() if np.linalg.norm(pair[0]) > least}
+    first = next(iter(by_kind.values()), {})
+    off = {name: compare.relative(y, x) for name, (x, y) in first.items()}
+    if not off or not all(np.isfinite(list(off.values()))):
+        return None
+    most = max(off, key=off.__getitem__)
+    for group in GROUPS:
+        some = [name for name in off if group(name) == group(most)]
+        rest = max((off[name] for name in off.keys() - set(some)), default=np.inf)
+        if min(off[name] for name in some) > FAR_MORE * rest:
+            how = [f"{kind} is {multiple([pairs[n] for n in some if n in pairs])}" for kind, pairs in by_kind.items()]
+            return Alone(group(most).rstrip("."), " and ".join(how), float(rest))
+    return None
+
+
+def multiple(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
+    """What theirs is of ours, in words: a multiple, or a tensor that is apart from it."""
+    x, y = (np.concatenate([pair[side].ravel() for pair in pairs]) for side in (0, 1))
+    times = float(x @ y / (x @ x))
+    if np.linalg.norm(y - times * x) <= PARALLEL * np.linalg.norm(y):
+        return f"{times:.4g} times ours"
+    return f"apart from ours by {compare.relative(y, x):.2g}"
 
 
 def place(name: str) -> tuple[int, ...]:

@@ -61,6 +61,8 @@ class Finished:
         return {name: w for name, w in self.kept_at_the_end.items() if name.startswith(f"{kind}/")}
 
     def kept(self, kind: str, step: int) -> dict[str, np.ndarray]:
+        if kind == "start":
+            return {f"start/{name}": w for name, w in self.before.get(step, {}).items()}
         return self.gradients if (kind, step) == ("gradient", 1) else {}
 
 
