@@ -1,6 +1,6 @@
 """The state of torch's optimizers by parameter: they number them, and only their order tells which is which."""
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,10 @@ from jaxdist.config.optimizer import STATES
 from jaxdist.convert.kinds.torch_parts import like
 from jaxdist.convert.mappings.atoms import Entry, Shape
 from jaxdist.convert.optimizers.rates import peak_in
+from jaxdist.convert.optimizers.unsupported import WEIGHTS_ALONE, Group, unsupported
 from jaxdist.runs.display import say
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
-Group = Mapping[str, Any]
 KEPT = {"state", "param_groups"}  # by an optimizer, and by parameter "step" and what STATES says
 
 
@@ -41,12 +41,8 @@ def _decoupled(group: Group) -> bool:
 
 
 MAXIMIZES: dict[str, Callable[[Group], Any]] = {"maximize": lambda group: group.get("maximize")}
-ADAMS = MAXIMIZES | {
-    "amsgrad": lambda group: group.get("amsgrad"),
-    "momentum_decay": lambda group: "momentum_decay" in group,  # NAdam
-}
-ADAMW = ADAMS | {"decoupled_weight_decay": lambda group: not _decoupled(group)}
-ADAM = ADAMS | {"decoupled_weight_decay": lambda group: _decoupled(group) or "amsgrad" not in group}  # RAdam has none
+ADAMW = MAXIMIZES | {"decoupled_weight_decay": lambda group: not _decoupled(group)}
+ADAM = MAXIMIZES | {"decoupled_weight_decay": _decoupled}
 MUON = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")  # of the groups that use it
 
 
@@ -110,18 +106,23 @@ DEFAULTS = Optimizer()
 def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
     """By which rule a state was kept in which these kinds are found. Raises ConfigError for none of ours."""
     kept = set(found) - {"step"}
+    if name := unsupported(kept, groups):
+        raise ConfigError(
+            f"{source}: its optimizer is {name}, a rule that jaxdist does not have ({', '.join(BY_NAME)}); "
+            + WEIGHTS_ALONE
+        )
     alike = [(rule, kinds) for rule in RULES if kept.issuperset(kinds := rule.kinds(groups))]
     if not alike:
         raise ConfigError(
             f"{source}: its optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, as none of jaxdist's does "
-            f"({', '.join(BY_NAME)}); leave it out"
+            f"({', '.join(BY_NAME)}); {WEIGHTS_ALONE}"
         )
     most = max(len(kinds) for _, kinds in alike)
     likely = [(rule, kinds) for rule, kinds in alike if len(kinds) == most]
     rule, kinds = next((pair for pair in likely if groups and all(map(pair[0].made, groups))), likely[0])
     if more := sorted(kept.difference(kinds)):
         raise ConfigError(
-            f"{source}: its optimizer keeps {', '.join(more)} too, {rule.name} of jaxdist does not; leave it out"
+            f"{source}: its optimizer keeps {', '.join(more)} too, {rule.name} of jaxdist does not; {WEIGHTS_ALONE}"
         )
     return rule
 
@@ -167,7 +168,7 @@ def order_of(
         raise ConfigError(
             f"{source}: its optimizer has {len(entries)} entries for {len(shapes)} parameters, and none "
             f"{f'for {missing[0]}' if missing else 'for the others'}, as where some are not trained, or by another "
-            "optimizer; jaxdist trains all by one: take the weights alone, --to hf"
+            f"optimizer; jaxdist trains all by one: {WEIGHTS_ALONE}"
         )
     raise ConfigError(
         f"{source}: its optimizer has {len(entries)} entries in {len(groups)} groups, in no order that gives each "
@@ -222,7 +223,8 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
     for name, unlike in rule.unlike.items():
         if other := next(filter(unlike, groups), None):
             raise ConfigError(
-                f"{source}: its optimizer has {name} = {other.get(name)}, {rule.name} of jaxdist has not; leave it out"
+                f"{source}: its optimizer has {name} = {other.get(name)}, {rule.name} of jaxdist has not; "
+                + WEIGHTS_ALONE
             )
     found: dict[str, Any] = {"name": rule.name}
     for setting, of in rule.fields.items():
@@ -234,15 +236,25 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
     if strange := [name for group in groups for name in group["params"] if name not in shapes]:
         raise ConfigError(f"{source}: its optimizer has {strange[0]!r:.80}, which the model has not; leave it out")
     decay = max(group.get("weight_decay", 0) for group in groups)
-    apart = [
-        name
-        for group in groups
-        for name in group["params"]
-        if group.get("weight_decay", 0) != (decay if len(shapes.get(name, ())) >= 2 else 0)
-    ]
-    if apart:
-        say(f"{source}: its optimizer's decay of {apart[0]} is its own; going on, jaxdist decays matrices alone, alike")
+    for line in _decay_changes(groups, shapes, decay):
+        say(f"{source}: {line}")
     return found | {"weight_decay": float(decay)}
+
+
+def _decay_changes(groups: Sequence[Group], shapes: Mapping[str, Shape], decay: float) -> Iterator[str]:
+    """What changes where parameters had another weight decay than jaxdist gives them, in words."""
+    had = {name: group.get("weight_decay", 0) for group in groups for name in group["params"]}
+    matrices, vectors = by_decay({name: shapes[name] for name in had})
+    if others := [name for name in vectors if had[name]]:
+        yield (
+            f"its optimizer decayed norms and biases too ({len(others)}, such as {others[0]}, at {had[others[0]]:g}); "
+            "when training goes on in jaxdist, they are no longer decayed"
+        )
+    if others := [name for name in matrices if had[name] != decay]:
+        yield (
+            f"its optimizer decayed {len(others)} matrices, such as {others[0]}, at {had[others[0]]:g}; when training "
+            f"goes on in jaxdist, all matrices are decayed at {decay:g}"
+        )
 
 
 def state_dict(
