@@ -1,7 +1,6 @@
 """The command line of both backends: run arguments, shortcuts, and every config field as --section.field."""
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.aliases import flag_here, plain
-from jaxdist.config.errors import ConfigError, nearest
+from jaxdist.config.errors import ConfigError, closest, nearest
 from jaxdist.config.experiment import MODELS, Experiment, as_argument, section_type
 from jaxdist.config.model import Llama, Section, model_differences, same_model
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
@@ -39,7 +38,6 @@ FORGETS = {
     "data.split": ("fingerprint",),
     "data.end_of_text": ("fingerprint",),
 }
-ALIKE = 0.7  # least difflib ratio of a suggested flag to the misspelt one; below it suggestions mean other things
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,11 @@ class Parser(argparse.ArgumentParser):
         name = plain(flag.lstrip("-"))
         last = name.rpartition(".")[2]
         same = [known for known in flags if known.rpartition(".")[2].lstrip("-") == last]
-        if not same:
-            written = {part: known for known in flags for part in (known.rpartition(".")[2], known[2:])}
-            same = [written[close] for close in difflib.get_close_matches(name, written, n=1, cutoff=ALIKE)]
+        if not same:  # within the section that is named, or by the last part: whole names share their section
+            section = f"{flag.partition('.')[0]}."
+            within = [known for known in flags if known.startswith(section)] if "." in flag else []
+            written = {known.rpartition(".")[2].lstrip("-"): known for known in within or flags}
+            same = [written[close]] if (close := closest(last, written)) else []
         return f"did you mean {' or '.join(map(repr, same))}?" if same else "see --help"
 
 

@@ -5,7 +5,7 @@ there is nothing like it.
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 # Field, or flag without a field -> other names of it, whose values are the same.
@@ -17,7 +17,7 @@ SAME = {
     "accumulate_grad_batches accumulation_steps accum_steps num_microbatches",
     "train.seed": "random_seed manual_seed data_seed data_shuffle_seed init_weights_seed",
     "train.validation_batches": "eval_iters limit_val_batches",
-    "optimizer.name": "optim optimizer optimizer_type opt opt_type",
+    "optimizer.name": "optim optimizer optimizer_type opt opt_type rule update_rule optimizer_name optimizer_class",
     "optimizer.learning_rate": "lr max_lr base_lr peak_lr max_learning_rate peak_learning_rate",
     "optimizer.warmup": "warmup_steps warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters",
     "optimizer.decay": "lr_scheduler lr_scheduler_type scheduler scheduler_type lr_schedule lr_decay_style decay_type",
@@ -146,6 +146,9 @@ NOT_HERE = {
     "accelerate_config fsdp_version",
     "the launcher sets it; leave it out": "num_nodes nnodes node_rank local_rank rank master_addr master_port "
     "rdzv_endpoint ddp_backend",
+    "Adam is without AMSGrad, which keeps the greatest second moment; leave it out": "amsgrad use_amsgrad",
+    "momentum is without dampening; leave it out": "dampening",
+    "there is no choice of an update's implementation; leave it out": "foreach capturable differentiable fused",
     "code that lies in a folder is never run; leave it out": "trust_remote_code",
     "--config takes a model by its name or its folder, --init its weights too": "model model_name model_config",
 }
@@ -209,8 +212,29 @@ VALUES = {
         "int64": "i8 <i8 i64 np.int64 numpy.int64 int64_t long",
     },
     "data.last": {"drop": "drop_last true"},
+    "model.family": {
+        "llama": "llama2 llama3 mistral qwen2 qwen3 llamaforcausallm mistralforcausallm qwen2forcausallm "
+        "qwen3forcausallm",
+        "gpt2": "gpt_2 gpt gpt2lmheadmodel",
+        "mixtral": "mixtralforcausallm",
+        "qwen3_moe": "qwen3moe qwen3moeforcausallm",
+        "resnet": "resnet50 resnetforimageclassification",
+    },
     "model.gelu": {"tanh": "gelu_new gelu_pytorch_tanh gelu_tanh gelu_fast", "exact": "gelu none erf"},
     "checkpoint.failure": {"go on": "go_on continue ignore", "stop": "raise abort"},
+}
+
+# Field -> what else belongs to a value -> what others call that value.
+ALONG = {
+    "parallel.strategy": {
+        "with --mesh data=R,fsdp=N for R replicas of N shards": "hybrid_shard hybrid_shard_auto_wrap hsdp "
+        "_hybrid_shard_zero2",
+    },
+    "model.family": {
+        "with model.window for its sliding window, if it has one": "mistral mistralforcausallm",
+        "with model.qkv_bias = true": "qwen2 qwen2forcausallm",
+        "with model.qk_norm = true": "qwen3 qwen3forcausallm",
+    },
 }
 
 SECTIONS = {
@@ -248,6 +272,7 @@ NOT_HERE_NAMES = _by_word(NOT_HERE)
 AXIS_NAMES = _by_word(AXES)
 SECTION_NAMES = _by_word(SECTIONS)
 VALUE_NAMES = {field: _by_word(table) for field, table in VALUES.items()}
+ALONG_NAMES = {field: _by_word(table) for field, table in ALONG.items()}
 
 
 def plain(name: Any) -> str:
@@ -260,6 +285,17 @@ def value_here(field: str, value: Any) -> str | None:
     word = plain(value)
     known = VALUE_NAMES.get(field, {})
     return known.get(word) or next((ours for ours in known.values() if plain(ours) == word), None)
+
+
+def _along(field: str, value: Any, *counts: str) -> str:
+    """What else a message says of another trainer's `value` of `field`: what the field counts, what belongs to it."""
+    return "".join(f", {more}" for more in (*counts, ALONG_NAMES.get(field, {}).get(plain(value))) if more)
+
+
+def value_told(field: str, value: Any, choices: Iterable[str] = ()) -> str | None:
+    """A sentence that tells what another's `value`, or one of the field's `choices` in another spelling, is here."""
+    here = value_here(field, value) or next((choice for choice in choices if plain(choice) == plain(value)), None)
+    return f"{value!r} is {here!r} here{_along(field, value)}" if here else None
 
 
 def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Mapping[str, str]) -> str | None:
@@ -280,7 +316,7 @@ def flag_here(flag: str, value: str | None, known: Container[str], shortcuts: Ma
     if (made := _value(meaning, value)) is None:
         return "leave it out"
     theirs = f"{flag} {value or 'N'}" if made not in ("", meaning.value) else flag
-    return f"{theirs} is {f'{ours} {made}'.rstrip()} here{f', {meaning.counts}' if meaning.counts else ''}"
+    return f"{theirs} is {f'{ours} {made}'.rstrip()} here{_along(meaning.field, value, meaning.counts)}"
 
 
 def field_here(name: str, value: Any) -> str | None:
@@ -293,7 +329,7 @@ def field_here(name: str, value: Any) -> str | None:
     if (made := _value(meaning, value)) is None:
         return "leave it out"
     ours = f"{meaning.field} = {_toml(made)}" if made else meaning.field
-    return f"{name} is {ours} here{f', {meaning.counts}' if meaning.counts else ''}"
+    return f"{name} is {ours} here{_along(meaning.field, value, meaning.counts)}"
 
 
 def _value(meaning: Meaning, value: Any) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.command_line.arguments import SHORTCUTS, Parser, add_fields, fields, load, parse
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.config.aliases import AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
+from jaxdist.config.aliases import ALONG_NAMES, AXIS_NAMES, FLAG, NAMES, NOT_HERE_NAMES, OFF, SECTION_NAMES, VALUE_NAMES
 from jaxdist.config.parallel import Parallel
 
 # What else is needed where a field is of one family.
@@ -138,7 +138,8 @@ def test_each_value_is_told_and_what_is_told_is_accepted() -> None:
         for theirs, ours in table.items():
             for spelt in {theirs, theirs.upper(), theirs.replace("_", "-")} - {*FIELDS[field][2].split("|")}:
                 told = error_of(Experiment.parse, {section: model | {name: spelt}}, source="x")
-                assert told.endswith(f"; {spelt!r} is {ours!r} here"), told
+                more = ALONG_NAMES.get(field, {}).get(theirs)
+                assert told.endswith(f"; {spelt!r} is {ours!r} here{f', {more}' if more else ''}"), told
             got = Experiment.parse({section: model | {name: ours}}, source="x")
             assert getattr(getattr(got, section), name) == ours
 
@@ -174,6 +175,17 @@ def test_the_tables_are_of_this_program() -> None:
         (["--optimizer.name", "AdamW"], ["'AdamW' is 'adamw' here"]),
         (["--data.split", "SHARE"], ["'SHARE' is 'share' here"]),
         (["--fsdp", "full_shard auto_wrap"], ["--fsdp full_shard auto_wrap is --strategy fsdp here"]),
+        (["--optimizer.rule", "adam"], ["--optimizer.rule adam is --optimizer.name adam here"]),
+        (["--optimizer.amsgrad", "true"], ["Adam is without AMSGrad, which keeps the greatest second moment; leave"]),
+        (["--optimizer.fuzz", "1"], ["'--optimizer.fuzz'; see --help"]),
+        (["--optimizer.esp", "1"], ["see --help"]),
+        (["--train.stps", "1"], ["did you mean '--train.steps'?"]),
+        (["--strategy", "HYBRID_SHARD"], ["'HYBRID_SHARD' is 'fsdp' here, with --mesh data=R,fsdp=N for R replicas"]),
+        (["--fsdp", "hybrid_shard"], ["is --strategy fsdp here, with --mesh data=R,fsdp=N for R replicas"]),
+        (["--model.family", "mistral"], ["model.family = 'mistral': no such family; 'mistral' is 'llama' here, with"]),
+        (["--model.family", "LlamaForCausalLM"], ["family; 'LlamaForCausalLM' is 'llama' here"]),
+        (["--model.family", "GPT2LMHeadModel"], ["family; 'GPT2LMHeadModel' is 'gpt2' here"]),
+        (["--model.family", "phi3"], ["family; choose one of 'llama', 'gpt2', 'mixtral', 'qwen3_moe', 'resnet'"]),
         (["lr=3e-4"], ["unknown argument 'lr=3e-4'; --lr is --optimizer.learning_rate here"]),
         (["--zzz", "3"], ["unknown argument '--zzz'; see --help"]),
         (["stray"], ["unknown argument 'stray'; "]),

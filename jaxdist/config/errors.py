@@ -161,8 +161,19 @@ def _saved(last: Path | None) -> str:
     return f"the last checkpoint is {last}" if last else "there is no checkpoint"
 
 
+SHORT = 5  # letters of a name that shares half of them with names of another meaning by chance
+LIKENESS = 0.7  # least difflib ratio of such a name to the one that is meant
+LIKENESS_OF_LONGER = 0.6
+
+
+def closest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name of which `name` is a misspelling; None where all mean something else."""
+    cutoff = LIKENESS if len(name) <= SHORT else LIKENESS_OF_LONGER
+    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`did you mean 'x'?` when a valid name is close to `name`, else the list of valid names."""
-    valid = sorted(valid)
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(valid)}"
+    close = closest(name, valid := sorted(valid))
+    return f"did you mean {close!r}?" if close else f"choose one of {', '.join(valid)}"

@@ -15,7 +15,7 @@ import pydantic
 import tomli_w
 from pydantic import Field, model_validator
 
-from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_here
+from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
 from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, shrunk, ways
@@ -419,10 +419,14 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
         return f"{field} = {given!r}: must be a table of fields"
+    if kind == "union_tag_invalid":  # pydantic speaks of tags, and means families
+        field, given = "model.family", given["family"]
+        families = [name for model in MODELS for name in get_args(model.model_fields["family"].annotation)]
+        hint = value_told(field, given, families) or f"choose one of {', '.join(map(repr, families))}"
+        return f"{field} = {given!r}: no such family; {hint}"
     choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
-    here = value_here(field, given) or next((choice for choice in choices if plain(choice) == plain(given)), None)
-    hint = f"; {given!r} is {here!r} here" if here else ""
-    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{hint}"
+    told = value_told(field, given, choices)
+    return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {told}' if told else ''}"
 
 
 def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> str:

@@ -37,6 +37,9 @@ def layouts(model: Family) -> dict[str, Layout]:
 
 def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:
     """The closed form for a model of this kind."""
+    if mesh["tensor"] == 1 and experiment.parallel.sequence:  # it splits nothing, and gathers nothing
+        parallel = experiment.parallel.model_copy(update={"sequence": False})
+        experiment = experiment.model_copy(update={"parallel": parallel})
     form = ImageFootprint if isinstance(experiment.model, ResNet) else TokenFootprint
     return form(experiment, layouts(experiment.model), mesh, platform)
 

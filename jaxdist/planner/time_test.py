@@ -157,3 +157,12 @@ def test_factored_moments_are_read_and_written_as_they_are() -> None:
     )
     weights = factored.held(True) * factored.at_rest
     assert 3 * weights < factored.update < 3.01 * weights and adam.update > 6.99 * weights
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,pipeline=4", "fsdp=2,context=4"])
+def test_sequence_parallelism_without_tensor_changes_nothing(mesh: str) -> None:
+    plain, split = (
+        plan("llama-1b", parallel__mesh=mesh, parallel__sequence=sequence, train__batch=32, train__accumulation=4)
+        for sequence in (False, True)
+    )
+    assert (split.time, split.traffic, split.memory) == (plain.time, plain.traffic, plain.memory)
