@@ -1,1 +1,4 @@
-"""Closed forms of traffic and counts read from traced programs. Imports `config` and `parallel`."""
+"""Traffic and temporary memory by closed forms, and counts read from traced programs.
+
+Imports `config`, `runtime`, `parallel`, `families`.
+"""

@@ -1,1 +1,4 @@
-"""What a run takes, as ratios of runs of this machine: `python -m jaxdist.bench`."""
+"""Timings of this machine, as ratios of paired runs: `python -m jaxdist.bench`.
+
+Imports any room, and the commands that it times.
+"""

@@ -1,1 +1,4 @@
-"""The command line of both backends: options, overrides and configs. Imports `config`, `runs`, `formats`."""
+"""The command line of both sides: options, overrides, and the configs that they name.
+
+Imports `config`, `runs`, `formats`. Neutral: it imports neither jax nor torch.
+"""

@@ -1,4 +1,7 @@
-"""The experiment: its sections, their checks, and the hardware it runs on. Imports neither jax nor torch."""
+"""The experiment: its sections, their checks, and the hardware it runs on.
+
+Imports no other room. Neutral: both sides read it, so it imports neither jax nor torch.
+"""
 
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (

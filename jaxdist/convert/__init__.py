@@ -1,4 +1,7 @@
-"""Checkpoints of any kind into any other: `python -m jaxdist.convert SOURCE TARGET`."""
+"""Checkpoints of any kind into any other: `python -m jaxdist.convert SOURCE TARGET`.
+
+Imports `training` and the rooms below it. The one room that imports torch, to read and write its files.
+"""
 
 from jaxdist.convert.kinds.hf import read_hf, write_hf
 from jaxdist.formats.folders import is_hf

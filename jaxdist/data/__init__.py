@@ -1,4 +1,7 @@
-"""The same global batch for both backends: batch(step). Neither jax nor torch in here."""
+"""Text, token ids and images as batches: `batch(step)` is the same global batch on both sides.
+
+Imports `config`, `runs`, `formats`. Neutral: it imports neither jax nor torch.
+"""
 
 from jaxdist.data.dataset import (
     IGNORED,

@@ -1,4 +1,7 @@
-"""Models by family, the table of their parameters, and how arrays are put into them."""
+"""Models by family, the table of their parameters, and how arrays are put into them.
+
+Imports `config`, `data`, `ops`, `parallel`. A family speaks to the mesh by the verbs of `parallel/collectives.py`.
+"""
 
 from typing import TypeVar
 

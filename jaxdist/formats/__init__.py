@@ -1,1 +1,4 @@
-"""Names, shapes and headers of files that others wrote, read by both sides; nothing here computes."""
+"""Files of other programs: names, shapes, headers and where numbers lie in them.
+
+Imports `config`, `runs`. Neutral: both sides read it, so it imports neither jax nor torch. It computes nothing.
+"""

@@ -1,1 +1,4 @@
-"""Operations on one device's arrays: attention, matrix products, rotations. They name no mesh axis."""
+"""Operations on arrays of one device: attention, matrix products, rotations, types within `jax.shard_map`.
+
+Imports `config`. No function here sends anything over a mesh axis.
+"""

@@ -1,1 +1,4 @@
-"""How arrays lie on a mesh of devices, and the collectives between them. Imports `config`, `ops`, `runtime`."""
+"""How arrays lie on a mesh, and what its devices send: sharding, collectives, context, experts, pipeline.
+
+Imports `config`, `runtime`, `ops`. It knows no family of models.
+"""

@@ -1,1 +1,4 @@
-"""What an experiment takes on a mesh, known in advance: memory, traffic and time."""
+"""Memory, traffic and time of an experiment on a mesh, known before it runs.
+
+Imports `training` and the rooms below it.
+"""

@@ -1,1 +1,4 @@
-"""The process: start of ranks, compilation cache, allocator, compiler options. Imports `config` and `runs`."""
+"""The process: how ranks start and end, compiled programs on disk, the allocator, options of the compiler.
+
+Imports `config`, `runs`.
+"""

@@ -1,1 +1,4 @@
-"""Closed forms that a run is held against: traffic and memory, from the config alone."""
+"""Closed forms that runs are held against: collectives, pipelines, memory.
+
+Imports `runs`.
+"""

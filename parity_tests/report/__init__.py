@@ -1,1 +1,4 @@
-"""The pages and figures of a proof."""
+"""The page and the figures of a proof.
+
+Imports `runs`, `proof`.
+"""

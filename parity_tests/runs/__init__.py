@@ -1,1 +1,4 @@
-"""Runs of both sides, in processes that stay: which are made, what they leave, how names and numbers compare."""
+"""Runs of both sides: the cases, the processes that make them, and how names and numbers compare.
+
+Imports jaxdist and torch_ref; no other room.
+"""

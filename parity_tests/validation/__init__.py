@@ -1,1 +1,4 @@
-"""Proof of the proof: planted mistakes, false alarms, hostile files, and the figures measured with them."""
+"""The proof of the proof: planted mistakes, false alarms, hostile files, and figures measured with them.
+
+Imports any room.
+"""

@@ -1,1 +1,4 @@
-"""Checkpoints of other programs, opened by torch."""
+"""Checkpoints of any program, opened by torch.
+
+Imports `parallel`, `families`, and the neutral rooms of jaxdist.
+"""

@@ -1,1 +1,4 @@
-"""How tensors, tokens, experts and stages are split over ranks."""
+"""How tensors, tokens, experts and stages are split over ranks.
+
+Imports `jaxdist.config`.
+"""

@@ -1,1 +1,4 @@
-"""The process: start and end of ranks."""
+"""The process: how ranks start and end.
+
+Imports `jaxdist.config`, `jaxdist.runs`.
+"""
