@@ -19,7 +19,7 @@ from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.bounded import parse
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import hf, peft
-from jaxdist.convert.kinds.registry import KINDS, TARGETS, check_name, target_kind
+from jaxdist.convert.kinds.registry import KINDS, TARGETS, check_folder_name, check_name, target_kind, with_article
 from jaxdist.convert.mappings import mapped
 from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
@@ -108,7 +108,9 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     wanted = load(a.model, {}, "--model") if a.model else None
     if a.peak and not source.rates:
         having = ", ".join(name for name, kind in KINDS.items() if kind.rates)
-        raise ConfigError(f"--peak: SOURCE {a.source} is a {source.title}; it belongs to {having}; leave it out")
+        raise ConfigError(
+            f"--peak: SOURCE {a.source} is {with_article(source.title)}; it belongs to {having}; leave it out"
+        )
     decided = {"peak": a.peak} if a.peak else {}
     content = source.format.opened(a.source, wanted, training=target.state or a.ema, **decided)
     if a.peak and content.updates is None:
@@ -118,7 +120,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     if a.ema:
         content = content.averaged(a.source)
     elif source.state and not target.state:
-        say(f"a {target.title} holds weights alone: what else training needs stays behind")
+        say(f"{with_article(target.title)} holds weights alone: what else training needs stays behind")
     dtype = a.dtype or (dtype_before(content) if target is KINDS["hf"] else None)
     content = content if target.state else content.weights()
     content = resized(content, wanted.model) if wanted else content
@@ -295,6 +297,7 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
         "FILE, the safetensors of the torch model, compares names and shapes"
     )
     if theirs:
+        check_folder_name(a.target, "Orbax checkpoint of a pytree")
         like = Pytree(a.like)
         conversion = mapped.to_ours(a.source, mapping, a.dtype, like)
         write = partial(mapped.write_ours, tree=like.tree)
@@ -303,7 +306,8 @@ def by_mapping(mapping: KeyMapping, a: Any) -> tuple[Remapping, Target]:
         conversion, left = mapped.to_theirs(a.source, mapping, a.dtype, a.like)
         if left:
             say(f"{a.source}: what stays behind: {', '.join(left)}")
-        single = a.target.suffix == ".safetensors"
+        if not (single := a.target.suffix == ".safetensors"):
+            check_folder_name(a.target, "folder with model.safetensors", ", or of a .safetensors file")
         files = companions(a.like) if a.like and a.like.is_dir() and not single else {}
         write = partial(mapped.write_theirs, single=single, companions=files)
         target = Target(

@@ -160,11 +160,13 @@ def _all_named_in(file: Path, key: str) -> list[str | int]:
     Raises ConfigError."""
     try:
         found = json.loads(file.read_bytes()) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, not an object of settings")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"data.tokenizer: {str(file)!r} beside it: {error}; correct or remove it, or set data.end_of_text"
         ) from None
-    value = found.get(key) if isinstance(found, dict) else None
+    value = found.get(key)
     value = value.get("content") if isinstance(value, dict) else value
     listed = value if isinstance(value, list) else [value]
     return [one for one in listed if isinstance(one, str | int) and not isinstance(one, bool) and one != ""]

@@ -175,6 +175,10 @@ def test_another_end_is_other_data(folder: Path) -> None:
         ({"config": {"eos_token_id": 2**40}}, r"config\.json .* eos_token_id = 1099511627776, which is no token"),
         (names("\ud800"), r"eos_token = '\\ud800', which is no token"),
         (
+            {"tokenizer_config": [{"eos_token": "</s>"}]},
+            r"tokenizer_config\.json' beside it: it holds list, not an object of settings; correct or remove it",
+        ),
+        (
             {"tokenizer_config": "{"},
             r"tokenizer_config\.json' beside it: .*; correct or remove it, or set data\.end_of_text",
         ),

@@ -20,7 +20,8 @@ def refusal(path: Path) -> ConfigError:
     base = settings.get("base_model_name_or_path") or "a base model that it does not name"
     return ConfigError(
         f"{path} is a PEFT adapter ({settings.get('peft_type')}, r = {settings.get('r')}) of {base}, and no model; "
-        f"give the Hugging Face folder of that model as SOURCE, and --adapter {path} to merge it"
+        f"merge it into that model's Hugging Face folder BASE by `python -m jaxdist.convert BASE MERGED --adapter "
+        f"{path}`, and give MERGED"
     )
 
 

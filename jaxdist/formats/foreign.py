@@ -54,13 +54,18 @@ def check_files(folder: Path) -> None:
 
 
 def indexed(folder: Path, name: str = INDEX) -> dict[str, Path] | None:
-    """Tensor -> file in `folder`, as its index of that `name` has it; None without an index. Raises ConfigError."""
+    """Tensor -> file in `folder`, as its index of that `name` has it; None without an index.
+
+    Raises ConfigError, also where a file is not there."""
     index = folder / name
     if not index.exists():
         return None
     try:
         places = read_json(index)["weight_map"]
         files = {file: within(folder, file) for file in set(places.values())}
+        if missing := sorted(name for name, file in files.items() if not file.exists()):
+            those = f"{missing[0]} and {len(missing) - 1} more, which are" if missing[1:] else f"{missing[0]}, which is"
+            raise ConfigError(f"{folder}: {name} names {those} missing; copy that there, or download it again")
         return {name: files[file] for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

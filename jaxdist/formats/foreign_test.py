@@ -154,6 +154,8 @@ def test_an_index_that_is_none(content: str, folder: Path) -> None:
 def test_an_index(folder: Path) -> None:
     assert indexed(folder) is None
     (folder / INDEX).write_text('{"metadata": {}, "weight_map": {"t": "a", "u": "a", "v": "deep/b"}}')
+    (folder / "deep").mkdir(exist_ok=True)
+    (folder / "deep/b").touch()
     assert indexed(folder) == {"t": folder / "a", "u": folder / "a", "v": folder / "deep" / "b"}
 
 

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import NamedTuple
 from zipfile import ZipFile, is_zipfile
 
 from jaxdist.config import ConfigError
 from jaxdist.formats import llmc
 from jaxdist.formats.folders import (
+    BIN_INDEX,
+    CONFIG,
     is_bin_folder,
     is_deepspeed,
     is_hf,
@@ -18,7 +21,7 @@ from jaxdist.formats.folders import (
     part_of,
     unreadable,
 )
-from jaxdist.formats.foreign import SINGLE, Foreign, foreign_content
+from jaxdist.formats.foreign import INDEX, SINGLE, Foreign, foreign_content, indexed
 from jaxdist.formats.naming import MODEL
 
 
@@ -78,6 +81,38 @@ def several(path: Path, holds: Callable[[Path], object]) -> ConfigError | None:
     return ConfigError(f"{path}: it is no checkpoint, and has {len(found)} in it; give one, as {last}")
 
 
+class Companion(NamedTuple):
+    """A file that a folder needs: patterns of the files that need it, its name, and what it says."""
+
+    of: tuple[str, ...]
+    name: str
+    says: str
+
+
+MODEL_SAID, PLACES_SAID = "what model the weights are of", "which file has which tensors"
+COMPANIONS = (
+    Companion(("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", BIN_INDEX), CONFIG, MODEL_SAID),
+    Companion(("model-*-of-*.safetensors",), INDEX, PLACES_SAID),
+    Companion(("pytorch_model-*-of-*.bin",), BIN_INDEX, PLACES_SAID),
+    Companion(("consolidated.*.pth",), "params.json", MODEL_SAID),
+    Companion(("*.distcp",), ".metadata", PLACES_SAID),
+)
+
+
+def incomplete(path: Path) -> ConfigError | None:
+    """The error of a folder of weights that lacks other files; None of all else. Raises ConfigError where an index
+    names shards that are not there."""
+    for name in (INDEX, BIN_INDEX):
+        indexed(path, name)
+    lacking = [c for c in COMPANIONS if any(any(path.glob(of)) for of in c.of) and not (path / c.name).exists()]
+    if not lacking:
+        return None
+    missing = " and ".join(f"{c.name}, which says {c.says}," for c in lacking)
+    own = ["; or, for a model of your own, --mapping"] if lacking[0].name == CONFIG and len(lacking) == 1 else []
+    are = "are" if lacking[1:] else "is"
+    return ConfigError(f"{path}: {missing} {are} missing; copy it there, or download the folder again{''.join(own)}")
+
+
 # Where Orbax and TensorStore keep what describes a tree of arrays: the second is Levanter's, below its `model`.
 OF_TREES = ("_METADATA", "*/_METADATA", "manifest.ocdbt", "*/manifest.ocdbt", "model/**/.zarray", "model/**/zarr.json")
 
@@ -115,4 +150,6 @@ def loading(path: Path, fix: str = TORCH_WROTE) -> Iterator[None]:
         raise
     except Exception as error:  # of a damaged file, many kinds
         reason = str(error) if isinstance(error, ValueError) else f"it is damaged, or of another format ({error!r})"
+        if isinstance(error, FileNotFoundError):
+            reason, fix = "the file is not there", "copy it there, or download it again" if fix == TORCH_WROTE else fix
         raise ConfigError(f"{path}: {textwrap.shorten(reason, 200)}; {fix}") from None

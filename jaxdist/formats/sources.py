@@ -27,7 +27,7 @@ from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, 
 from jaxdist.formats.hf import experiment_for, read_model
 from jaxdist.formats.leaves import Leaves, Reader
 from jaxdist.formats.own_files import files_of
-from jaxdist.formats.refusals import is_torch_zip, mapped, refusal, several
+from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
 from jaxdist.formats.torch_files import SUFFIXES
 from jaxdist.runs.checkpoints import Looked, checkpoint_in, placed, whole
 
@@ -78,7 +78,7 @@ def kind_of(path: Path) -> str:
     if found is None and adapters.is_adapter(path):
         raise adapters.refusal(path)
     if found is None:
-        if error := several(path, kind_at):
+        if error := several(path, kind_at) or incomplete(path):
             raise error
         missing = "no such file or folder" if not path.exists() else "no checkpoint of a known kind"
         if (old := beside(path.resolve(), "old")).exists() and not path.exists():

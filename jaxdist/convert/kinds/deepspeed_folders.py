@@ -42,7 +42,7 @@ def opened(
     with loading(path, deepspeed.COPY):
         saved = saved_at(path)
         leaves = saved.weights
-    trainer = trainer_folders.trainer_state(saved.folder.parent)
+    trainer = trainer_folders.trainer_state(saved.folder.parent) if training else {}
     found = trainer_folders.found_in(around, trainer_folders.sections(around, trainer, {}))
     weights = Weights(path, agreed(str(path), found, wanted), leaves)
     state = saved.state(weights) if training else None

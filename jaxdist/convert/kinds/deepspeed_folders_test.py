@@ -445,6 +445,14 @@ def test_a_class_of_another_module_is_refused(tmp_path: Path) -> None:
         opened(tag)
 
 
+def test_weights_alone_need_no_state_of_a_trainer(tmp_path: Path) -> None:
+    tag = zero_2(tmp_path / "run", Trained(tmp_path))
+    (tag.parent / "trainer_state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"trainer_state.json: "):
+        opened(tag)
+    main([str(tag), str(tmp_path / "hf"), "--to", "hf"])
+
+
 def test_a_folder_without_its_model_states_is_told_what_is_missing(tmp_path: Path) -> None:
     tag = zero_2(tmp_path / "run", Trained(tmp_path))
     (tag / "mp_rank_00_model_states.pt").unlink()

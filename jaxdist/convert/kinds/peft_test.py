@@ -150,7 +150,8 @@ def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
     """The message's fix, followed, merges it."""
     folder = adapter(tmp_path / "a", pair(QUERY, 32, 32))
     says = (
-        rf"PEFT adapter \(LORA, r = 4\) of meta-llama/Llama, and no model; give .* and --adapter {folder} to merge it"
+        rf"PEFT adapter \(LORA, r = 4\) of meta-llama/Llama, and no model; .*jaxdist.convert BASE MERGED --adapter "
+        rf"{folder}`, and give MERGED"
     )
     with pytest.raises(ConfigError, match=says):
         main([str(folder), str(tmp_path / "out")])

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            raise ConfigError(f"a {self.title} needs torch; pip install 'jaxdist[torch]'") from None
+            raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
 
     def naming_of(self, content: Content) -> str:
         """What tensors of this content are called when they are written: as they were in a source of this kind."""
@@ -80,12 +80,23 @@ TARGETS = tuple(name for name, kind in KINDS.items() if kind.naming)
 
 def check_name(target: Path, kind: Kind) -> None:
     """Raises ConfigError where a folder would get the name of a file."""
-    if kind is not KINDS["torch"] and target.suffix in (".safetensors", *SUFFIXES):
-        other = "" if target.suffix == ".safetensors" else ", or --to torch"
+    if kind is not KINDS["torch"]:
+        check_folder_name(target, kind.title, "" if target.suffix == ".safetensors" else ", or --to torch")
+
+
+def check_folder_name(target: Path, title: str, other: str = "") -> None:
+    """Raises ConfigError where a folder, which holds what `title` says, would get the name of a file. `other`: what to
+    do instead, for the end of the message."""
+    if target.suffix in (".safetensors", *SUFFIXES):
         raise ConfigError(
-            f"TARGET {target}: {target.suffix} ends the name of a file, and what is to be written is a folder, a "
-            f"{kind.title}; give the name of one{other}"
+            f"TARGET {target}: {target.suffix} ends the name of a file, and what is to be written is a folder, "
+            f"{with_article(title)}; give the name of one{other}"
         )
+
+
+def with_article(title: str) -> str:
+    """The name of a kind of checkpoint, after "a" or "an"."""
+    return f"{'an' if title[0] in 'AEIOaeio' else 'a'} {title}"
 
 
 def target_kind(source: str, target: Path) -> str:

@@ -21,6 +21,7 @@ from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import orbax_files
 from jaxdist.convert.kinds.formats_test import content_of, tensors, written
+from jaxdist.convert.mappings.atoms import whole
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.hf import experiment_for, to_settings
 from jaxdist.training import checkpoint
@@ -28,6 +29,7 @@ from jaxdist.training.optim import learning_rate
 
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
+rules = importlib.import_module("jaxdist.convert.optimizers.rules")
 
 PREFIXES = ("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.")
 
@@ -154,6 +156,30 @@ class TestTorchFiles:
         main([str(tmp_path / "a.pt"), str(tmp_path / "run")])
         main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
         same(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"], changed)
+
+    def test_a_state_dict_that_is_sorted_by_name(self, tmp_path: Path) -> None:
+        """The optimizer numbers the parameters as the model does."""
+        tree, right = self.saved(tmp_path / "a.pt"), tensors(tmp_path / "a.pt")
+        optimizer, order = tree["optimizer"], [*entries("huggingface", self.model)]
+        names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
+        by_name = dict(zip(names, optimizer["state"].values(), strict=True))
+        changed = {
+            "state": {i: by_name[name] for i, name in enumerate(order)},
+            "param_groups": [{"lr": 0.1, "weight_decay": 0.1, "params": [*range(len(order))]}],
+        }
+        self.saved(tmp_path / "a.pt", model=dict(sorted(tree["model"].items())), optimizer=changed)
+        assert tensors(tmp_path / "a.pt") == right
+
+    def test_two_orders_that_fit(self) -> None:
+        """Tensors that are sorted by name, of one shape: nothing tells which is whose."""
+        entry = {kind: torch.ones(2, 2) for kind in STATES["adamw"]}
+        state: Any = {"state": {0: entry, 1: entry}, "param_groups": [{"params": [0, 1]}]}
+        shapes = dict.fromkeys("ab", (2, 2))
+        of_model = {name: whole(name, (name, 0), (2, 2)) for name in "ba"}
+        with pytest.raises(ConfigError, match=r"sorted by name, and its optimizer fits them both .* param_names"):
+            rules.order_of("a.pt", state, shapes, lambda *_: of_model, str)
+        state["param_groups"][0]["param_names"] = ["b", "a"]
+        assert rules.order_of("a.pt", state, shapes, lambda *_: of_model, str)[1] == {0: "b", 1: "a"}
 
     def test_an_order_that_cannot_be(self, tmp_path: Path) -> None:
         optimizer = self.saved(tmp_path / "a.pt")["optimizer"]

@@ -88,6 +88,20 @@ def test_there_and_back(target: str, files: tuple[Path, Path, Path], tmp_path: P
         assert same(reader.restore(tmp_path / "back"), wanted)
 
 
+@pytest.mark.parametrize("name", ["x.pt", "x.ckpt", "x.bin", "x.pth", "x.safetensors"])
+def test_a_folder_is_not_named_as_a_file(name: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """A single file of safetensors is one."""
+    ours, like, mapping = files
+    main([str(ours), str(tmp_path / "theirs.safetensors"), "--mapping", str(mapping)])
+    sources = [(tmp_path / "theirs.safetensors", ["--like", str(like)], "an Orbax checkpoint of a pytree")]
+    if name != "x.safetensors":
+        sources.append((ours, [], "a folder with model.safetensors"))
+    for source, more, title in sources:
+        with pytest.raises(ConfigError, match=rf"{name}: \.\w+ ends the name of a file, .* is a folder, {title}; give"):
+            main([str(source), str(tmp_path / name), "--mapping", str(mapping), *more])
+        assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize("sealed", [".", "params"])
 def test_a_source_that_changed(sealed: str, files: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """A manifest of the tree, or of the checkpoint around it."""

@@ -159,9 +159,24 @@ def order_of(
     like_it = Optimizer(name=rule.name)  # type: ignore[arg-type]
     wanted = {kind: {n: e.shape for n, e in kept(like_it, kind).items()} for kind in rule.kinds(groups)}
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
-    for order in (*named, *_orders(groups, shapes, rename)):
-        if set(order) == set(entries) and all(_fits(wanted, name, entries[i]) for i, name in order.items()):
-            return rule, order
+
+    def fitting(orders: Iterable[Order]) -> Order | None:
+        fits = (order for order in orders if set(order) == set(entries))
+        return next((o for o in fits if all(_fits(wanted, name, entries[i]) for i, name in o.items())), None)
+
+    order = fitting((*named, *_orders(groups, shapes, rename)))
+    if list(shapes) == sorted(shapes) and not named:  # whoever sorted the names lost the order of the parameters
+        of_model = {name: shapes[name] for kind in wanted.values() for name in kind if name in shapes}
+        other = fitting(_orders(groups, of_model, rename))
+        if order and other and order != other:
+            raise ConfigError(
+                f"{source}: its tensors are sorted by name, and its optimizer fits them both in that order and in the "
+                "order of the model's parameters; save it with param_names, by model.named_parameters(), or "
+                + WEIGHTS_ALONE
+            )
+        order = order or other
+    if order:
+        return rule, order
     if len(entries) < len(shapes):
         named_of = (zip(group["params"], group.get("param_names", ()), strict=False) for group in groups)
         missing = [name for numbered in named_of for i, name in numbered if i not in entries]
