@@ -1,6 +1,7 @@
 """Update rules that jaxdist lacks, recognized by what their optimizers save, so that none is taken for another rule.
 
-Names of torch.optim's state entries and group settings; LAMB's group settings are those of Apex, timm and DeepSpeed.
+Names of torch.optim's state entries and group settings; others' group settings are those of Apex, timm, DeepSpeed
+and torch_optimizer.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,6 +35,14 @@ UNSUPPORTED = (
     Unsupported("NAdam", frozenset({"mu_product"}), _any_of("momentum_decay")),
     # Adam has amsgrad beside it.
     Unsupported("RAdam", frozenset(), lambda group: "decoupled_weight_decay" in group and "amsgrad" not in group),
+    Unsupported(
+        "NovoGrad",
+        frozenset(),
+        lambda group: "grad_averaging" in group and not group.keys().isdisjoint(("amsgrad", "norm_type")),
+    ),
+    Unsupported("LARS", frozenset(), _any_of("trust_coeff", "trust_coefficient")),
+    Unsupported("AdamP or SGDP", frozenset(), _any_of("wd_ratio")),
+    Unsupported("Yogi", frozenset(), _any_of("initial_accumulator")),
     Unsupported("LAMB", frozenset(), _any_of("grad_averaging", "trust_clip", "max_coeff")),
     Unsupported("LBFGS", frozenset({"old_dirs", "old_stps"}), _any_of("line_search_fn", "tolerance_grad")),
 )

@@ -51,9 +51,21 @@ def test_another_rule_is_refused_by_its_name(name: str) -> None:
             rule_of("a.pt", ["momentum_buffer"], groups)
 
 
-def test_lamb_is_not_taken_for_adamw() -> None:
-    with pytest.raises(ConfigError, match="its optimizer is LAMB, "):
-        rule_of("a.pt", ["exp_avg", "exp_avg_sq"], [{"lr": 1e-3, "betas": (0.9, 0.999), "grad_averaging": True}])
+@pytest.mark.parametrize(
+    ("name", "kept", "settings"),
+    [
+        ("LAMB", ["exp_avg", "exp_avg_sq"], {"grad_averaging": True, "max_grad_norm": 1.0}),
+        ("LAMB", ["exp_avg", "exp_avg_sq"], {"max_coeff": 10.0, "min_coeff": 0.01}),
+        ("NovoGrad", ["exp_avg", "exp_avg_sq"], {"grad_averaging": False, "amsgrad": False}),
+        ("AdamP or SGDP", ["exp_avg", "exp_avg_sq"], {"delta": 0.1, "wd_ratio": 0.1}),
+        ("Yogi", ["exp_avg", "exp_avg_sq"], {"initial_accumulator": 1e-6}),
+        ("LARS", ["momentum_buffer"], {"momentum": 0.9, "trust_coeff": 0.001, "trust_clip": False}),
+    ],
+)
+def test_a_rule_with_the_state_of_another(name: str, kept: list[str], settings: dict[str, Any]) -> None:
+    """Only the settings of its groups tell it from AdamW, or from SGD."""
+    with pytest.raises(ConfigError, match=f"its optimizer is {name}, a rule that jaxdist does not have"):
+        rule_of("a.pt", kept, [{"lr": 1e-3, "betas": (0.9, 0.999), **settings}])
 
 
 @pytest.mark.parametrize(
