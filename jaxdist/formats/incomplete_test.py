@@ -24,6 +24,7 @@ SHARD, BIN_SHARD = "model-00001-of-00002.safetensors", "pytorch_model-00001-of-0
         (["config.json", BIN_SHARD], f"{BIN_INDEX}, "),
         ([BIN_SHARD], f"config.json, .* and {BIN_INDEX}, "),
         (["consolidated.00.pth"], "params.json, which says what model"),
+        (["adapter_model.safetensors"], "adapter_config.json, which says how to merge them, is missing"),
         (["__0_0.distcp"], ".metadata, which says which file"),
     ],
 )
@@ -31,6 +32,12 @@ def test_the_missing_file_is_named(files: list[str], missing: str, tmp_path: Pat
     for name in files:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ConfigError, match=f"{tmp_path}: {missing}.*; copy it there, or download the folder again"):
+        kind_of(tmp_path)
+
+
+def test_a_config_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config.json is there, and no weights beside it; copy model.safetensors"):
         kind_of(tmp_path)
 
 

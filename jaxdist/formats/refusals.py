@@ -90,7 +90,9 @@ class Companion(NamedTuple):
 
 
 MODEL_SAID, PLACES_SAID = "what model the weights are of", "which file has which tensors"
+ADAPTER = Companion(("adapter_model.safetensors", "adapter_model.bin"), "adapter_config.json", "how to merge them")
 COMPANIONS = (
+    ADAPTER,
     Companion(("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", BIN_INDEX), CONFIG, MODEL_SAID),
     Companion(("model-*-of-*.safetensors",), INDEX, PLACES_SAID),
     Companion(("pytorch_model-*-of-*.bin",), BIN_INDEX, PLACES_SAID),
@@ -106,7 +108,10 @@ def incomplete(path: Path) -> ConfigError | None:
         indexed(path, name)
     lacking = [c for c in COMPANIONS if any(any(path.glob(of)) for of in c.of) and not (path / c.name).exists()]
     if not lacking:
-        return None
+        alone = (path / CONFIG).is_file() and not mapped(path)
+        why = f"{CONFIG} is there, and no weights beside it; copy {SINGLE} there, or its shards and {INDEX}"
+        return ConfigError(f"{path}: {why}") if alone else None
+    lacking = lacking[:1] if lacking[0] is ADAPTER else lacking
     missing = " and ".join(f"{c.name}, which says {c.says}," for c in lacking)
     own = ["; or, for a model of your own, --mapping"] if lacking[0].name == CONFIG and len(lacking) == 1 else []
     are = "are" if lacking[1:] else "is"
