@@ -102,8 +102,8 @@ END = 10**12
 # What is planted: the kind of file, what is put in whose place, and what the fuzzer says of it.
 PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "any path in an index": ("index", [(foreign, "within", join)], "outside of the folder"),
-    "keys twice in an index": ("index", [(foreign, "_object", last_wins)], "a key was given twice"),
-    "keys twice in config.json": ("config", [(foreign, "_object", last_wins)], "a key was given twice"),
+    "keys twice in an index": ("index", [(bounded, "_object", last_wins)], "a key was given twice"),
+    "keys twice in config.json": ("config", [(bounded, "_object", last_wins)], "a key was given twice"),
     "layers without end": (
         "config",
         [(hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), (model, "MOST_LAYERS", END)],
@@ -134,10 +134,10 @@ def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "plant", "file"),
     [
-        ("safetensors", (foreign, "_object", last_wins), "tensor-given-twice"),
+        ("safetensors", (bounded, "_object", last_wins), "tensor-given-twice"),
         ("index", (foreign, "within", join), "outside-by-dots.json"),
         ("index", (foreign, "within", join), "outside-by-a-link.json"),
-        ("manifest", (foreign, "_object", last_wins), "file-given-twice.json"),
+        ("manifest", (bounded, "_object", last_wins), "file-given-twice.json"),
         ("manifest", (checkpoints, "within", join), "outside-by-dots.json"),
         ("manifest", (checkpoints, "within", join), "outside-by-a-link.json"),
         ("dcp", (dcp_index.Index, "dispatch", pickle._Unpickler.dispatch), "bytearray-of-8-terabytes"),  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ from jaxdist.convert.mappings.atoms import Entry, Shape, by_views, recut
 from jaxdist.convert.mappings.rows import LAYER, SCALES, Row, check_row, missing_layers, only_keys, read_row, toml
 from jaxdist.convert.mappings.transforms import RESHAPE, SAME, TRANSFORMS, as_ours, fitting, result
 
-MAPPINGS = {file.stem: file for file in (Path(__file__).parent / "mappings").glob("*.toml")}  # shipped, by name
+MAPPINGS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}  # shipped, by name
 Shapes = Mapping[str, Shape]
 View = Callable[["Pair", np.ndarray], np.ndarray]
 
