@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     saving = checkpoint.Checkpoints(folder.checkpoints, experiment.checkpoint) if folder else nullcontext()
     with folder or nullcontext(), saving as checkpoints, Saving(experiment.checkpoint, agree=greatest) as schedule:
-        start, state = starting_state(program, arguments.init, folder, checkpoints)
+        with arguments.reading_weights():
+            start, state = starting_state(program, arguments.init, folder, checkpoints)
         if folder:
             from_first(partial(begin, folder, experiment, start, partial(beside, arguments.companions_of)))
         for line in (*arguments.notes, where):

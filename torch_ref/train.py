@@ -77,7 +77,8 @@ def train(
                 plain, whole = (build(experiment.model) for _ in range(2))
             model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
             optimizer = Optimizer(model, experiment, mesh)
-            start = starting_state(model, optimizer, experiment, arguments.init, folder)
+            with arguments.reading_weights():
+                start = starting_state(model, optimizer, experiment, arguments.init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
             held = footprint.held(model, optimizer, experiment, mesh)

@@ -4,14 +4,14 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jaxdist.config.aliases import flag_here, plain
-from jaxdist.config.errors import ConfigError, closest, nearest
+from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import MODELS, Experiment, as_argument, section_type
 from jaxdist.config.model import Llama, Section, model_differences, same_model
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
@@ -54,6 +54,8 @@ class Arguments:
     """Options that only this command has."""
     notes: Sequence[str] = ()
     """Lines on the starting weights, and on a config.json used as config, to print at the start."""
+    model_told: bool = True
+    """False where nothing says what model the starting weights are of: they are read for the default model."""
 
     @property
     def companions_of(self) -> Path | None:
@@ -63,6 +65,21 @@ class Arguments:
             return self.init
         folder = self.config.parent if self.config.name == HF_CONFIG else self.config
         return folder if folder.is_dir() else None
+
+    @contextmanager
+    def reading_weights(self) -> Iterator[None]:
+        """Around what reads the starting weights. Raises ConfigError where they do not fit a default model that nobody
+        asked for."""
+        try:
+            yield
+        except OtherShapes as error:
+            if self.model_told:
+                raise
+            problem = str(error).rpartition(";")[0].removeprefix(f"{self.init}: ")
+            raise ConfigError(
+                f"--init {self.init}: the file does not say what model it is, and does not fit the default model "
+                f"({problem}); give its config, as --config PATH|NAME with its [model] section"
+            ) from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -322,7 +339,8 @@ def parse(
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
-    return Arguments(experiment=experiment, notes=tuple(notes), **run)
+    told = not run["init"] or start or config or any(name.startswith("model.") for name in given)
+    return Arguments(experiment=experiment, notes=tuple(notes), model_told=bool(told), **run)
 
 
 def _resolve_resume(run: dict[str, Any]) -> None:

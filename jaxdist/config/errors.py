@@ -19,6 +19,10 @@ class ConfigError(Exception):
     """Bad arguments or config. The message names the field, its value and the fix; the process ends with 2."""
 
 
+class OtherShapes(ConfigError):
+    """Weights have other names or shapes than the tensors of the model that they are read for."""
+
+
 class TrainingError(Exception):
     """The run cannot go on. The message says where it stopped and what to try; the process ends with 1."""
 

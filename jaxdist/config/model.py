@@ -14,7 +14,7 @@ import pydantic
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, OtherShapes
 
 
 def _number(value: Any) -> Any:
@@ -392,8 +392,8 @@ def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:
 
 
 def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raises ConfigError naming the first tensor of `source` that is transposed, missing, unexpected or of another
-    shape, and the layers that are missing as a whole."""
+    """Raises ConfigError naming the first tensor of `source` that is transposed, or OtherShapes naming the first one
+    that is missing, unexpected or of another shape, and the layers that are missing as a whole."""
     bad = [name for name in sorted(found.keys() | wanted.keys()) if found.get(name) != wanted.get(name)]
     turned = [name for name in bad if len(found.get(name, ())) == 2 and wanted.get(name) == found[name][::-1]]
     if turned:
@@ -410,7 +410,7 @@ def check_shapes(source: str, found: Mapping[str, Shape], wanted: Mapping[str, S
         layers = sorted(_layers(wanted) - _layers(found))
         lacking = "".join(f"{', ' if i else ''}{name}{number}" for i, (name, number) in enumerate(layers[:5]))
         more += f"; it has nothing of {lacking}{', ...' if layers[5:] else ''}" if layers else ""
-        raise ConfigError(
+        raise OtherShapes(
             f"{source}: tensor {bad[0]} is {there} there, and {here} in the model{more}; "
             "give weights that belong to their config"
         )

@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import plan
 from jaxdist.command_line.arguments import load, parse
-from jaxdist.config import ConfigError, Experiment, Family
+from jaxdist.config import ConfigError, Experiment, Family, check_shapes
 from jaxdist.formats.described import folder_of, source_of
 
 LLAMA: dict[str, Any] = {
@@ -229,3 +229,21 @@ def test_the_plan_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model: Family = load(tmp_path / "hf", {}).model
     found = json.loads(capsys.readouterr().out)
     assert model.layers == 6 and found
+
+
+def test_weights_that_do_not_tell_their_model_ask_for_a_config(tmp_path: Path) -> None:
+    """The default model, which nobody asked for, is not to blame; a model that was asked for is."""
+    file, config = tmp_path / "ckpt.pt", tmp_path / "c.toml"
+    file.write_bytes(b"weights")
+    config.write_text("[model]\nlayers = 3\n")
+
+    def message(*line: str) -> str:
+        with pytest.raises(ConfigError) as error, parse(["--init", str(file), *line], "test", "").reading_weights():
+            check_shapes(str(file), {"lm_head": (256, 48)}, {"lm_head": (256, 128)})
+        return str(error.value)
+
+    asked = message()
+    assert asked.startswith(f"--init {file}: the file does not say what model it is, and does not fit the default")
+    assert asked.endswith("in the model); give its config, as --config PATH|NAME with its [model] section")
+    for line in (["--config", str(config)], ["--config", "default"], ["--model.layers", "3"]):
+        assert message(*line).endswith("; give weights that belong to their config")
