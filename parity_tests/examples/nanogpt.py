@@ -13,12 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.command_line.arguments import load, positional
+from jaxdist.command_line.arguments import load
 from jaxdist.config import GPT2
-from jaxdist.data import dataset_of
+from jaxdist.data import dataset_of, in_steps
 from jaxdist.runs.folder import RunFolder
+from parity_tests.examples.command import PLAIN, check, example
 
 SAVED = 3  # the iteration before which ckpt.pt is saved
+NANOGPT: dict[str, tuple[Any, ...]] = {  # what nanoGPT's model and loop do
+    "optimizer.decay": ("cosine",),
+    "precision.policy": ("fp64",),
+    "model.gelu": ("exact",),
+    "model.tied": (True,),
+    "model.norm_eps": (1e-5,),
+}
 
 
 class LayerNorm(nn.Module):
@@ -90,13 +98,18 @@ class GPT(nn.Module):
         return self.lm_head(t["ln_f"](x))  # type: ignore[no-any-return]
 
 
+@example(__doc__, "CONFIG.toml", "OUT_DIR", "RUN_DIR")
 def main(config: Path, out: Path, run: Path) -> None:
-    experiment = load(config, {})  # <- what the run is to be compared with
+    experiment = in_steps(load(config, {}))  # <- what the run is to be compared with
+    check(experiment, {"model.family": ("gpt2",)})
+    m = experiment.model
+    assert isinstance(m, GPT2)
+    check(experiment, PLAIN | NANOGPT | {"model.hidden": (4 * m.dim,)})
+    out.mkdir(parents=True, exist_ok=True)
     data = dataset_of(experiment)  # <- the same batches
     folder = RunFolder(run, experiment)  # <-
     folder.create(experiment.on_data(data.fingerprint))  # <-
-    train, o, m = experiment.train, experiment.optimizer, experiment.model
-    assert isinstance(m, GPT2)
+    train, o = experiment.train, experiment.optimizer
     arguments: dict[str, Any] = {
         "n_layer": m.layers,
         "n_head": m.heads,
@@ -108,14 +121,14 @@ def main(config: Path, out: Path, run: Path) -> None:
     settings: dict[str, Any] = {
         "learning_rate": o.learning_rate, "max_iters": train.steps, "batch_size": train.batch, "grad_clip": o.clip,
         "gradient_accumulation_steps": 1, "decay_lr": True, "warmup_iters": o.warmup - 1, "dtype": "float64",
-        "lr_decay_iters": o.decay_steps - 1, "min_lr": o.final * o.learning_rate,
+        "lr_decay_iters": (o.decay_steps or train.steps) - 1, "min_lr": o.final * o.learning_rate,
     }  # fmt: skip
 
     def get_lr(it: int) -> float:
         warmup, end, least = (settings[key] for key in ("warmup_iters", "lr_decay_iters", "min_lr"))
         if it < warmup:
             return float(o.learning_rate * (it + 1) / (warmup + 1))
-        coefficient = 0.5 * (1 + math.cos(math.pi * min(1, (it - warmup) / (end - warmup))))
+        coefficient = 0.5 * (1 + math.cos(math.pi * min(1, (it - warmup) / max(1, end - warmup))))
         return float(least + coefficient * (o.learning_rate - least))
 
     torch.manual_seed(train.seed)
@@ -138,7 +151,7 @@ def main(config: Path, out: Path, run: Path) -> None:
         tokens, targets = (torch.from_numpy(x).long() for x in data.batch(it + 1, train.batch, train.seed))
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1)
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(parameters, o.clip)
+        norm = nn.utils.clip_grad_norm_(parameters, o.clip or math.inf)
         adam.step()
         adam.zero_grad(set_to_none=True)
         folder.log({"step": it + 1, "loss": loss.item(), "grad_norm": norm.item(), "learning_rate": get_lr(it)})  # <-
@@ -146,7 +159,3 @@ def main(config: Path, out: Path, run: Path) -> None:
     kept = {n: {"weights": p.detach(), **adam.state[p]} for n, p in model.named_parameters()}  # <-
     tensors = {f"{k}/{n}": t.numpy() for n, s in kept.items() for k, t in s.items() if t.ndim}  # <-
     folder.record(train.steps, tensors)  # <-
-
-
-if __name__ == "__main__":
-    main(*positional(__doc__, "CONFIG.toml", "OUT_DIR", "RUN_DIR"))

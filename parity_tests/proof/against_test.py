@@ -17,7 +17,9 @@ import tomli_w
 import torch
 from safetensors.numpy import load_file, save_file
 
+from jaxdist import families
 from jaxdist.config import ConfigError, Experiment, read_record, write_record
+from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.runs.folder import RunFolder
 from parity_tests.__main__ import main
 from parity_tests.conftest import Runs, counted
@@ -25,6 +27,7 @@ from parity_tests.proof import bisect, levels
 from parity_tests.proof.proof import Proof
 from parity_tests.runs.run import JAX, Run
 from parity_tests.runs.transformers_train import Double
+from torch_ref.training.optim import learning_rate
 
 pytest.importorskip("transformers")
 
@@ -181,10 +184,71 @@ def test_the_command_line_of_an_example(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [example, *given])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module(f"parity_tests.examples.{example}", run_name="__main__")
+        runpy.run_path(str(EXAMPLE.with_stem(example)), run_name="__main__")
     assert end.value.code == (0 if given == ["--help"] else 2)
     told = "".join(capsys.readouterr())
     assert "CONFIG.toml" in told and "RUN_DIR" in told
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "own_loop": (
+        {"optimizer": {"name": "lion"}, "precision": {"policy": "bf16"}},
+        ("optimizer.name", "precision.policy"),
+    ),
+    "nanogpt": (
+        {"optimizer": {"decay": "linear"}, "model": {"family": "gpt2"}},
+        ("optimizer.decay", "precision.policy"),
+    ),
+    "own_loop of no steps": ({"train": {"steps": 0}}, ("train.steps = 0",)),
+    "nanogpt of a llama": ({"model": {"family": "llama"}}, ("model.family = 'llama'",)),
+    "own_loop of a bad field": (
+        {"optimizer": {"decay": "cosign"}},
+        ("optimizer.decay", "'cosine', 'linear' or 'constant'"),
+    ),
+    "nanogpt of a bad field": ({"train": {"batch": 0}}, ("train.batch",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_example_refuses_what_its_loop_does_not_do(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, says = REFUSED[case]
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps(values), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["example", str(config), str(tmp_path / "hf"), str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLE.with_stem(case.partition(" ")[0])), run_name="__main__")
+    assert end.value.code == 2 and not (tmp_path / "run").exists()
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and all(part in told for part in says), told
+
+
+SCHEDULES = [{"warmup": 3}, {"warmup": 1, "decay_steps": 2}, {"warmup": 0, "decay": "linear"}, {"decay": "constant"}]
+
+
+@pytest.mark.parametrize("optimizer", SCHEDULES, ids=["all warm-up", "early end", "linear", "constant"])
+@pytest.mark.parametrize("policy", ["fp32", "fp64"])
+def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: dict[str, Any], policy: str) -> None:
+    model = SIZES | LLAMA | {"layers": 1, "dim": 12, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    values = {
+        "model": model,
+        "data": {"sequence": 8},
+        "train": {"steps": 3, "batch": 1},
+        "optimizer": {"clip": 0.0} | optimizer,
+        "precision": {"policy": policy},
+    }
+    config, experiment = tmp_path / "config.toml", Experiment.parse(values, source="test")
+    config.write_text(tomli_w.dumps(values), encoding="utf-8")
+    random = np.random.default_rng(0)
+    shapes = {name: layout.shape for name, layout in families.layouts(families.build(experiment.model)).items()}
+    weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    write_hf(tmp_path / "hf", experiment.model, weights)
+    runpy.run_path(str(EXAMPLE))["main"](config, tmp_path / "hf", tmp_path / "run")
+    run = Run("mine", tmp_path / "run")
+    rates = [learning_rate(experiment.optimizer, 3, step) for step in (1, 2, 3)]
+    assert [record["learning_rate"] for record in run.metrics] == rates
+    assert {w.dtype.name for w in run.states.values()} == {{"fp32": "float32", "fp64": "float64"}[policy]}
 
 
 def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
@@ -248,15 +312,17 @@ def test_an_eps_that_float32_hides_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("within", "word"), [("Double()", "equivalent"), ("nullcontext()", "not_equivalent")])
+@pytest.mark.parametrize(
+    ("within", "word"), [("in_dtype(experiment)", "equivalent"), ("nullcontext(torch.float64)", "not_equivalent")]
+)
 def test_a_loop_in_float64(tmp_path: Path, within: str, word: str) -> None:
     """transformers' norms and rotation ask for float32 by name; README says how they get float64."""
-    before, line, rest = EXAMPLE.read_text(encoding="utf-8").partition("model = ")
-    body, kept, after = rest.partition("\nkept = ")
-    script = f"{before}with {within}:\n    {(line + body).replace(chr(10), chr(10) + '    ')}{kept}{after}"
-    imports = "from contextlib import nullcontext\nfrom parity_tests.runs.transformers_train import Double\n"
+    script = EXAMPLE.read_text(encoding="utf-8").replace(
+        "import torch\n", "from contextlib import nullcontext\n\nimport torch\n"
+    )
+    assert script.count("in_dtype(experiment)") == 1
     example = tmp_path / "loop.py"
-    example.write_text(imports + script.replace("dtype=torch.float32", "dtype=torch.float64"), encoding="utf-8")
+    example.write_text(script.replace("in_dtype(experiment)", within), encoding="utf-8")
     run = looped(*begun(tmp_path, "fp64"), tmp_path / "run", example)
     verdict = proved(run, tmp_path / "proof")
     assert verdict["verdict"] == word, verdict["sentence"]
