@@ -168,12 +168,17 @@ def _saved(last: Path | None) -> str:
 SHORT = 5  # letters of a name that shares half of them with names of another meaning by chance
 LIKENESS = 0.7  # least difflib ratio of such a name to the one that is meant
 LIKENESS_OF_LONGER = 0.6
+BEGINNING = 3  # least letters of a name that is cut short
 
 
 def closest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name of which `name` is a misspelling; None where all mean something else."""
+    """The valid name of which `name` is a misspelling or the beginning; None where all mean something else."""
+    valid = list(valid)
+    begun = [other for other in valid if len(name) >= BEGINNING and other.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
     cutoff = LIKENESS if len(name) <= SHORT else LIKENESS_OF_LONGER
-    close = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
