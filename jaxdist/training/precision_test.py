@@ -80,7 +80,7 @@ def plain_sum(y: jax.Array, bias: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "parameter"),
     [
-        (collectives, "wide", lambda x: x, "embed.embedding"),
+        (collectives, "at_least_f32", lambda x: x, "embed.embedding"),
         (layers, "add_bias", plain_sum, "layers.mlp.down_proj.bias"),
     ],
 )

@@ -368,7 +368,7 @@ MISTAKES: dict[Any, tuple[Any, str, tuple[str, ...]]] = {
     one_replica: (Step, "reduce", ("hybrid", "2x2x2 zero1")),
     counted_per_device: (Step, "norm", ("ddp", "tensor")),
     own_tokens: (step, "cross_entropy", ("ddp", "fsdp")),
-    neighbours: (Step, "pieces", ("zero1", "zero2")),
+    neighbours: (Step, "shard_params", ("zero1", "zero2")),
     last_microbatch: (Step, "accumulate", ("accumulation", "2x4 zero2", "2x2x2 kept")),
 }
 

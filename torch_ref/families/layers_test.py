@@ -87,5 +87,5 @@ def test_scores_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score of 50 rounded to bfloat16 would be off by up to 0.1, and its probability by as much of itself."""
     q, k, v = ((3 * torch.randn(2, 16, 4, 32, generator=torch.Generator().manual_seed(i))).bfloat16() for i in range(3))
     assert scores_error(q, k, v) <= 2 * UNIT
-    monkeypatch.setattr("torch_ref.families.layers.wide", lambda x: x)
+    monkeypatch.setattr("torch_ref.families.layers.at_least_f32", lambda x: x)
     assert scores_error(q, k, v) > 2 * UNIT

@@ -58,7 +58,7 @@ def test_squares_of_bfloat16_are_added_in_float32(monkeypatch: pytest.MonkeyPatc
     gradient = torch.full((1000,), 1.0078125, dtype=torch.bfloat16)  # its square takes twice the digits
     exact = pytest.approx(gradient.double().norm().item(), rel=1e-6)
     assert global_norm([gradient]).item() == exact
-    monkeypatch.setattr("torch_ref.training.optim.wide", lambda x: x)
+    monkeypatch.setattr("torch_ref.training.optim.at_least_f32", lambda x: x)
     assert global_norm([gradient]).item() != exact
 
 
