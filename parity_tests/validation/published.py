@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rich.table import Column, Table
 
 from jaxdist.command_line.arguments import load
+from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.hardware import hardware
 from jaxdist.planner.plans import Plan
 from jaxdist.runs.display import console, say
@@ -68,6 +69,8 @@ def ratio(run: Run, overlap: bool = False, rate: float | None = None) -> float:
 
 
 def main() -> None:
+    if not DEVICES.is_dir():
+        raise ConfigError(f"{DEVICES}: measured figures are not installed; run this from a clone of the repository")
     names = ("measured", "planned", "ratio", "overlapped", "GiB", "planned")
     table = Table("run", *(Column(name, no_wrap=True) for name in names))
     for run in runs():
@@ -87,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_codes(main)
