@@ -244,10 +244,10 @@ def test_results_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_stamp_is_of_what_makes_and_judges_a_proof() -> None:
     root = Path(false_alarms.__file__).parents[2]
     names = {file.relative_to(root).as_posix() for file in stamp.sources() if not file.stem.endswith("_test")}
-    parts = ("train", "training/step", "training/optim", "accounting/traffic")
-    needed = {f"{side}/{part}.py" for side in ("jaxdist", "torch_ref") for part in parts}
-    parts = ("validation/false_alarms", "runs/workers", "runs/cases", "proof/proof", "proof/levels")
-    needed |= {f"parity_tests/{part}.py" for part in (*parts, "expected/memory_model")}
+    of_a_side = ("train", "training/step", "training/optim", "accounting/traffic")
+    needed = {f"{side}/{part}.py" for side in ("jaxdist", "torch_ref") for part in of_a_side}
+    judging = ("validation/false_alarms", "runs/workers", "runs/cases", "proof/proof", "proof/levels")
+    needed |= {f"parity_tests/{part}.py" for part in (*judging, "expected/memory_model")}
     assert names >= needed
     assert not any(part in name for part in ("convert", "checkpoint", "dcp") for name in names)
 
