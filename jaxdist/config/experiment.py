@@ -7,7 +7,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,9 +18,8 @@ from pydantic import Field, model_validator
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
 from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError, nearest
-from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, shrunk, ways
+from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, splits, ways
 from jaxdist.config.model import (
-    GPT2,
     LISTED,
     Count,
     CountOrZero,
@@ -158,7 +157,7 @@ class Experiment(Section):
         if train.batch % train.accumulation:
             raise ValueError(
                 f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} "
-                f"equal microbatches; use train.batch = {_multiple(train.accumulation, train.batch)}, or "
+                f"equal microbatches; use train.batch = {multiple(train.accumulation, train.batch)}, or "
                 f"train.accumulation = {math.gcd(train.batch, train.accumulation)}"
             )
         return self
@@ -204,7 +203,7 @@ class Experiment(Section):
         self._check_rows(axes, "sequences")
         self.check_times(self.data.sequence, axes)
         self._check_chunks(axes)
-        for field, size, parameter, over in self._splits(self.model):
+        for field, size, parameter, over in splits(self):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
                 if field == "vocab":
@@ -227,7 +226,7 @@ class Experiment(Section):
             raise ConfigError(
                 f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
                 f"train.accumulation = {train.accumulation} microbatches; use a multiple of "
-                f"{least}, as train.batch = {_multiple(least, train.batch)}{along(others, 'train.batch')}"
+                f"{least}, as train.batch = {multiple(least, train.batch)}{along(others, 'train.batch')}"
             )
 
     def _check_chunks(self, axes: Mapping[str, int]) -> None:
@@ -298,7 +297,7 @@ class Experiment(Section):
         if layers % parts:
             fix = ways(self, axes, ["pipeline"], "layers", parts)
             if layers % chunks:
-                fix = f"use model.layers = {_multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
+                fix = f"use model.layers = {multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
             raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
         every = self.memory.remat_every
         if layers // parts % every:
@@ -331,31 +330,11 @@ class Experiment(Section):
                 else:
                     mesh = resized(axes, over, 1 if times % chunks else times // chunks)
                     as_field = field.rpartition(": ")[2]
-                    fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {_multiple(parts, times)}"
+                    fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {multiple(parts, times)}"
                 raise ConfigError(
                     f"{field} = {times} cannot be divided over the mesh axis {' × '.join(over)} = {size}, which splits "
                     f"it {why}; {fix}"
                 )
-
-    def _splits(self, m: Llama | GPT2 | Mixture) -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
-        """(field, size, a parameter with that dimension, the mesh axes that split it)."""
-        attention, mlp = "layers.attention", "layers.mlp"
-        heads = ("tensor", "context") if self.parallel.context == "ulysses" else ("tensor",)
-        yield "heads", m.heads, f"{attention}.q_proj", heads
-        yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
-        yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
-        yield "vocab", m.vocab_rows, "embed", ("tensor",)
-        if self.parallel.strategy == "ddp":
-            return
-        shards = ("fsdp", "expert", "context")
-        yield "dim", m.dim, "embed", shards
-        if m.qkv_bias:  # a vector is split along the one dimension that it has
-            yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", *shards)
-            yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", *shards)
-        if m.mlp_bias:
-            yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *shards)
-        if m.qk_norm:
-            yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", shards
 
     def on_data(self, fingerprint: str) -> "Experiment":
         """This experiment, bound to the data that it was begun with."""
@@ -383,11 +362,6 @@ class Experiment(Section):
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
-
-
-def _multiple(of: int, number: int) -> int:
-    """The least multiple of `of` that is not below `number`."""
-    return math.ceil(number / of) * of
 
 
 def read_toml(path: Path, source: str = "--config") -> dict[str, Any]:

@@ -122,25 +122,41 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
         yield ("layers",), axes["pipeline"] * parallel.virtual_stages
     if isinstance(m, Mixture):
         yield ("experts",), axes["expert"]
-    heads = of("tensor", "context") if parallel.context == "ulysses" else of("tensor")
-    yield ("heads",), heads
-    if not isinstance(m, GPT2):
-        yield ("kv_heads",), heads
-    yield ("hidden",), of("tensor")
-    if m.vocab_rows % of("tensor"):
-        yield ("vocab_multiple",), math.lcm(of("tensor"), m.vocab_multiple)
-    if parallel.strategy == "ddp":
+    for name, size, _, over in splits(e):
+        if name == "vocab":
+            if size % of(*over):
+                yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
+        elif not isinstance(m, GPT2):
+            yield tuple(name.split(" × ")), of(*over)
+        elif not name.startswith("kv_heads"):  # its kv heads are its heads, and their sizes make up its width
+            yield ("dim" if "×" in name else name,), of(*over)
+
+
+def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
+    """Each size of a decoder that mesh axes split: its field (or product of fields), the size, a parameter with that
+    dimension, and the axes."""
+    m, attention, mlp = e.model, "layers.attention", "layers.mlp"
+    assert not isinstance(m, ResNet)
+    heads = ("tensor", "context") if e.parallel.context == "ulysses" else ("tensor",)
+    yield "heads", m.heads, f"{attention}.q_proj", heads
+    yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
+    yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
+    yield "vocab", m.vocab_rows, "embed", ("tensor",)
+    if e.parallel.strategy == "ddp":
         return
-    yield ("dim",), of(*SHARDS)
-    if m.qkv_bias and isinstance(m, GPT2):  # a vector is split along the one dimension that it has
-        yield ("dim",), of("tensor", *SHARDS)
-    elif m.qkv_bias:
-        yield ("heads", "head_dim"), of("tensor", *SHARDS)
-        yield ("kv_heads", "head_dim"), of("tensor", *SHARDS)
+    yield "dim", m.dim, "embed", SHARDS
+    if m.qkv_bias:  # a vector is split along the one dimension that it has
+        yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", *SHARDS)
+        yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", *SHARDS)
     if m.mlp_bias:
-        yield ("hidden",), of("tensor", *SHARDS)
+        yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *SHARDS)
     if m.qk_norm:
-        yield ("head_dim",), of(*SHARDS)
+        yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", SHARDS
+
+
+def multiple(of: int, number: int) -> int:
+    """The least multiple of `of` that is not below `number`."""
+    return math.ceil(number / of) * of
 
 
 def _sizes(e: "Experiment") -> dict[str, int]:
@@ -151,4 +167,4 @@ def _sizes(e: "Experiment") -> dict[str, int]:
 
 
 def _grow(sizes: dict[str, int], name: str, of: int) -> None:
-    sizes[name] = math.ceil(sizes[name] / of) * of
+    sizes[name] = multiple(of, sizes[name])

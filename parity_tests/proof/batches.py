@@ -140,16 +140,21 @@ def other_targets(tokens: np.ndarray, targets: np.ndarray) -> Iterator[tuple[str
     yield "the batch with its padding as targets too", np.where(valid, targets, padding).astype(targets.dtype)
 
 
+def parts_of(batch: Batches, experiment: Experiment) -> list[Rows]:
+    """The microbatches of a batch, as torch_ref trains on them."""
+    rows = Rows(torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).long())
+    if experiment.model.input_kind == "tokens":
+        rows = rows._replace(inputs=rows.inputs.long())
+    return list(microbatches(rows, experiment.train.accumulation))
+
+
 @torch.no_grad()
 def mean_losses(model: torch.nn.Module, batch: Batches, experiment: Experiment) -> dict[str, float]:
     """Losses that loops report of a batch, in nats per valid token or image, by how they are computed.
 
     The first is the right one, by microbatches as in training. NaN for a batch without a valid token.
     """
-    rows = Rows(torch.from_numpy(batch[0]), torch.from_numpy(batch[1]).long())
-    if experiment.model.input_kind == "tokens":
-        rows = rows._replace(inputs=rows.inputs.long())
-    parts = list(microbatches(rows, experiment.train.accumulation))
+    parts = parts_of(batch, experiment)
     sums, added = zip(*(losses(model, part, 1) for part in parts), strict=True)
     counts = [(part.targets != IGNORED).sum() for part in parts]
     mean, balance = float(sum(sums) / sum(counts)), float(sum(added) / len(parts))

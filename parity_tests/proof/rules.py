@@ -11,11 +11,11 @@ from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.optimizer import ParamRole
 from jaxdist.data import IGNORED, Batches, dataset_of
 from jaxdist.runs.display import say
-from parity_tests.proof.batches import LONG, filled, mean_losses
+from parity_tests.proof.batches import LONG, filled, mean_losses, parts_of
 from parity_tests.proof.evidence import UPDATE, Rules
 from parity_tests.runs.compare import Records
 from torch_ref.training.optim import clip, learning_rate
-from torch_ref.training.step import Rows, losses, microbatches
+from torch_ref.training.step import losses
 
 MOST = 8  # steps up to which an update is searched: gradients of all steps before it are held
 CONFIRMED = 2  # further steps whose losses and gradient norms a rule has to give
@@ -174,17 +174,12 @@ class Training:
 
     def gradients(self, step: int) -> float:
         """Adds the weights of now and their clipped gradients on a step's batch to the past; returns the norm."""
-        train = self.experiment.train
-        batch = self.batch(step)
-        inputs = torch.from_numpy(batch[0])
-        rows = Rows(
-            inputs.long() if self.experiment.model.input_kind == "tokens" else inputs, torch.from_numpy(batch[1]).long()
-        )
+        parts = parts_of(self.batch(step), self.experiment)
         self.model.zero_grad(set_to_none=True)
-        count = (rows.targets != IGNORED).sum()
-        for part in microbatches(rows, train.accumulation):
+        count = sum((part.targets != IGNORED).sum() for part in parts)
+        for part in parts:
             total, added = losses(self.model, part, 1)
-            (total / count + added / train.accumulation).backward()  # type: ignore[no-untyped-call]
+            (total / count + added / len(parts)).backward()  # type: ignore[no-untyped-call]
         norm = float(clip(self.model.parameters(), self.experiment.optimizer.clip))
         for name, p in self.model.named_parameters():
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
