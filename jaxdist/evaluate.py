@@ -12,6 +12,7 @@ import numpy as np
 from rich.progress import track
 
 from jaxdist.command_line.arguments import Parser, count, user_path
+from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
 from jaxdist.convert.weights import load_weights, source_experiment
 from jaxdist.data import Split, dataset_of
@@ -110,9 +111,11 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    add_plugins(parser)
     a = parser.parse_args(argv)
     if not a.checkpoint.exists():
         raise ConfigError(f"--checkpoint {a.checkpoint}: no such folder; give a checkpoint that exists")
+    load_named(a.plugins, a.checkpoint)
     if bool(a.tokens) != bool(a.logits):
         raise ConfigError("--tokens FILE.npy and --logits FILE.npy go together; give both")
     if a.logits and not a.logits.parent.is_dir():

@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from jaxdist.command_line.arguments import Parser, add_fields, count, load, user_path
+from jaxdist.command_line.arguments import Parser, add_fields, count, load, load_before_fields, user_path
+from jaxdist.command_line.plugins import add_plugins
 from jaxdist.config import ConfigError, Experiment, exit_codes
 from jaxdist.config.errors import CODES, DoesNotFit, writes_to
 from jaxdist.config.hardware import Hardware, hardware, shipped
@@ -219,6 +220,7 @@ def size_of(text: str) -> float:
 
 def arguments(argv: Sequence[str]) -> Any:
     """The command line; `fields` are those of the config by dotted name. Raises ConfigError."""
+    load_before_fields(argv)
     parser = Parser(
         prog="python -m jaxdist.plan",
         usage="%(prog)s [--config PATH|NAME] [--mesh 64x8] [--hardware h100] [--compiled] [--section.field VALUE ...]\n"
@@ -244,6 +246,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("--top", type=many, default=10, metavar="N", help="with --recommend: how many are shown (10)")
     parser.add_argument("--output", type=user_path, metavar="DIR", help="also write plan.html, drawn, and plan.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    add_plugins(parser)
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     own = {name: given.pop(name) for name in (

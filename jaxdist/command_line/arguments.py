@@ -10,10 +10,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from jaxdist.command_line.plugins import add_plugins, load_named, merged
 from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import MODELS, Experiment, as_argument, section_type
 from jaxdist.config.model import Llama, Section, model_differences, same_model
+from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
 
 SHORTCUTS = {
@@ -141,7 +143,7 @@ class Parser(argparse.ArgumentParser):
 def fields() -> dict[str, tuple[type[Section], Any, str]]:
     """Every config field: dotted name -> (the table that has it, default, what its value looks like)."""
     found: dict[str, tuple[type[Section], Any, str]] = {}
-    for section, info in Experiment.model_fields.items():
+    for section, info in Experiment.sections().items():
         tables: tuple[type[Section], ...] = MODELS if section == "model" else (info.annotation,)  # type: ignore[assignment]
         for table in tables:
             for name, field in table.model_fields.items():
@@ -218,19 +220,23 @@ def load(
             f"--steps {overrides['train.steps']} --epochs {overrides['train.epochs']}: each says how long; give one"
         )
     values = read_config(find_config(config, option), option) if config else {}
+    sections = {name: value for name, value in overrides.items() if name != "plugins"}
+    if plugins := merged(values.get("plugins"), overrides.get("plugins", "")):
+        values["plugins"] = plugins
+        load_plugins(plugins_of(values))
     own_model = "model" in values
     if start and not own_model:
         values = _over(start.tables(), values)
         _check_family(values["model"], f"--init {start.path}", overrides)
     elif own_model:
         _check_family(values["model"], f"{option} {config}", overrides)
-    for dotted in overrides:
+    for dotted in sections:
         section = dotted.partition(".")[0]
         if not isinstance(table := values.setdefault(section, {}), dict):
             raise ConfigError(f"{section} = {table!r}: must be a table of fields")
         for field in FORGETS.get(dotted, ()):
             table.pop(field, None)
-    for dotted, value in overrides.items():
+    for dotted, value in sections.items():
         section, _, field = dotted.partition(".")
         values[section][field] = value
     experiment = Experiment.parse(values, source=str(config or "arguments"))
@@ -288,6 +294,7 @@ def parse(
 
     `describe` tells the model of the weights to start from, where it can. Raises ConfigError.
     """
+    load_before_fields(argv)
     parser = Parser(
         prog=f"python -m {program}",
         usage="%(prog)s [--config PATH|NAME] [--mesh 2x4] [--output DIR] [--section.field VALUE ...]",
@@ -326,6 +333,7 @@ def parse(
         help="auto: GPUs if there are enough, else the CPU (default auto)",
     )
     own = [parser.add_argument(flag, **option).dest for flag, option in options.items()]
+    add_plugins(parser)
     add_fields(parser)
     given = vars(parser.parse_args(argv))
     run = {name: given.pop(name) for name in ("config", "output", "resume", "init", "device")}
@@ -334,6 +342,7 @@ def parse(
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
     run["init"] = run["init"] and folder_of(run["init"])
+    load_named("", run["init"])
     start = describe(run["init"]) if run["init"] else None
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
@@ -341,6 +350,18 @@ def parse(
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
     told = not run["init"] or start or config or any(name.startswith("model.") for name in given)
     return Arguments(experiment=experiment, notes=tuple(notes), model_told=bool(told), **run)
+
+
+def load_before_fields(argv: Sequence[str]) -> None:
+    """Load the plugins that a command line names, itself or by its config or run, whose families have options of their
+    own. Raises ConfigError."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_plugins(parser)
+    parser.add_argument("--config", type=user_path)
+    parser.add_argument("--output", type=user_path)
+    parser.add_argument("--resume", nargs="?", type=user_path, const=None)
+    named = vars(parser.parse_known_args(argv)[0])
+    load_named(named.pop("plugins"), *named.values())
 
 
 def _resolve_resume(run: dict[str, Any]) -> None:

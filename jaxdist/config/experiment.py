@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 import pydantic
 import tomli_w
 from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
 
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
 from jaxdist.config.data import Data
@@ -34,6 +35,7 @@ from jaxdist.config.model import (
 )
 from jaxdist.config.optimizer import Optimizer
 from jaxdist.config.parallel import Parallel, resized, written
+from jaxdist.config.plugins import Plugins, load_plugins
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 
@@ -128,6 +130,8 @@ class Metrics(Section):
 class Experiment(Section):
     """One experiment, as both backends read it."""
 
+    plugins: Plugins = None
+    """Packages to import, which register families, optimizers, strategies, data sources and kinds of checkpoints."""
     model: Annotated[Family, Field(discriminator="family")] = Llama()
     data: Data = Data()
     train: Train = Train()
@@ -138,6 +142,11 @@ class Experiment(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     record: Record = Record()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Unpickle, as in a rank of torch's. Raises ConfigError as `load_plugins`."""
+        super().__setstate__(state)
+        load_plugins(self.plugins or ())
 
     @model_validator(mode="after")
     def _fits(self) -> "Experiment":
@@ -187,6 +196,11 @@ class Experiment(Section):
             raise ValueError("optimizer.name = muon with model.family = resnet: it is of matrices alone; use adamw")
         if not all(self.data.pixel_std):
             raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for pixels as they are")
+
+    @classmethod
+    def sections(cls) -> dict[str, FieldInfo]:
+        """The fields that are tables."""
+        return {name: field for name, field in cls.model_fields.items() if name != "plugins"}
 
     @property
     def per_row(self) -> int:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxdist.command_line.arguments import Parser, load, user_path
+from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.bounded import parse
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
@@ -243,6 +244,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument(
         "--json", action="store_true", help="with --inspect: print one JSON object, and all else to stderr"
     )
+    add_plugins(parser)
     a = parser.parse_args(argv)
     if a.inspect and a.target:
         raise ConfigError(f"--inspect with TARGET {a.target}: inspecting writes nothing; leave one of them out")
@@ -262,6 +264,7 @@ def arguments(argv: Sequence[str]) -> Any:
             raise ConfigError(f"--{option} with --mapping {a.mapping}: SOURCE tells the direction; leave it out")
     if a.like and not a.mapping:
         raise ConfigError("--like belongs to --mapping; leave it out")
+    load_named(a.plugins, a.source)
     return a
 
 

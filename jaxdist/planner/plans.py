@@ -143,8 +143,8 @@ def flags(experiment: Experiment, given: Experiment) -> str:
     short = {"parallel.mesh": "mesh", "parallel.strategy": "strategy"}
     before, after = given.model_dump(), experiment.model_dump()
     found = []
-    for section, fields in after.items():
-        for name, value in fields.items():
+    for section in Experiment.sections():
+        for name, value in after[section].items():
             if value != before[section][name]:
                 text = ",".join(value) if isinstance(value, tuple) else str(value).lower()
                 found.append(f"--{short.get(f'{section}.{name}', f'{section}.{name}')} {text}")

@@ -18,6 +18,7 @@ from jaxdist.config.bounded import read_bytes
 from jaxdist.config.errors import ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Experiment, as_argument, read_toml
 from jaxdist.config.model import Mixture, ResNet
+from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.record import write_record
 from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
 from jaxdist.runs.display import say
@@ -86,6 +87,7 @@ class RunFolder:
         file = self.path / "config.toml"
         if not (values := read_toml(file, "--output")):
             raise ConfigError(f"--output: {file} is empty; put a copy of it back, or begin a new run elsewhere")
+        load_plugins(plugins_of(values))
         begun = self.begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
@@ -380,4 +382,5 @@ def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{name}": value for section, table in values.items() for name, value in table.items()}
+    tables = {section: table for section, table in values.items() if isinstance(table, dict)}
+    return {f"{section}.{name}": value for section, table in tables.items() for name, value in table.items()}

@@ -31,5 +31,5 @@ def filled(told: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) 
     """What --model sets, and of all else what the file tells; all as it is of another family. Raises ConfigError."""
     if wanted.model.family != told["model"]["family"]:
         return wanted
-    given: dict[str, dict[str, Any]] = wanted.model_dump(exclude_unset=True, exclude_none=True)
+    given: dict[str, dict[str, Any]] = wanted.model_dump(exclude={"plugins"}, exclude_unset=True, exclude_none=True)
     return Experiment.parse({name: told.get(name, {}) | given.get(name, {}) for name in {**told, **given}}, source)

@@ -1,0 +1,47 @@
+"""The option --plugins, and the plugins of the configs and run folders that a command line names."""
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.experiment import read_toml
+from jaxdist.config.model import listed
+from jaxdist.config.plugins import load_plugins, plugins_of
+from jaxdist.formats.described import RUN_CONFIG
+from jaxdist.runs.checkpoints import run_of
+
+HELP = "packages to import, which register families, optimizers, strategies, data sources and kinds of checkpoints"
+
+
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """The option --plugins."""
+    parser.add_argument("--plugins", metavar="PACKAGE[,PACKAGE]", default="", help=HELP)
+
+
+def merged(config: Any, option: str) -> Any:
+    """The plugins of a config, and those of --plugins after them; what a config has of another type stays."""
+    if not option or not isinstance(config, list | tuple | None):
+        return config
+    return [*dict.fromkeys([*(config or ()), *listed(option)])]
+
+
+def load_named(option: str, *paths: Path | None) -> None:
+    """Load the plugins of --plugins, and those of the TOML files and runs at `paths`. Raises ConfigError."""
+    load_plugins(listed(option))
+    for path in paths:
+        load_plugins(plugins_at(path) if path else ())
+
+
+def plugins_at(path: Path) -> Sequence[str]:
+    """The plugins of a TOML file, a run folder, or the run that a checkpoint belongs to; none where it has no config
+    that can be read, which whoever reads it says."""
+    run = path if path.is_dir() and (path / RUN_CONFIG).is_file() else run_of(path)
+    file = path if path.suffix == ".toml" else run / RUN_CONFIG if run else None
+    if file is None or not file.is_file():
+        return ()
+    with suppress(ConfigError):
+        return plugins_of(read_toml(file))
+    return ()

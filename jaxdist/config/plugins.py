@@ -1,0 +1,88 @@
+"""Packages of others that add families, optimizers, strategies, data sources and kinds of checkpoints.
+
+Importing a plugin registers its rows, by `jaxdist.register_*` and, for torch's side, `torch_ref.register_*`.
+"""
+
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import pydantic
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.model import listed
+
+GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
+
+_loaded: dict[str, None] = {}  # packages in the order in which they were imported
+
+
+def load_plugins(names: Iterable[str]) -> None:
+    """Import plugins, each once, after those that installed packages declare. Raises ConfigError naming the plugin."""
+    for package, declared in _declared().items():
+        _load(package, f"plugin {package!r}, which the installed {declared} declares", f"uninstall {declared}")
+    for package in names:
+        _load(package, f"plugin {package!r}", "leave it out of --plugins and of the config's plugins")
+
+
+def loaded_plugins() -> tuple[str, ...]:
+    """The packages imported so far."""
+    return tuple(_loaded)
+
+
+def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
+    """The plugins that a config names; none where they are no list of texts, which validation says."""
+    found = listed(values.get("plugins"))
+    return found if isinstance(found, list | tuple) and all(isinstance(name, str) for name in found) else ()
+
+
+@cache
+def _declared() -> dict[str, str]:
+    """Module of each entry point in GROUP -> the distribution that declares it."""
+    return {point.module: point.dist.name if point.dist else point.name for point in entry_points(group=GROUP)}
+
+
+def _load(package: str, named: str, otherwise: str) -> None:
+    if package in _loaded:
+        return
+    try:
+        import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
+            raise _failed(error, named, otherwise) from None
+        raise ConfigError(
+            f"{named}: there is no such package on Python's path; install it, run in the folder that holds it, or "
+            f"{otherwise}"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{named}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise _failed(error, named, otherwise) from None
+    _loaded[package] = None
+
+
+def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
+    """The error of an import that failed, with the line of the plugin's code that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    file, line, said = frames[-1].filename, frames[-1].lineno, str(error)
+    if isinstance(error, SyntaxError):
+        file, line, said = error.filename or file, error.lineno, error.msg
+    return ConfigError(
+        f"{named}: its import fails, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
+    )
+
+
+def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Raises ValueError for plugins that are not loaded: files that are no configs name them without loading them."""
+    if missing := [name for name in names or () if name not in _loaded]:
+        raise ValueError(
+            f"plugins = {','.join(missing)}: not loaded, since only configs and the command line load plugins; add "
+            f"--plugins {','.join(missing)} if you trust their code"
+        )
+    return tuple(dict.fromkeys(names)) if names else None
+
+
+Plugins = Annotated[tuple[str, ...] | None, pydantic.BeforeValidator(listed), pydantic.AfterValidator(_checked)]

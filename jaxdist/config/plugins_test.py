@@ -1,0 +1,121 @@
+"""Plugins are imported once, by the command line, a config or an entry point, and what is wrong with one is said."""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxdist.command_line.arguments import load, load_before_fields
+from jaxdist.command_line.plugins import load_named, plugins_at
+from jaxdist.config import ConfigError, Experiment, plugins
+from jaxdist.plan import arguments as plan_arguments
+
+Package = Callable[..., str]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """package(name, source) -> name: a package on Python's path, gone after the test."""
+    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def made(name: str, source: str = "") -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return made
+
+
+def test_a_config_and_the_command_line_name_plugins(package: Package, tmp_path: Path) -> None:
+    first, second = package("first_plugin"), package("second_plugin")
+    config = tmp_path / "config.toml"
+    config.write_text(f'plugins = ["{first}"]\n[train]\nsteps = 3\n', encoding="utf-8")
+    experiment = load(config, {"plugins": f"{second},{first}", "train.batch": "8"})
+    assert experiment.plugins == plugins.loaded_plugins() == (first, second)
+    config.write_text(experiment.to_toml(), encoding="utf-8")
+    assert load(config, {}) == experiment and plugins_at(tmp_path) == [first, second]
+    assert plan_arguments(["--config", str(config), "--plugins", first]).fields["plugins"] == first
+
+
+def test_a_config_without_plugins_does_not_speak_of_them() -> None:
+    assert "plugins" not in Experiment().to_toml()
+
+
+def test_a_plugin_is_imported_once(package: Package, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    count.write_text("")
+    name = package("counted_plugin", f"with open({str(count)!r}, 'a') as file:\n    file.write('1')\n")
+    for _ in range(2):
+        load_before_fields(["--plugins", name, "--mesh", "1x1"])
+    assert count.read_text() == "1"
+
+
+def test_a_rank_that_unpickles_an_experiment_loads_its_plugins(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = pickle.dumps(load(None, {"plugins": (name := package("ranks_plugin"))}))
+    monkeypatch.setattr(plugins, "_loaded", {})
+    assert pickle.loads(sent).plugins == plugins.loaded_plugins() == (name,)
+
+
+def test_what_installed_packages_declare_is_loaded_by_every_command(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, info = package("declared_plugin"), tmp_path / "declared-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[jaxdist.plugins]\nany = {name}\nother = missing_plugin:anything\n")
+    plugins._declared.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="plugin 'missing_plugin', which the installed declared declares: there"):
+            load_before_fields([])
+        assert plugins.loaded_plugins() == (name,)
+    finally:
+        plugins._declared.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "import nothing_of_this_name",
+            "its import fails, ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ),
+        (
+            "x = 1\nraise ValueError('no licence')",
+            "its import fails, ValueError: no licence \\(.*__init__.py, line 2\\)",
+        ),
+        ("def broken(:", "its import fails, SyntaxError: .*__init__.py, line 1\\)"),
+        ("raise SystemExit('over')", "its import fails, SystemExit: over"),
+    ],
+)
+def test_an_import_that_fails_is_told_by_its_own_message(package: Package, source: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {said}.*; correct it, or leave it out of"):
+        load_named(package("failing_plugin", source))
+    assert plugins.loaded_plugins() == ()
+
+
+def test_a_plugin_that_is_not_there(package: Package) -> None:
+    with pytest.raises(ConfigError, match=r"plugin 'nowhere.at_all': there is no such package on Python's path; "):
+        load_named("nowhere.at_all")
+
+
+def test_a_file_that_is_no_config_imports_nothing(package: Package) -> None:
+    name = package("sneaky_plugin", "raise RuntimeError('imported')")
+    values = json.loads(json.dumps({"plugins": [name]}))
+    with pytest.raises(ConfigError, match=rf"checkpoint: plugins = {name}: not loaded, .*add --plugins {name} if you"):
+        Experiment.parse(values, source="checkpoint")
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize("value", ["3", "[3]", "{a = 1}"])
+def test_plugins_that_are_no_names(value: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f"plugins = {value}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"plugins(\.0)? = .*: input should be a valid"):
+        load(config, {})
