@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="the parity suite needs torch: pip install '
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # the user's own is neither written nor read
 
-from jaxdist import families
+from jaxdist.families import models
 from jaxdist.formats.dcp_index import EXPERIMENT
 from jaxdist.runs.checkpoints import seal
 from parity_tests.expected import collectives
@@ -167,7 +167,7 @@ Collectives = list[dict[str, Any]]
 def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
     """The checks of the counts of collectives, after a change of these."""
     experiment = run.experiment
-    layouts = families.layouts(families.build(experiment.model))
+    layouts = models.layouts(models.build(experiment.model))
     expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
     changed = Run(run.side, run.path)
     changed.summary["collectives"] = change(run.summary["collectives"])

@@ -27,7 +27,7 @@ from jaxdist.runs.signals import Action, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.formats.hf import describe, lies_beside
 from torch_ref.parallel import experts, pipeline
 from torch_ref.parallel.context import context

@@ -2,10 +2,10 @@
 
 import math
 
-from jaxdist import families
 from jaxdist.accounting.traffic import ITEMSIZE, tokens_of
 from jaxdist.config import Experiment
 from jaxdist.config.model import Decoder
+from jaxdist.families import models
 from jaxdist.parallel import sharding
 from jaxdist.runtime.processes import world
 
@@ -24,7 +24,7 @@ def scratch(experiment: Experiment) -> float:
     e.check_mesh(mesh := e.parallel.axes())
     if math.prod(mesh.values()) == world().size:
         return 0.0
-    matrices = [layout for layout in families.layouts(families.build(e.model)).values() if layout.decays]
+    matrices = [layout for layout in models.layouts(models.build(e.model)).values() if layout.decays]
     row, kept = sharding.strategy(e.parallel), 1 if e.memory.remat == "none" else min(1, 3 / e.model.layers)
     gradients = results = 0.0
     for layout in matrices:

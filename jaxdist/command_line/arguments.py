@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from jaxdist.command_line.plugins import add_plugins, load_named, merged
 from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
-from jaxdist.config.experiment import MODELS, Experiment, as_argument, section_type
-from jaxdist.config.model import Llama, Section, model_differences, same_model
+from jaxdist.config.experiment import Experiment, as_argument, section_type
+from jaxdist.config.model import Section, model_differences, same_model
 from jaxdist.config.plugins import load_plugins, plugins_of
+from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
 
 SHORTCUTS = {
@@ -144,7 +145,9 @@ def fields() -> dict[str, tuple[type[Section], Any, str]]:
     """Every config field: dotted name -> (the table that has it, default, what its value looks like)."""
     found: dict[str, tuple[type[Section], Any, str]] = {}
     for section, info in Experiment.sections().items():
-        tables: tuple[type[Section], ...] = MODELS if section == "model" else (info.annotation,)  # type: ignore[assignment]
+        tables: Iterable[Any] = (info.annotation,)
+        if section == "model":
+            tables = dict.fromkeys(row.config for row in FAMILIES.values())
         for table in tables:
             for name, field in table.model_fields.items():
                 shape = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"
@@ -256,7 +259,7 @@ def _check_family(model: Any, source: str, overrides: Mapping[str, Any]) -> None
     fields that no such model has."""
     if not isinstance(model, dict) or "model.family" not in overrides:
         return
-    wanted, found = overrides["model.family"], model.get("family", Llama.model_fields["family"].default)
+    wanted, found = overrides["model.family"], model.get("family", default_family())
     fields = section_type("model", {"model": {"family": wanted}}).model_fields
     if wanted != found and (lacking := [f"model.{name}" for name in model if name not in fields]):
         flags = " ".join(f"--{name}" for name in overrides if name.startswith("model."))

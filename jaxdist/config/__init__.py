@@ -21,7 +21,7 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
-from jaxdist.config.model import GPT2, Decoder, Family, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
+from jaxdist.config.model import GPT2, Decoder, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, KEPT, Optimizer
 from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
@@ -39,7 +39,6 @@ __all__ = [
     "Data",
     "Decoder",
     "Experiment",
-    "Family",
     "Llama",
     "Memory",
     "Metrics",

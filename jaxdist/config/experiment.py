@@ -9,7 +9,7 @@ import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import pydantic
 import tomli_w
@@ -24,8 +24,7 @@ from jaxdist.config.model import (
     LISTED,
     Count,
     CountOrZero,
-    Family,
-    Llama,
+    Decoder,
     Mixture,
     Model,
     NotNegative,
@@ -38,6 +37,7 @@ from jaxdist.config.parallel import Parallel, resized, written
 from jaxdist.config.plugins import Plugins, load_plugins
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
+from jaxdist.config.registry import FAMILIES, default_family
 
 
 class Train(Section):
@@ -66,7 +66,15 @@ class Train(Section):
     """Batches of the validation split evaluated after the last step; 0 for none."""
 
 
-MODELS: tuple[type[Model], ...] = get_args(Family)
+def model_of(value: Any) -> Model:
+    """A model section, by the class of its family. Raises ValueError for a family that nothing has registered."""
+    if isinstance(value, Model) or not isinstance(value, Mapping):
+        return Model.model_validate(value)
+    family = value.get("family", default_family())
+    if not isinstance(family, str) or family not in FAMILIES:
+        hint = value_told("model.family", family, FAMILIES) or f"choose one of {', '.join(map(repr, FAMILIES))}"
+        raise ValueError(f"model.family = {family!r}: no such family; {hint}")
+    return FAMILIES[family].config.model_validate({"family": family, **value})
 
 
 Offloaded = Literal["optimizer", "parameters", "activations"]
@@ -132,7 +140,9 @@ class Experiment(Section):
 
     plugins: Plugins = None
     """Packages to import, which register families, optimizers, strategies, data sources and kinds of checkpoints."""
-    model: Annotated[Family, Field(discriminator="family")] = Llama()
+    model: Annotated[pydantic.SerializeAsAny[Model], pydantic.PlainValidator(model_of)] = Field(
+        default_factory=lambda: model_of({})
+    )
     data: Data = Data()
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
@@ -153,7 +163,7 @@ class Experiment(Section):
         model, train = self.model, self.train
         if isinstance(model, ResNet):
             self._fits_images(model)
-        elif self.data.sequence > model.positions:
+        elif isinstance(model, Decoder) and self.data.sequence > model.positions:
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
                 f"use data.sequence = {model.positions}, or model.positions = {self.data.sequence}"
@@ -369,8 +379,6 @@ class Experiment(Section):
             raise ConfigError(
                 f"{source}: {reprlib.repr(values)} is no table of settings; give the sections of a config"
             )
-        if isinstance(values.get("model", {}), dict):
-            values = values | {"model": {"family": "llama"} | values.get("model", {})}
         try:
             return cls.model_validate(values)
         except pydantic.ValidationError as error:
@@ -391,15 +399,13 @@ def section_type(name: str, values: Mapping[str, Any]) -> type[Section]:
     """The class of a section; the model's depends on its family."""
     if name == "model":
         family = values.get("model", {}).get("family")
-        return next((m for m in MODELS if family in get_args(m.model_fields["family"].annotation)), Llama)
+        return FAMILIES[family if family in FAMILIES else default_family()].config
     return Experiment.model_fields[name].annotation  # type: ignore[return-value]
 
 
 def _explain(problem: Any, values: dict[str, Any]) -> str:
     """One pydantic error in the config's own terms: field, value and fix."""
     place = [str(part) for part in problem["loc"]]
-    if place[:1] == ["model"]:  # pydantic puts the family between the section and its field
-        place[1:2] = []
     field, given, kind = ".".join(place), problem["input"], problem["type"]
     if kind == "extra_forbidden":
         return f"{field} = {given!r}: no such field; {_field_hint(place, given, values)}"
@@ -407,11 +413,6 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
         return str(problem["ctx"]["error"])
     if kind in ("model_type", "model_attributes_type"):  # pydantic speaks of models, and means tables
         return f"{field} = {given!r}: must be a table of fields"
-    if kind == "union_tag_invalid":  # pydantic speaks of tags, and means families
-        field, given = "model.family", given["family"]
-        families = [name for model in MODELS for name in get_args(model.model_fields["family"].annotation)]
-        hint = value_told(field, given, families) or f"choose one of {', '.join(map(repr, families))}"
-        return f"{field} = {given!r}: no such family; {hint}"
     choices = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))  # of a Literal
     told = value_told(field, given, choices)
     return f"{field} = {given!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}{f'; {told}' if told else ''}"

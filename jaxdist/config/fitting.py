@@ -6,9 +6,9 @@ A message that names one size alone leads in circles: heads that the mesh divide
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from jaxdist.config.model import GPT2, Mixture, ResNet
+from jaxdist.config.model import GPT2, Decoder, Mixture, ResNet
 from jaxdist.config.parallel import AXES, written
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def field(name: str) -> str:
 def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
     """What the mesh divides."""
     m, parallel = e.model, e.parallel
-    assert not isinstance(m, ResNet)
+    assert isinstance(m, Decoder)
 
     def of(*over: str) -> int:
         return math.prod(axes[axis] for axis in over)
@@ -135,8 +135,8 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
 def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
     """Each size of a decoder that mesh axes split: its field (or product of fields), the size, a parameter with that
     dimension, and the axes."""
-    m, attention, mlp = e.model, "layers.attention", "layers.mlp"
-    assert not isinstance(m, ResNet)
+    m: Any = e.model
+    attention, mlp = "layers.attention", "layers.mlp"
     heads = ("tensor", "context") if e.parallel.context == "ulysses" else ("tensor",)
     yield "heads", m.heads, f"{attention}.q_proj", heads
     yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 from pydantic import Field, model_validator
@@ -76,6 +76,21 @@ class Model(Section):
     """What every model has. `input_kind` is the data that it is trained on."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+
+    if TYPE_CHECKING:  # fields, properties or class variables of a family's own class
+
+        @property
+        def family(self) -> str: ...
+        @property
+        def layers(self) -> int: ...
+        @property
+        def dim(self) -> int: ...
+        @property
+        def vocab(self) -> int: ...
+        @property
+        def tied(self) -> bool: ...
+        @property
+        def head_dim(self) -> int: ...
 
     norm_eps: Positive = 1e-5
     """Added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
@@ -360,7 +375,6 @@ def listing(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
 
 
-Family = Llama | GPT2 | Mixture | ResNet
 Shape = tuple[int, ...]
 
 

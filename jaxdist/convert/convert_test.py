@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import GPT2, ConfigError, Family, Llama, Mixture, TrainingError
+from jaxdist.config import GPT2, ConfigError, Llama, Mixture, Model, TrainingError
 from jaxdist.convert import experiment_for, read_hf, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
@@ -38,7 +38,7 @@ SMALL_GPT2: dict[str, Any] = {
     "family": "gpt2", "layers": 3, "dim": 6, "heads": 3, "hidden": 10, "vocab": 7, "positions": 12,
 }  # fmt: skip
 LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 2.0, "rope_original_positions": 5}
-MODELS: dict[str, Family] = {
+MODELS: dict[str, Model] = {
     "LlamaForCausalLM": Llama(**SMALL, **LLAMA3),
     "LlamaForCausalLM biases": Llama(**SMALL, qkv_bias=True, output_bias=True, mlp_bias=True, tied=True),
     "MistralForCausalLM": Llama(**SMALL, window=5),
@@ -55,7 +55,7 @@ MODELS: dict[str, Family] = {
 }  # fmt: skip
 
 
-def draw(model: Family, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def draw(model: Model, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     drawn = {name: random.normal(size=shape).astype(dtype) for name, shape in shapes_of(model).items()}
     return {name: np.abs(array) if is_square(name) else array for name, array in drawn.items()}
@@ -68,14 +68,14 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     )
 
 
-def saved(path: Path, model: Family, parameters: dict[str, np.ndarray] | None = None) -> Path:
+def saved(path: Path, model: Model, parameters: dict[str, np.ndarray] | None = None) -> Path:
     """A Hugging Face folder."""
     path.mkdir()
     write_hf(path, model, parameters or draw(model))
     return path
 
 
-def run_of(path: Path, model: Family) -> Path:
+def run_of(path: Path, model: Model) -> Path:
     """A run folder that holds drawn weights."""
     content = in_memory(experiment_for(model.model_dump(), "test"), draw(model))
     orbax_files.write(path, Conversion(content, LAYERS))

@@ -6,15 +6,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jaxdist import families
-from jaxdist.config import ConfigError, Family, Optimizer
+from jaxdist.config import ConfigError, Model, Optimizer
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
+from jaxdist.families import models
 from jaxdist.formats.tables import EXPERTS, LAYERS, NAMINGS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored
 from jaxdist.parallel.sharding import Layout
 
 
-def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
+def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
     """Every tensor that a model has under a naming, by name; a layer's together, in the order of its modules.
 
     `shapes`: those of some of our parameters, or of what is kept of them, where it is not all as they are.
@@ -27,24 +27,24 @@ def entries(naming: str, model: Family, shapes: Mapping[str, Shape] | None = Non
     return {name: _entry(tensor, model) for name, tensor in stored(naming, model, shapes).items()}
 
 
-def trainable(naming: str, model: Family) -> dict[str, Entry]:
+def trainable(naming: str, model: Model) -> dict[str, Entry]:
     """Those of which an optimizer keeps something: all but running statistics."""
     return trained(entries(naming, model), model)
 
 
-def trained(found: Mapping[str, Entry], model: Family) -> dict[str, Entry]:
+def trained(found: Mapping[str, Entry], model: Model) -> dict[str, Entry]:
     """Those of the model's tensors."""
     layouts = layouts_of(model)
     return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
 
 
-def shapes_kept(model: Family, o: Optimizer, kind: str) -> dict[str, Shape]:
+def shapes_kept(model: Model, o: Optimizer, kind: str) -> dict[str, Shape]:
     """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
     trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
     return {layout.name: layout.state_shape(kind) for layout in trained if o.states[kind](layout.role)}
 
 
-def kept(naming: str, model: Family, o: Optimizer, kind: str) -> dict[str, Entry]:
+def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]:
     """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
     a matrix is not ours or ours turned, whose rows and columns are others."""
     shapes = shapes_kept(model, o, kind)
@@ -78,7 +78,7 @@ def _own(name: str, shape: Shape) -> Entry:
     return by_views(name, atoms, shape, lambda tensor, number: tensor[np.unravel_index(number, stack)])
 
 
-def _entry(tensor: Stored, model: Family) -> Entry:
+def _entry(tensor: Stored, model: Model) -> Entry:
     """How the atoms of one of their tensors lie in it."""
     row, size = tensor.row, len(tensor.row.ours)
     if EXPERTS in row.ours[0]:
@@ -110,12 +110,12 @@ def _of_expert(matrix: np.ndarray, tensor: Stored, part: int) -> np.ndarray:
     return np.split(turned(matrix, tensor), len(tensor.row.ours), axis=-1)[part]
 
 
-def shapes_of(model: Family) -> dict[str, Shape]:
+def shapes_of(model: Model) -> dict[str, Shape]:
     """The global shape of every parameter that the model declares."""
     return {name: layout.shape for name, layout in layouts_of(model).items()}
 
 
 @lru_cache(maxsize=4)
-def layouts_of(model: Family) -> Mapping[str, Layout]:
+def layouts_of(model: Model) -> Mapping[str, Layout]:
     """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
-    return MappingProxyType(families.layouts(families.build(model)))
+    return MappingProxyType(models.layouts(models.build(model)))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, Checkpoint, ConfigError, Family, Llama
+from jaxdist.config import GPT2, Checkpoint, ConfigError, Llama, Model
 from jaxdist.convert import stream
 from jaxdist.convert.content import PARAMETERS, Leaf
 from jaxdist.convert.convert_test import SMALL
@@ -84,7 +84,7 @@ STORED: dict[str, Callable[[Any], Any]] = {
 )
 @pytest.mark.parametrize("stored", STORED)
 def test_a_unit_takes_what_it_is_said_to(
-    stored: str, model: Family, naming: str, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: str, model: Model, naming: str, dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them would be on their way than there is room for, else."""
     monkeypatch.setattr(torch_leaves, "PIECE", 2**16)

@@ -11,13 +11,13 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Family, Mixture, ResNet, TrainingError
+from jaxdist.config import ConfigError, Decoder, Experiment, Mixture, Model, ResNet, TrainingError
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds.registry import Kind
 from jaxdist.convert.stream import Conversion, Resharder
@@ -196,14 +196,14 @@ def apart(here: np.ndarray, there: np.ndarray, each: bool = False) -> float:
         return float(np.median(np.where(distance == 0, 0, distance / norm)))
 
 
-def shared(models: Sequence[Family]) -> int | None:
+def shared(models: Sequence[Model]) -> int | None:
     """How many tokens all of the models have: new ones may have been added; None of models of images."""
     return min((model.vocab for model in models if isinstance(model, Decoder)), default=None)
 
 
-def probe(*models: Family) -> np.ndarray:
+def probe(*models: Model) -> np.ndarray:
     """Two short sequences of tokens that all of the models have, or two images."""
-    random, model = np.random.default_rng(0), models[0]
+    random, model = np.random.default_rng(0), cast(Any, models[0])
     if isinstance(model, ResNet):
         return random.random((2, model.image, model.image, model.channels), np.float32)
     return random.integers(shared(models) or 0, size=(2, min(16, model.positions)), dtype=np.int32)

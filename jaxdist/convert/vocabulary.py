@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxdist.config import EMA, Decoder, Family
+from jaxdist.config import EMA, Decoder, Model
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, entries_of, with_vocabulary
 from jaxdist.formats import buffers
 from jaxdist.runs.display import say
@@ -12,7 +12,7 @@ from jaxdist.runs.display import say
 MEANS = (PARAMETERS, EMA)  # groups whose new rows are the mean of the others; of moments they are zero
 
 
-def vocabulary_of(model: Family) -> tuple[int, int] | None:
+def vocabulary_of(model: Model) -> tuple[int, int] | None:
     """Tokens and rows of the vocabulary; None for a model of images."""
     return (model.vocab, model.vocab_rows) if isinstance(model, Decoder) else None
 
@@ -23,7 +23,7 @@ def exported(content: Content) -> Content:
     return resized(content, model.model_copy(update={"vocab_multiple": 1})) if isinstance(model, Decoder) else content
 
 
-def resized(content: Content, model: Family) -> Content:
+def resized(content: Content, model: Model) -> Content:
     """`content` with the vocabulary of `model`, which is otherwise the same: new tokens and padding are the mean of the
     tokens that there are, and have no moments yet."""
     own = content.experiment.model

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import Family, ResNet, TrainingError
+from jaxdist.config import Model, ResNet, TrainingError
 from jaxdist.convert.convert_test import MODELS, draw, saved
 from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.convert.verify import probe
@@ -28,13 +28,13 @@ witness = importlib.import_module("jaxdist.convert.witness")
 
 BOUND = 5e-6  # relative L2 of float32 logits
 IMAGES: dict[str, Any] = {"family": "resnet", "stem": 4, "image": 32, "classes": 7}
-ALL: dict[str, Family] = MODELS | {
+ALL: dict[str, Model] = MODELS | {
     "ResNetForImageClassification": ResNet(**IMAGES, block="basic", depths=(1, 1), widths=(4, 8)),
     "ResNetForImageClassification deep": ResNet(**IMAGES, depths=(2, 1, 2), widths=(8, 12, 16)),
 }
 
 
-def drawn(model: Family) -> dict[str, np.ndarray]:
+def drawn(model: Model) -> dict[str, np.ndarray]:
     """Weights; of a batch norm no variance is negative, and batches are counted."""
     parameters = draw(model)
     for name, array in parameters.items():
@@ -43,7 +43,7 @@ def drawn(model: Family) -> dict[str, np.ndarray]:
     return parameters
 
 
-def read(folder: Path, model: Family) -> tuple[Any, Any]:
+def read(folder: Path, model: Model) -> tuple[Any, Any]:
     """transformers' model, and what it says of the reading."""
     if model.input_kind == "images":
         return transformers.AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
@@ -51,7 +51,7 @@ def read(folder: Path, model: Family) -> tuple[Any, Any]:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto", **eager)
 
 
-def error(folder: Path, model: Family, parameters: dict[str, np.ndarray]) -> float:
+def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> float:
     """Relative L2 distance of transformers' logits from those of our program."""
     inputs, experiment = probe(model), experiment_for(model.model_dump(), "test")
     program = Program(experiment, make_mesh(experiment, "cpu")[0])

@@ -1,50 +1,5 @@
-"""Models by family, the table of their parameters, and how arrays are put into them.
+"""Families of models: a folder each with its config and its model, and a row in `rows.py`; what they share lies beside.
 
 Imports `config`, `data`, `ops`, `parallel`. A family speaks to the mesh by the verbs of `parallel/collectives.py`.
+Neutral: `rows.py`.
 """
-
-from typing import TypeVar
-
-import jax
-from flax import nnx
-
-from jaxdist import config
-from jaxdist.families.gpt2 import GPT2
-from jaxdist.families.llama import Llama
-from jaxdist.families.mixtral import Mixtral
-from jaxdist.families.resnet import ResNet
-from jaxdist.parallel.collectives import Weight
-from jaxdist.parallel.sharding import Layout
-
-M = TypeVar("M", bound=nnx.Module)
-
-FAMILIES = {"llama": Llama, "gpt2": GPT2, "mixtral": Mixtral, "qwen3_moe": Mixtral, "resnet": ResNet}
-
-
-def build(model: config.Model) -> nnx.Module:
-    """The abstract model of a config: a tree of declarations."""
-    return FAMILIES[model.family](model)  # type: ignore[attr-defined]
-
-
-def layouts(model: nnx.Module) -> dict[str, Layout]:
-    """Every parameter that `model` declares, by dotted name, in the order of the names."""
-    flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
-    return {
-        name: Layout(name, v.shape, v.axes, v.mean, v.std, isinstance(v, nnx.BatchStat))
-        for name, v in sorted(flat.items())
-    }
-
-
-def bind(model: M, weights: dict[str, jax.Array], accumulators: dict[str, jax.Array] | None = None) -> M:
-    """`model` holding a Weight per parameter, and statistics as they are. Without accumulators it can be evaluated, not
-    differentiated."""
-    graph, state = nnx.split(model)
-
-    def bound(name: str, v: nnx.Variable) -> nnx.Variable:
-        trained = isinstance(v, nnx.Param)
-        return v.replace(
-            Weight(weights[name], accumulators[name] if accumulators else None) if trained else weights[name]
-        )
-
-    flat = [(path, bound(".".join(map(str, path)), v)) for path, v in nnx.to_flat_state(state)]
-    return nnx.merge(graph, nnx.from_flat_state(flat))

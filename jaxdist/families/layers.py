@@ -1,6 +1,6 @@
 """The parts that decoders are made of, each parameter declared once with its shape, axes and initial distribution.
 
-A module built from a config is abstract: it holds declarations. Bound to Weights (`families/__init__.py`) and passed
+A module built from a config is abstract: it holds declarations. Bound to Weights (`families/models.py`) and passed
 through `par.use`, it holds this device's arrays: whole over `fsdp`, a slice of heads, hidden or vocabulary over
 `tensor`. The modules never ask which; local sizes come from the arrays.
 

@@ -17,7 +17,10 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.convert import experiment_for, read_hf
-from jaxdist.families import gpt2, layers, llama, mixtral
+from jaxdist.families import layers
+from jaxdist.families.gpt2 import model as gpt2
+from jaxdist.families.llama import model as llama
+from jaxdist.families.mixtral import model as mixtral
 from jaxdist.formats.hf import from_settings, to_settings
 from jaxdist.formats.hf_keys import GELUS
 from jaxdist.formats.tables import HUGGINGFACE, Table
@@ -143,7 +146,7 @@ def balance(witness: Witness) -> float:
 
     specs = (program.specs.parameters, program.batch_specs[0])
     added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
-    weight = experiment.model.balance  # type: ignore[union-attr]
+    weight = experiment.model.balance  # type: ignore[attr-defined]
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxdist.config.bounded import read_json
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.experiment import Data, Experiment, read_toml
-from jaxdist.config.model import Family
+from jaxdist.config.model import Model
 from jaxdist.formats.dcp_index import EXPERIMENT
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.runs.checkpoints import checkpoint_in
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     """The model of `path`, the tokenizer.json that belongs to it, if there is one, and what is to be said of it."""
 
     path: Path
-    model: Family
+    model: Model
     tokenizer: Path | None = None
     notes: Sequence[str] = ()
 

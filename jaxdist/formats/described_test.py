@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist import plan
 from jaxdist.command_line.arguments import load, parse
-from jaxdist.config import ConfigError, Experiment, Family, check_shapes
+from jaxdist.config import ConfigError, Experiment, Model, check_shapes
 from jaxdist.formats.described import folder_of, source_of
 
 LLAMA: dict[str, Any] = {
@@ -226,7 +226,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 def test_the_plan_reads_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan.main(["--config", str(folder(tmp_path / "hf", LLAMA)), "--mesh", "1x1", "--json"])
-    model: Family = load(tmp_path / "hf", {}).model
+    model: Model = load(tmp_path / "hf", {}).model
     found = json.loads(capsys.readouterr().out)
     assert model.layers == 6 and found
 

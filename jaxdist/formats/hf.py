@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import GPT2, ConfigError, Data, Experiment, Family, Llama, Mixture, ResNet
+from jaxdist.config import GPT2, ConfigError, Data, Experiment, Mixture, Model, ResNet
 from jaxdist.config.bounded import read_json
 from jaxdist.formats.hf_decisions import DECISIONS, ROPE, SHOWN, check, notes_on
 from jaxdist.formats.hf_keys import (
@@ -47,12 +47,12 @@ from jaxdist.formats.hf_keys import (
 )
 
 
-def read_model(path: Path) -> Family:
+def read_model(path: Path) -> Model:
     """The model that `path`/config.json describes. Raises ConfigError for what jaxdist cannot compute."""
     return read_folder(path)[0]
 
 
-def read_folder(path: Path) -> tuple[Family, list[str]]:
+def read_folder(path: Path) -> tuple[Model, list[str]]:
     """That model, and what is to be said of the file: see `notes_on`. Raises ConfigError."""
     file = path / "config.json"
     try:
@@ -101,7 +101,7 @@ def from_settings(settings: Settings) -> Settings:
     return _together(partial(check, settings, DECISIONS[model_type]), partial(read, settings))[1]
 
 
-def to_settings(model: Family, dtype: str) -> Settings:
+def to_settings(model: Model, dtype: str) -> Settings:
     """Settings of a config.json that transformers 4 and 5 read alike. Raises ConfigError if none fits."""
     if isinstance(model, ResNet):
         return _to_resnet(model) | {"torch_dtype": dtype}
@@ -214,7 +214,7 @@ def _one_count_of_experts(settings: Settings, experts: str) -> Settings:
     return settings | {experts: given[0]} if given else settings
 
 
-def _to_rotary(model: Llama | Mixture) -> Settings:
+def _to_rotary(model: Any) -> Settings:
     fitting = {name: a for name, a in ARCHITECTURES.items() if a.family == model.family}
     name = next((name for name, a in fitting.items() if a.expresses(model)), None)
     if name is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxdist.config import Family
+from jaxdist.config import Model
 from jaxdist.formats.tables import Shape
 
 BLOCK = 1 << 20  # bytes that are compared at a time
@@ -60,4 +60,4 @@ class Reader(NamedTuple):
     load: Callable[[Path], Any]
     leaf: ToLeaf
     distributed: Callable[[Path], Leaves]
-    shapes: Callable[[Family], Mapping[str, Shape]]
+    shapes: Callable[[Model], Mapping[str, Shape]]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxdist.config import ConfigError, Family
+from jaxdist.config import ConfigError, Model
 from jaxdist.formats import buffers, llmc
 from jaxdist.formats.leaves import Leaf, Leaves, Reader
 from jaxdist.formats.tables import Shape, stored
@@ -61,7 +61,7 @@ class State(NamedTuple):
     groups: Mapping[str, Leaves]
 
 
-def state_of(path: Path, model: Family, reader: Reader) -> State | None:
+def state_of(path: Path, model: Model, reader: Reader) -> State | None:
     """The state beside a model file; None without one. Raises ConfigError."""
     file = path.with_name(f"{path.stem.replace('model', 'state', 1)}_00000.bin")
     if not file.is_file() or file == path:
@@ -77,7 +77,7 @@ def state_of(path: Path, model: Family, reader: Reader) -> State | None:
     return State(file, step, processes, dict(zip(kinds, places, strict=True)))
 
 
-def weights(path: Path, model: Family, reader: Reader) -> Leaves:
+def weights(path: Path, model: Model, reader: Reader) -> Leaves:
     """Every tensor of a model file, by nanoGPT's names: the master weights where the state beside it has some. Raises
     ConfigError."""
     own = _laid_out(path, _shapes_of(model, reader), np.dtype(VERSIONS[int(header_of(path)[1])]))[0]
@@ -85,7 +85,7 @@ def weights(path: Path, model: Family, reader: Reader) -> Leaves:
     return state.groups.get(PARAMETERS, own) if state else own
 
 
-def _shapes_of(model: Family, reader: Reader) -> dict[str, Shape]:
+def _shapes_of(model: Model, reader: Reader) -> dict[str, Shape]:
     """Those of the tensors, by nanoGPT's names."""
     return {name: tensor.shape for name, tensor in stored(NAMING, model, reader.shapes(model)).items()}
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import Decoder, Experiment, Family
+from jaxdist.config import Decoder, Experiment, Model
 from jaxdist.formats import nanogpt
 from jaxdist.formats.folders import CONFIG
 from jaxdist.formats.hf import experiment_for, read_model
@@ -40,12 +40,12 @@ def told_beside(path: Path) -> Experiment | None:
     return experiment_for(read_model(path.parent).model_dump(), source=str(beside)) if beside.exists() else None
 
 
-def fitted(source: str, model: Family, tensors: Mapping[str, Shaped]) -> Family:
+def fitted(source: str, model: Model, tensors: Mapping[str, Shaped]) -> Model:
     """The model `with_tokens` of these tensors of a source. Raises ConfigError where two are one parameter."""
     return with_tokens(model, *recognized(source, tensors, model), tensors)
 
 
-def with_tokens(model: Family, naming: str, names: Mapping[str, str], tensors: Mapping[str, Shaped]) -> Family:
+def with_tokens(model: Model, naming: str, names: Mapping[str, str], tensors: Mapping[str, Shaped]) -> Model:
     """The model with as many tokens as its embedding has rows, where that has fewer. `naming` and `names` as
     `recognized` has them."""
     first = tensors.get(names.get(embedding(naming, model), ""))

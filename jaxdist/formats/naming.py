@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from jaxdist.config import ConfigError, Family
+from jaxdist.config import ConfigError, Model
 from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, NANOGPT, Shape, Table
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
@@ -27,7 +27,7 @@ def plain(name: str) -> str:
     return WRAPPERS.sub("", name)
 
 
-def recognized(source: str, given: Mapping[str, Shaped], model: Family) -> tuple[str, dict[str, str]]:
+def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[str, dict[str, str]]:
     """The naming that has most of the given tensors, of two with the same names the one in which they lie as given, and
     its names -> those given. Raises ConfigError where two are one."""
     known = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
@@ -63,7 +63,7 @@ def _kinds(table: Table) -> set[str]:
     return {kind(row.theirs) for row in table.rows}
 
 
-def inverted(source: str, names: Iterable[str], naming: str, model: Family) -> dict[str, str]:
+def inverted(source: str, names: Iterable[str], naming: str, model: Model) -> dict[str, str]:
     """Full name -> name in the file; a tied head that is there alone is the embedding, of which safetensors may have
     kept that name. Raises ConfigError where two tensors are the same parameter."""
     table, found, given = NAMINGS[naming][model.family], dict[str, str](), list(names)
@@ -92,14 +92,14 @@ def outer(names: Iterable[str], table: Table) -> str:
     return max(found, key=lambda prefix: (found[prefix], -len(prefix)))
 
 
-def renaming(names: Mapping[str, str], naming: str, model: Family) -> Callable[[str], str]:
+def renaming(names: Mapping[str, str], naming: str, model: Model) -> Callable[[str], str]:
     """How to turn another list's names for the same parameters, an optimizer's or an average's, into full ones, of
     which `names` says what the weights' file calls them."""
     table, given = NAMINGS[naming][model.family], {plain(name): full for full, name in names.items()}
     return lambda name: given.get(plain(name)) or table.full_name(plain(name))
 
 
-def carried(names: Mapping[str, str], naming: str, model: Family) -> dict[str, str]:
+def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, str]:
     """Of full name -> name in the file, what a naming does not say itself: prefixes, and a tied head that is stored."""
     head = NAMINGS[naming][model.family].head
     return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, Family, check_shapes
+from jaxdist.config import ConfigError, Experiment, Model, check_shapes
 from jaxdist.config.bounded import read_json, within
 from jaxdist.formats import buffers
 from jaxdist.formats.foreign import check_files
@@ -51,7 +51,7 @@ def read_experiment(path: Path) -> Experiment:
     return Experiment.parse(values, source=str(path))
 
 
-def read(path: Path, checkpoint: Path, model: Family, reader: Reader) -> Leaves:
+def read(path: Path, checkpoint: Path, model: Model, reader: Reader) -> Leaves:
     """Every parameter of a whole checkpoint of this model, under NAMING. `path`: the source, as messages name it.
 
     Raises ConfigError."""

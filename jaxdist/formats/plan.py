@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jaxdist.config import ConfigError, Family, check_shapes
+from jaxdist.config import ConfigError, Model, check_shapes
 from jaxdist.formats.headers import Header
 from jaxdist.formats.naming import Shaped, kind, recognized
 from jaxdist.formats.tables import EXPERTS, NAMINGS, STACKED, TORCH_REF, TURNED, Atom, Shape, Stored, stored
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     head: str | None
 
 
-def parted(naming: str, model: Family, names: Iterable[str]) -> Parts:
+def parted(naming: str, model: Model, names: Iterable[str]) -> Parts:
     """Parameters, buffers that the model makes anew, and a tied head apart."""
     table = NAMINGS[naming][model.family]
     given = list(names)
@@ -35,7 +35,7 @@ def parted(naming: str, model: Family, names: Iterable[str]) -> Parts:
     return Parts([name for name in given if name not in {*buffers, head}], buffers, head)
 
 
-def embedding(naming: str, model: Family) -> str:
+def embedding(naming: str, model: Model) -> str:
     """What a naming calls the embedding, of which a tied head is a copy."""
     return NAMINGS[naming][model.family].rows[0].theirs
 
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         check_tensors(source, found, {name: tensor.shape for name, tensor in self.tensors.items()})
 
 
-def plan_of(source: str, given: Mapping[str, Shaped], model: Family, shapes: Mapping[str, Shape]) -> Plan:
+def plan_of(source: str, given: Mapping[str, Shaped], model: Model, shapes: Mapping[str, Shape]) -> Plan:
     """The plan of a source with these tensors, by whose names their naming is recognized.
 
     `shapes`: those of the model's parameters as jaxdist has them. Raises ConfigError where two are one.
@@ -86,7 +86,7 @@ def plan_of(source: str, given: Mapping[str, Shaped], model: Family, shapes: Map
     return Plan(found, parted(naming, model, found), stored(naming, model, shapes), embedding(naming, model))
 
 
-def stacked(model: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def stacked(model: Model, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of jaxdist's parameters, given those of torch_ref's: all layers in one, matrices (in, out)."""
     rows = {kind(row.theirs): row for row in TORCH_REF[model.family].rows}
     found: dict[str, Shape] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Family
+from jaxdist.config import ConfigError, Decoder, Experiment, Model
 from jaxdist.config.bounded import read_json
 from jaxdist.formats import (
     adapters,
@@ -112,7 +112,7 @@ class Found:
     files: Callable[[], Mapping[str, bytes]] = dict
     notes: Sequence[str] = field(default_factory=tuple)
 
-    def model(self, wanted: Family) -> Family:
+    def model(self, wanted: Model) -> Model:
         """What model they are of: that which the source tells, else the one that is wanted, without padding. Raises
         ConfigError."""
         if self.told:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from jaxdist.config import Family
+from jaxdist.config import Model
 
 Shape = tuple[int, ...]
 Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one that is whole
@@ -369,7 +369,7 @@ NAMINGS = {
 OWN, LAYERS = "jaxdist", "jaxdist by layers"
 
 
-def stored(naming: str, model: Family, shapes: Mapping[str, Shape]) -> dict[str, Stored]:
+def stored(naming: str, model: Model, shapes: Mapping[str, Shape]) -> dict[str, Stored]:
     """Every tensor that a model has under one of NAMINGS, by name; a layer's together, in the order of its modules.
 
     `shapes`: those of the parameters of jaxdist, all of them or some.

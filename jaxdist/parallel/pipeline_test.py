@@ -240,7 +240,7 @@ def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeyp
 
 
 def test_a_model_without_a_stack_is_refused(monkeypatch: pytest.MonkeyPatch, batches: Any) -> None:
-    monkeypatch.setattr("jaxdist.families.llama.scan_layers", lambda par, layers, x, *rest: x)
+    monkeypatch.setattr("jaxdist.families.llama.model.scan_layers", lambda par, layers, x, *rest: x)
     p = program(**STAGES["1F1B"])
     with pytest.raises(ConfigError, match=r"axis pipeline = 4 splits a stack of blocks, .* use the axis fsdp"):
         p.step.trace(p.abstract, p.abstract_batch)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import TrainingError
 from jaxdist.conftest import tiny
-from jaxdist.families import llama
+from jaxdist.families.llama import model as llama
 from jaxdist.parallel import rematerialization
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import LOSS_AXES

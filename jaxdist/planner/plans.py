@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from jaxdist import families
 from jaxdist.accounting import traffic
-from jaxdist.config import ConfigError, Experiment, Family, ResNet
+from jaxdist.config import ConfigError, Experiment, Model, ResNet
 from jaxdist.config.hardware import USABLE, Hardware, rate
+from jaxdist.families import models
 from jaxdist.parallel import sharding
 from jaxdist.parallel.sharding import Layout
 from jaxdist.planner import memory, time
@@ -30,9 +30,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 @cache
-def layouts(model: Family) -> dict[str, Layout]:
+def layouts(model: Model) -> dict[str, Layout]:
     """The declared parameters of a model."""
-    return families.layouts(families.build(model))
+    return models.layouts(models.build(model))
 
 
 def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:

@@ -39,7 +39,7 @@ def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Shape]:
     Tensor stays within the fast links, as it waits for each of its sums; stages divide the layers; sequences are split
     where they are LONG; what is left is shared by `fsdp` and its replicas `data`.
     """
-    m = e.model
+    m: Any = e.model
     if isinstance(m, ResNet):
         tensors, stages, contexts, experts = [1], [1], [1], [1]
     else:

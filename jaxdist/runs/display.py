@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -61,7 +61,7 @@ def show_start(
     title: str, experiment: Experiment, axes: Mapping[str, int], parameters: int, notes: Mapping[str, str]
 ) -> None:
     """The start-up table: what is trained, how it is laid out, and a backend's own `notes`."""
-    e, model, p = experiment, experiment.model, experiment.precision
+    e, p, model = experiment, experiment.precision, cast(Any, experiment.model)
     if isinstance(model, ResNet):
         depths = "+".join(map(str, model.depths))
         sizes = f"{depths} {model.block} blocks, D {model.dim}, V {model.classes}"

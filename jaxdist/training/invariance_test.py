@@ -33,7 +33,7 @@ import pytest
 
 from jaxdist.conftest import often, tiny
 from jaxdist.data import IGNORED, Batch, Images
-from jaxdist.families import mixtral
+from jaxdist.families.mixtral import model as mixtral
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.experts import Capped
 from jaxdist.parallel.mesh import make_mesh

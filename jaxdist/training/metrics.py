@@ -38,7 +38,7 @@ def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> fl
     k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
     every place of what it puts out.
     """
-    model = experiment.model
+    model: Any = experiment.model
     if isinstance(model, ResNet):
         kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
         return 6.0 * sum(math.prod(k.shape) * model.places(path) for path, k in kernels.items())

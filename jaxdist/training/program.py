@@ -13,10 +13,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist import families
 from jaxdist.config import Experiment, ResNet
 from jaxdist.config.model import Decoder
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
+from jaxdist.families import models
 from jaxdist.formats.finite import is_square
 from jaxdist.ops.varying import match_varying
 from jaxdist.parallel import sharding
@@ -54,11 +54,11 @@ class Program:
 
     @cached_property
     def model(self) -> Any:
-        return families.build(self.experiment.model)
+        return models.build(self.experiment.model)
 
     @cached_property
     def layouts(self) -> dict[str, sharding.Layout]:
-        return families.layouts(self.model)
+        return models.layouts(self.model)
 
     @cached_property
     def strategy(self) -> sharding.Strategy:
@@ -107,7 +107,7 @@ class Program:
     @cached_property
     def evaluation(self) -> Step:
         """The step's model as it is evaluated: by running statistics, where it has such."""
-        model = families.build(self.experiment.model)
+        model = models.build(self.experiment.model)
         model.eval()
         return replace(self.step_function, model=model)
 

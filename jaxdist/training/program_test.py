@@ -12,7 +12,7 @@ from jax.lax import Precision
 
 from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.data import IGNORED, Batch
-from jaxdist.families import llama
+from jaxdist.families.llama import model as llama
 from jaxdist.families.loss import chunked
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training import step

@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxdist.config import AXES
 from jaxdist.data import IGNORED, Batches
-from jaxdist.families import bind
 from jaxdist.families.loss import chunked, cross_entropy, of_tokens
+from jaxdist.families.models import bind
 from jaxdist.ops.varying import at_least_f32, mark_varying, varying_axes
 from jaxdist.parallel.collectives import Parallel, Stages, gather, one_stage, scatter
 from jaxdist.parallel.pipeline import Schedule

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import AXES, Experiment
 from jaxdist.conftest import GPT2, MIXTRAL, often, tiny
 from jaxdist.data import IGNORED
-from jaxdist.families import mixtral
 from jaxdist.families.loss import cross_entropy
+from jaxdist.families.mixtral import model as mixtral
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import TOKENS

@@ -8,6 +8,7 @@ ZeroRedundancyOptimizer each updated parameter.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -213,7 +214,8 @@ def keys_and_values(e: Experiment, mesh: Mapping[str, int], ring: bool) -> float
         return 0.0
     tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(e, mesh, ring)
     own = math.prod(mesh[axis] for axis in (*BATCH, "tensor"))
-    numbers, item = tokens * 2 * e.model.kv_heads * e.model.head_dim / own, ITEMSIZE[str(e.precision.compute)]
+    m: Any = e.model
+    numbers, item = tokens * 2 * m.kv_heads * m.head_dim / own, ITEMSIZE[str(e.precision.compute)]
     gathered = (2 * blocks + again) * ring_bytes("all_gather", numbers * item, mesh["context"])
     return gathered + ring * blocks * numbers * ITEMSIZE["float32"]
 

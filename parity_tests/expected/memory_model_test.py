@@ -8,9 +8,9 @@ import jax
 import pytest
 
 import jaxdist.conftest  # noqa: F401  # for its 8 devices
-from jaxdist import families
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
+from jaxdist.families import models
 from jaxdist.parallel import rematerialization
 from jaxdist.planner.compiled import compile_plan
 from parity_tests.expected import collectives
@@ -39,7 +39,7 @@ def experiment(**overrides: Any) -> Experiment:
 
 
 def scratch(e: Experiment) -> Scratch:
-    return Scratch(e, families.layouts(families.build(e.model)), e.parallel.axes())
+    return Scratch(e, models.layouts(models.build(e.model)), e.parallel.axes())
 
 
 def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:

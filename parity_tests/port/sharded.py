@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxdist import families
 from jaxdist.accounting import traffic
 from jaxdist.config import ConfigError, Experiment, Optimizer
 from jaxdist.config import Parallel as ParallelSection
 from jaxdist.convert.mappings.mapping import LAYER, KeyMapping
 from jaxdist.data import Batch as Tokens
+from jaxdist.families import models
 from jaxdist.parallel.mesh import axes_of, lay_out
 from jaxdist.parallel.sharding import BATCH, Layout
 from jaxdist.training import metrics, optim
@@ -81,7 +81,7 @@ class Sharded:
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        return families.layouts(self.model)
+        return models.layouts(self.model)
 
     def experiment(self, rows: int | None = None, **sections: Any) -> Experiment:
         """The sections, of a step of so many rows or of the fewest; a family's model of as many layers stands in."""

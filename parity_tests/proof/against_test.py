@@ -17,9 +17,9 @@ import tomli_w
 import torch
 from safetensors.numpy import load_file, save_file
 
-from jaxdist import families
 from jaxdist.config import ConfigError, Experiment, read_record, write_record
 from jaxdist.convert.kinds.hf import write_hf
+from jaxdist.families import models
 from jaxdist.runs.folder import RunFolder
 from parity_tests.__main__ import main
 from parity_tests.conftest import Runs, counted
@@ -241,7 +241,7 @@ def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: d
     config, experiment = tmp_path / "config.toml", Experiment.parse(values, source="test")
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     random = np.random.default_rng(0)
-    shapes = {name: layout.shape for name, layout in families.layouts(families.build(experiment.model)).items()}
+    shapes = {name: layout.shape for name, layout in models.layouts(models.build(experiment.model)).items()}
     weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
     write_hf(tmp_path / "hf", experiment.model, weights)
     runpy.run_path(str(EXAMPLE))["main"](config, tmp_path / "hf", tmp_path / "run")

@@ -14,7 +14,7 @@ from jaxdist.data import IGNORED, Batches, Dataset, dataset_of
 from jaxdist.runs.display import console, say
 from parity_tests.proof.evidence import ALIKE, Search
 from parity_tests.runs import compare
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.training.step import Rows, losses, microbatches
 
 NEIGHBOURS = 8  # steps before and after the own one whose batches are tried

@@ -14,7 +14,7 @@ from jaxdist.data import IGNORED, Dataset, dataset_of
 from parity_tests.proof import batches
 from parity_tests.proof.evidence import Search
 from parity_tests.runs.cases import IMAGES, write_images
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.parallel.weights import draw, fill, held
 
 DECODER = {"layers": 2, "dim": 16, "hidden": 32, "vocab": 256, "positions": 32, "heads": 2}

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxdist import families
 from jaxdist.config import ConfigError, Experiment, TrainingError
 from jaxdist.convert.kinds.hf import read_hf
+from jaxdist.families import models
 from jaxdist.parallel.sharding import Layout
 from jaxdist.runs.folder import differences
 from parity_tests.expected import collectives, memory_model
@@ -367,7 +367,7 @@ class Proof:
     @property
     def layouts(self) -> dict[str, Layout]:
         """Of the model's parameters."""
-        return families.layouts(families.build(self.experiment.model))
+        return models.layouts(models.build(self.experiment.model))
 
     def causes(self) -> list[Cause]:
         """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""

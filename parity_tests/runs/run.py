@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist import families
 from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, read_record
 from jaxdist.config.errors import nearest
 from jaxdist.config.optimizer import ALL, ParamRole
 from jaxdist.config.record import KINDS
+from jaxdist.families import models
 from jaxdist.runs.checkpoints import newest
 from jaxdist.runs.folder import read_metrics
 from parity_tests.runs import compare, forkserver, names
@@ -167,7 +167,7 @@ class Run:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the model's parameters, by name."""
-        layouts = families.layouts(families.build(self.experiment.model))
+        layouts = models.layouts(models.build(self.experiment.model))
         zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
         return {name: w.shape for name, w in names.as_torch(zeros).items()}
 

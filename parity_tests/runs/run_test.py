@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist import families
 from jaxdist.config import ConfigError, Experiment, write_record
+from jaxdist.families import models
 from jaxdist.runs.folder import RunFolder
 from parity_tests.runs import names
 from parity_tests.runs.run import Run, environment, settings
@@ -115,7 +115,7 @@ BAD: dict[Callable[[Run], None], str] = {
 def test_names_that_are_not_the_models(tmp_path: Path) -> None:
     """Said before anything is run: by tensor, and the prefixes of DDP, FSDP1 and torch.compile are none."""
     small = {"vocab": 8, "dim": 4, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 2}
-    layouts = families.layouts(families.build(Experiment.parse({"model": small}, source="test").model))
+    layouts = models.layouts(models.build(Experiment.parse({"model": small}, source="test").model))
     right = names.as_torch({name: np.ones(layout.shape, np.float32) for name, layout in layouts.items()})
     theirs = {f"model.layers.{i}.self_attn.q_proj.weight": np.ones((4, 4 + i)) for i in range(2)}
 

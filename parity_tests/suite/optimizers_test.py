@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxdist import families
 from jaxdist.config import Experiment
 from jaxdist.convert.__main__ import main as convert
+from jaxdist.families import models
 from parity_tests.conftest import STEPS, Runs, run
 from parity_tests.expected import collectives
 from parity_tests.runs import compare
@@ -71,7 +71,7 @@ def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
     """Of zero1, whose parameters torch sends otherwise than JAX."""
     values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
     e = Experiment.parse(values, source="test")
-    mesh, layouts = e.parallel.axes(), families.layouts(families.build(e.model))
+    mesh, layouts = e.parallel.axes(), models.layouts(models.build(e.model))
     assert "fsdp" in collectives.unknown("torch_ref", mesh, e)
     assert "fsdp" not in collectives.least("torch_ref", e, layouts, mesh)
     assert "fsdp" in collectives.least("jaxdist", e, layouts, mesh)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist import families
 from jaxdist.config import Experiment, Memory
 from jaxdist.config.experiment import read_toml
+from jaxdist.families import models
 from parity_tests.conftest import FIGURES, STEPS, Collectives, Runs, as_if_on, counted
 from parity_tests.expected import collectives
 from parity_tests.proof import levels
@@ -267,7 +267,7 @@ def test_memory_and_traffic_hold_on(runs: Runs, model: str, mesh: str) -> None:
     a, b = (runs(side, model, usual(model, mesh)) for side in SIDES)
     checks = list(levels.memory(a, b, a.experiment))
     for run in (a, b):
-        layouts = families.layouts(families.build(a.experiment.model))
+        layouts = models.layouts(models.build(a.experiment.model))
         checks += levels.traffic(run, collectives.least(run.side, a.experiment, layouts, a.summary["mesh"]))
     assert [check for check in checks if not check.holds] == []
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from jaxdist.config import GPT2, Checkpoint, Family
+from jaxdist.config import GPT2, Checkpoint, Model
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
@@ -97,7 +97,7 @@ def of_trainer(layout: Callable[..., Path], **options: Any) -> Callable[[Path, C
     return write
 
 
-def tensors_of(folder: Path, change: Change, model: Family = LLAMA) -> Tensors:
+def tensors_of(folder: Path, change: Change, model: Model = LLAMA) -> Tensors:
     return change(folder_of(folder / "first", model))
 
 
@@ -206,7 +206,7 @@ OF_LLMC = GPT2(
     vocab_multiple=llmc.ROWS,
 )  # fmt: skip
 # Its kind, what writes it, the model, and whether it tells that.
-SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Family, bool]] = {
+SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Model, bool]] = {
     "ZeRO 2": ("deepspeed", zero(deepspeed.zero_2, False), LLAMA, True),
     "ZeRO 3, the folder around": ("deepspeed", zero(deepspeed.zero_3, True), LLAMA, True),
     "DeepSpeed without ZeRO": ("deepspeed", without_zero, LLAMA, False),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jaxdist.command_line.arguments import parse
-from jaxdist.config import GPT2, ConfigError, Experiment, Family, Llama, Mixture, ResNet
+from jaxdist.config import GPT2, ConfigError, Experiment, Llama, Mixture, Model, ResNet
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
@@ -38,7 +38,7 @@ from torch_ref.parallel.weights import extended
 Tensors = dict[str, Tensor]
 SIZES: dict[str, Any] = {"layers": 2, "dim": 8, "heads": 2, "hidden": 12, "vocab": 16, "positions": 8}
 ROTARY = SIZES | {"kv_heads": 1, "head_dim": 4}
-MODELS: dict[str, Family] = {
+MODELS: dict[str, Model] = {
     "llama": Llama(**ROTARY),
     "qwen2": Llama(**ROTARY, tied=True, qkv_bias=True, norm_eps=1e-6),
     "gpt2": GPT2(**SIZES, family="gpt2"),
@@ -49,7 +49,7 @@ MODELS: dict[str, Family] = {
 }
 
 
-def folder_of(path: Path, model: Family) -> Tensors:
+def folder_of(path: Path, model: Model) -> Tensors:
     """A Hugging Face folder whose tensors all differ; what it holds."""
     rng = np.random.default_rng(0)
 
@@ -62,7 +62,7 @@ def folder_of(path: Path, model: Family) -> Tensors:
     return load_file(path / SINGLE)
 
 
-def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
+def read_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
     """What jaxdist places, under torch_ref's names and in its layout."""
     wanted = experiment_for(model.model_dump(), "test")
     content = KINDS[kind_of(path)].format.opened(path, wanted, training=False)
@@ -72,7 +72,7 @@ def read_by_jaxdist(path: Path, model: Family) -> dict[str, np.ndarray]:
     return found
 
 
-def read_by_torch_ref(path: Path, model: Family) -> dict[str, np.ndarray]:
+def read_by_torch_ref(path: Path, model: Model) -> dict[str, np.ndarray]:
     """What torch_ref places."""
     weights = Weights(path, model)
     weights.check()
@@ -288,7 +288,7 @@ def alone(path: Path) -> Path:
     return path / "weights.pt"
 
 
-STARTS: dict[str, tuple[Callable[[Path], Path], Family | None]] = {
+STARTS: dict[str, tuple[Callable[[Path], Path], Model | None]] = {
     "nanoGPT": (nanogpt(True), GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact")),
     "nanoGPT without biases": (nanogpt(False), GPT2(**SIZES | {"hidden": 32}, family="gpt2", gelu="exact", bias=False)),
     "a folder": (folder("qwen2"), MODELS["qwen2"]),
@@ -381,7 +381,7 @@ def test_both_refuse_a_nanogpt_file_in_the_same_words(name: str, tmp_path: Path)
     assert refused(read_by_torch_ref, path, models[0]) == message
 
 
-def refused(read: Callable[[Path, Family], Any], path: Path, model: Family) -> str:
+def refused(read: Callable[[Path, Model], Any], path: Path, model: Model) -> str:
     with pytest.raises(ConfigError) as error:
         read(path, model)
     return str(error.value)

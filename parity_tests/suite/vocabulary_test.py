@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file
 
 from jaxdist import evaluate
-from jaxdist.config import GPT2, ConfigError, Experiment, Family, Llama
+from jaxdist.config import GPT2, ConfigError, Experiment, Llama, Model
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
@@ -25,13 +25,13 @@ from jaxdist.train import main as train
 from jaxdist.training import step as jax_step
 from parity_tests.conftest import run
 from parity_tests.runs.run import Run
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.training import step as torch_step
 
 Made = Callable[[str], tuple[Path, Path]]
 V = 61  # which no mesh divides
 SIZES: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 24, "vocab": V, "positions": 16}
-MODELS: dict[str, Family] = {
+MODELS: dict[str, Model] = {
     "llama": Llama(**SIZES, kv_heads=2, head_dim=8, init_std=0.3),
     "gpt2": GPT2(**SIZES, family="gpt2", init_std=0.3),
 }

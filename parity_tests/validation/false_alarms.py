@@ -24,11 +24,11 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from jaxdist import families
 from jaxdist.command_line.arguments import Parser, user_path
-from jaxdist.config import ConfigError, Experiment, Family, exit_codes
+from jaxdist.config import ConfigError, Experiment, Model, exit_codes
 from jaxdist.config.errors import nearest, writes_to
 from jaxdist.convert.kinds.hf import write_hf
+from jaxdist.families import models
 from jaxdist.runs.display import console, say
 from jaxdist.runs.folder import check_writable
 from jaxdist.runs.folder import replace as write_whole
@@ -132,12 +132,12 @@ class SharedProof(Proof):
         return super().verdict()
 
 
-def draw(model: Family, seed: int, folder: Path) -> Path:
+def draw(model: Model, seed: int, folder: Path) -> Path:
     """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
     random = np.random.default_rng(seed)
     weights = {
         name: (layout.mean + (layout.std or model.init_std) * random.standard_normal(layout.shape)).astype(np.float32)
-        for name, layout in families.layouts(families.build(model)).items()
+        for name, layout in models.layouts(models.build(model)).items()
     }
     folder.mkdir()
     write_hf(folder, model, weights)

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.numpy import save, save_file
 
-from jaxdist.config import ConfigError, Family, Llama, Mixture, ResNet, check_shapes
+from jaxdist.config import ConfigError, Llama, Mixture, Model, ResNet, check_shapes
 from jaxdist.convert.content import Content
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import dcp_files, hf, torch_files, torch_leaves, torch_numpy
@@ -116,7 +116,7 @@ def around_config(folder: Path) -> list[bytes]:
     rotary = MODEL.model_dump(exclude={"family", "mlp_bias"}) | {"experts": 3}
     mixtures = Mixture(**rotary, family="mixtral"), Mixture(**rotary | {"qk_norm": True}, family="qwen3_moe")
     resnet = ResNet(family="resnet", block="basic", stem=4, depths=(1, 1), widths=(4, 4), image=8, classes=2)
-    models: tuple[Family, ...] = (*qwen, *mixtures, resnet)
+    models: tuple[Model, ...] = (*qwen, *mixtures, resnet)
     more = [to_settings(model, "float32") for model in models]
     return [json.dumps(found).encode() for found in (CONFIG, *more, five, gpt2)]
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, dataset_of
-from torch_ref.families import build
 from torch_ref.families.layers import rotary
+from torch_ref.families.models import build
 from torch_ref.parallel.weights import draw, fill, held
 
 STEPS = 12

@@ -59,7 +59,7 @@ def planned(run: Run, overlap: bool = False, rate: float | None = None) -> tuple
     fields = {"train.accumulation": 1, "parallel.overlap": overlap} | run.fields
     plan = Plan(load("llama-3.1-8b", fields), device)
     m, tokens = plan.experiment.model, plan.tokens_per_second / plan.devices
-    square = 6.0 * m.layers * m.heads * m.head_dim * plan.experiment.data.sequence  # type: ignore[union-attr]
+    square = 6.0 * m.layers * m.heads * m.head_dim * plan.experiment.data.sequence  # type: ignore[attr-defined]
     return plan, tokens if run.unit == TOKENS else tokens * (plan.flops_per_token + square) / 1e12
 
 

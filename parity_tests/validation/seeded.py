@@ -1,6 +1,6 @@
 """How runs from a common start are judged: their curves and states, and what they sent."""
 
-from jaxdist import families
+from jaxdist.families import models
 from parity_tests.expected import collectives
 from parity_tests.proof import levels
 from parity_tests.runs import compare
@@ -21,7 +21,7 @@ def worst(a: Run, b: Run) -> float:
 def misplaced(made: Run) -> list[str]:
     """Of what a run has sent, what is not as the closed form says."""
     e, mesh = made.experiment, made.mesh
-    layouts = families.layouts(families.build(e.model))
+    layouts = models.layouts(models.build(e.model))
     least = collectives.least(made.side, e, layouts, mesh)
     counts = collectives.expected(made.side, e, layouts, mesh)
     checks = levels.traffic(made, least, counts, collectives.unknown(made.side, mesh, e))

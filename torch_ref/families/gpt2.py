@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, biases or none, GELU by tanh or exact.
 
-Twin: jaxdist/families/gpt2.py.
+Twin: jaxdist/families/gpt2/model.py.
 """
 
 import torch

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from jaxdist.config import GPT2, Llama
-from torch_ref.families import build
 from torch_ref.families.layers import Embedding, attend
 from torch_ref.families.loss import cross_entropy
+from torch_ref.families.models import build
 from torch_ref.parallel.weights import draw, fill, named
 
 # A gradient's longest path: about 12 roundings a block forward, as many backward, through two blocks; independent

@@ -1,6 +1,6 @@
 """Llama (arXiv:2302.13971), and by config Llama 3, Mistral, Qwen2 and Qwen3.
 
-Twin: jaxdist/families/llama.py.
+Twin: jaxdist/families/llama/model.py.
 """
 
 from torch import Tensor, nn

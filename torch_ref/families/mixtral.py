@@ -1,4 +1,4 @@
-"""Mixtral (arXiv:2401.04088) and, by config, Qwen3-MoE. Twin: jaxdist/families/mixtral.py."""
+"""Mixtral (arXiv:2401.04088) and, by config, Qwen3-MoE. Twin: jaxdist/families/mixtral/model.py."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it. Twin: jaxdist/families/resnet.py.
+"""ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it. Twin: jaxdist/families/resnet/model.py.
 
 Shape letters: B batch, C channels, Y height, X width, D channels of the last stage, V classes.
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jaxdist.config import ConfigError, Family
+from jaxdist.config import ConfigError, Model
 from jaxdist.formats.folders import BIN, BIN_INDEX
 from jaxdist.formats.hf import experiment_for, to_settings
 from jaxdist.formats.tables import stored
@@ -26,7 +26,7 @@ GPT2: dict[str, Any] = {
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
 
 
-def folders(folder: Path, values: dict[str, Any]) -> tuple[Family, Path, Path]:
+def folders(folder: Path, values: dict[str, Any]) -> tuple[Model, Path, Path]:
     """The model, its folder with safetensors, and a copy that has config.json alone."""
     model = experiment_for(values, "test").model
     first, second = folder / "safetensors", folder / "binaries"
@@ -39,7 +39,7 @@ def folders(folder: Path, values: dict[str, Any]) -> tuple[Family, Path, Path]:
     return model, first, second
 
 
-def same(model: Family, first: Path, second: Path) -> None:
+def same(model: Model, first: Path, second: Path) -> None:
     here, there = hf.Weights(first, model), hf.Weights(second, model)
     there.check()
     for name in here.targets:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from jaxdist.config import ConfigError, Decoder, Family, same_model
+from jaxdist.config import ConfigError, Decoder, Model, same_model
 from jaxdist.formats import models
 from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.described import Source, of_experiment, source_of
@@ -25,7 +25,7 @@ from torch_ref.parallel.weights import VOCABULARY
 class Weights:
     """The tensors of a source of any kind under torch_ref's names, read one at a time."""
 
-    def __init__(self, path: Path, wanted: Family):
+    def __init__(self, path: Path, wanted: Model):
         """Raises ConfigError when the source cannot be read or is of another model than `wanted`."""
         source = found(path, READER)
         self.path, self.leaves, self.model = source.path, source.leaves, source.model(wanted)
@@ -81,7 +81,7 @@ class Weights:
         return to_torch(self.leaves[name].read())
 
 
-def _without_padding(model: Family, wanted: Family) -> int | None:
+def _without_padding(model: Model, wanted: Model) -> int | None:
     """How many rows of the vocabulary are to be read; None for all, where both models have the same, padding too."""
     if not (isinstance(model, Decoder) and isinstance(wanted, Decoder)):
         return None

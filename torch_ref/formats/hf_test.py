@@ -12,11 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from jaxdist.config import GPT2, ConfigError, Family, Llama
+from jaxdist.config import GPT2, ConfigError, Llama, Model
 from jaxdist.formats import headers
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import to_settings
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.formats import hf
 from torch_ref.parallel.weights import fill
 
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OURS: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 4, "hidden": 48, "vocab": 64, "positions": 64}
 OURS_LLAMA = OURS | {"kv_heads": 2, "head_dim": 8}
-CASES: dict[str, tuple[Any, Family]] = {
+CASES: dict[str, tuple[Any, Model]] = {
     "llama3": (
         transformers.LlamaConfig(
             **SIZES,

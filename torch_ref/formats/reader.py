@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.serialization import safe_globals
 
-from jaxdist.config import Family
+from jaxdist.config import Model
 from jaxdist.config.bounded import size_of
 from jaxdist.formats.leaves import Leaf, Reader
 from jaxdist.formats.plan import stacked
@@ -18,7 +18,7 @@ from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import dtype_of, walked, without_numbers
 from jaxdist.formats.torch_pickles import PICKLES, rehearse
 from jaxdist.formats.torch_zips import is_zip, opened
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.formats import distributed
 from torch_ref.formats.arrays import to_numpy
 from torch_ref.parallel.weights import held
@@ -51,7 +51,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
     return Leaf(tuple(tensor.shape), dtype, lambda: to_numpy(tensor), place)
 
 
-def shapes(model: Family) -> dict[str, Shape]:
+def shapes(model: Model) -> dict[str, Shape]:
     """Those of a model's parameters, as jaxdist has them: all layers in one."""
     with torch.device("meta"):
         return stacked(model, {name: tuple(tensor.shape) for name, tensor in held(build(model))})

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from jaxdist.config import Family
+from jaxdist.config import Model
 
 VOCABULARY = ("embed.weight", "lm_head.weight")  # with a row for each token
 
 
-def draw(model: Family, seed: int, name: str, shape: torch.Size) -> Tensor:
+def draw(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
     """The initial value of parameter `name`, float32: a function of seed and name, never of mesh or strategy.
 
     Matrices are drawn from N(0, init_std²), the residual projections from N(0, init_std² / 2L), convolutions from

@@ -3,7 +3,7 @@ import math
 import torch
 
 from jaxdist.config import Llama
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.parallel.weights import draw, extended, fill, named
 
 MODEL = Llama(dim=256, hidden=512, init_std=0.02, layers=8)

@@ -23,7 +23,7 @@ from jaxdist.config.bounded import read_json
 from jaxdist.formats.dcp_index import EXPERIMENT, read_index
 from jaxdist.formats.sources import located
 from jaxdist.runs.checkpoints import Saves, publish, thin, unfinished, whole
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.formats import hf
 from torch_ref.formats.distributed import Reader, load, read_whole, reading
 from torch_ref.formats.finite import check_read, check_resumed, check_start

@@ -32,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from jaxdist.config import AXES, Experiment
 from jaxdist.data import IGNORED
-from torch_ref.families import build, layers, llama, mixtral
+from torch_ref.families import layers, llama, mixtral
 from torch_ref.families.mixtral import Experts
+from torch_ref.families.models import build
 from torch_ref.parallel.weights import held, named
 from torch_ref.training import step
 from torch_ref.training.optim import Optimizer

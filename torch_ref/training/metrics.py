@@ -40,7 +40,7 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
     k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
     every place of what it puts out.
     """
-    c = experiment.model
+    c: Any = experiment.model
     if isinstance(c, ResNet):
         kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
         return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())

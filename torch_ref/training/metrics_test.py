@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from jaxdist.config import Experiment
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.train import notes
 from torch_ref.training.metrics import flops_per_token, utilization
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jaxdist.config import ConfigError, Experiment, Memory
 from torch_ref.conftest import Train, distance
-from torch_ref.families import build
+from torch_ref.families.models import build
 from torch_ref.train_test import continued
 from torch_ref.training.parallelize import check_offload, rematerialize
 

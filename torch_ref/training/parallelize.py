@@ -39,8 +39,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from jaxdist.config.fitting import moved
-from torch_ref.families import GPT2, Mixtral, ResNet
-from torch_ref.families.resnet import BatchNorm
+from torch_ref.families.gpt2 import GPT2
+from torch_ref.families.mixtral import Mixtral
+from torch_ref.families.resnet import BatchNorm, ResNet
 from torch_ref.parallel.context import Context, context
 from torch_ref.parallel.experts import AllToAll, Dispatch, spread
 from torch_ref.parallel.images import AllImages

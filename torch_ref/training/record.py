@@ -24,8 +24,9 @@ from jaxdist.config import Experiment
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
 from jaxdist.runs.folder import RunFolder
-from torch_ref.families import FAMILIES, ResNet, loss
+from torch_ref.families import loss
 from torch_ref.families.layers import at_least_f32
+from torch_ref.families.resnet import ResNet
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
@@ -205,7 +206,7 @@ class Recorder:
         self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
         self.experiment = experiment
         self.steps = experiment.record.steps if folder else ()
-        self.namespace = sys.modules[FAMILIES[experiment.model.family].__module__]
+        self.namespace = sys.modules[type(parts_of(model)[0]).__module__]
         self.every = experiment.record.tensors == "all"
         self.images = experiment.model.input_kind == "images"
         self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from jaxdist.config import Experiment, Model
 from jaxdist.data import IGNORED
-from torch_ref.families import Mixtral
 from torch_ref.families.loss import chunked, cross_entropy, of_tokens
+from torch_ref.families.mixtral import Mixtral
 from torch_ref.parallel.images import statistics_of_the_first
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of

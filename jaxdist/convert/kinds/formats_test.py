@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Family, Llama, Optimizer, TrainingError
+from jaxdist.config import ConfigError, Llama, Model, Optimizer, TrainingError
 from jaxdist.convert import stream, verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, entries_of
@@ -44,7 +44,7 @@ PAIRS = [(*way, FAMILIES[0]) for way in product(("hf", *STATEFUL), repeat=2)]
 PAIRS += [(*way, name) for way, name in product(WAYS, [*FAMILIES[1:], "MixtralForCausalLM"])]
 
 
-def content_of(model: Family, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
+def content_of(model: Model, dtype: Any = np.float32, naming: str = OWN, **optimizer: Any) -> Content:
     """Drawn weights and moments after step 7, of which one was passed over."""
     random, groups = np.random.default_rng(0), {}
     experiment = experiment_for(model.model_dump(), "test")

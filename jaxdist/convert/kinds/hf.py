@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Experiment, Family
+from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.bounded import parse, read_json
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed, in_memory
 from jaxdist.convert.kinds import safetensors_writer
@@ -104,7 +104,7 @@ def write(path: Path, conversion: Conversion) -> None:
         (path / name).write_bytes(file)
 
 
-def _config(model: Family, dtype: str, before: bytes | None, was: str) -> bytes:
+def _config(model: Model, dtype: str, before: bytes | None, was: str) -> bytes:
     """The config.json that came with the weights, with what has changed since: fields of the model, and the dtype,
     which it need not have told. Ours, where it is that of another model."""
     with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
@@ -116,7 +116,7 @@ def _config(model: Family, dtype: str, before: bytes | None, was: str) -> bytes:
     return _json(to_settings(model, dtype))
 
 
-def _updated(settings: dict[str, Any], model: Family) -> dict[str, Any]:
+def _updated(settings: dict[str, Any], model: Model) -> dict[str, Any]:
     """A config.json whose model has changed in some fields, such as a larger vocabulary, with the keys of these alone.
 
     Raises ConfigError where its architecture cannot say them.
@@ -131,7 +131,7 @@ def _updated(settings: dict[str, Any], model: Family) -> dict[str, Any]:
     return now
 
 
-def model_of(settings: dict[str, Any]) -> Family:
+def model_of(settings: dict[str, Any]) -> Model:
     """The model of a config.json's settings. Raises ConfigError."""
     return experiment_for(from_settings(settings), CONFIG).model
 
@@ -140,13 +140,13 @@ def _json(settings: dict[str, Any]) -> bytes:
     return (json.dumps(settings, indent=2) + "\n").encode()
 
 
-def read_hf(path: Path) -> tuple[Family, dict[str, np.ndarray]]:
+def read_hf(path: Path) -> tuple[Model, dict[str, np.ndarray]]:
     """The model of a Hugging Face folder and our parameters, in the files' dtype. Raises ConfigError."""
     content = opened(path)
     return content.experiment.model, {name: array for _, name, array in Conversion(content, OWN).stream(PARAMETERS)}
 
 
-def write_hf(path: Path, model: Family, parameters: Mapping[str, np.ndarray]) -> None:
+def write_hf(path: Path, model: Model, parameters: Mapping[str, np.ndarray]) -> None:
     """Write parameters of ours, in their own dtype, as a Hugging Face folder `path`. Raises ConfigError."""
     content = in_memory(experiment_for(model.model_dump(), "write_hf"), parameters)
     write(path, Conversion(exported(content), "huggingface"))

@@ -126,7 +126,7 @@ def test_what_a_model_section_leaves_out_is_the_files(tmp_path: Path) -> None:
     checkpoint(tmp_path / "ckpt.pt", bias=False)
     e = converted(tmp_path, *config(tmp_path))
     assert e == converted(tmp_path)
-    assert converted(tmp_path, *config(tmp_path, 'gelu = "tanh"')).model.gelu == "tanh"  # type: ignore[union-attr]
+    assert converted(tmp_path, *config(tmp_path, 'gelu = "tanh"')).model.gelu == "tanh"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"model.bias = True, but .*ckpt.pt holds another model, with False"):
         converted(tmp_path, *config(tmp_path, "bias = true"))
 

@@ -21,7 +21,6 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from orbax.checkpoint.type_handlers import get_json_tspec_read
 
-from jaxdist import families
 from jaxdist.config import ConfigError, Experiment, check_shapes
 from jaxdist.config.bounded import read_json, within
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, agreed, entries_of
@@ -30,6 +29,7 @@ from jaxdist.convert.kinds.zarr_files import ZarrFiles
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Resharder, one_dtype
+from jaxdist.families import models
 from jaxdist.formats.foreign import check_files
 from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, reading
 from jaxdist.formats.tables import LAYERS, OWN
@@ -280,7 +280,7 @@ def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
 def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:
     """The state of our optimizer, the moments to come."""
     e = content.experiment
-    layouts = families.layouts(families.build(e.model))
+    layouts = models.layouts(models.build(e.model))
     trained = {name: array for name, array in coming[PARAMETERS].items() if not layouts[name].statistic}
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in trained.items()}
 

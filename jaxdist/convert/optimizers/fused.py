@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxdist.config import ConfigError, Decoder, Family
+from jaxdist.config import ConfigError, Decoder, Model
 from jaxdist.formats.leaves import Leaf
 
 WHOLE = ".qkv_linear.wqkv."
 PARTS = {".qkv_linear.wq.": (0, -2), ".qkv_linear.wk.": (-2, -1), ".qkv_linear.wv.": (-1, None)}  # of a group's heads
 
 
-def unfused(path: str, found: Mapping[str, Any], model: Family) -> dict[str, Any]:
+def unfused(path: str, found: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """The entries of a checkpoint by their names, with those of `wqkv` as entries of wq, wk and wv: moments cut, and
     what is no moment for each. Raises ConfigError where a moment is not of this model's heads."""
     made: dict[str, Any] = {}
@@ -44,9 +44,9 @@ def _renamed(step: Any, part: str) -> Any:
     return step.replace(WHOLE, part) if isinstance(step, str) and part else step
 
 
-def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Family) -> Leaf:
+def _cut(what: str, whole: Leaf, heads: tuple[int, int | None], model: Model) -> Leaf:
     """The rows of these heads of each group."""
-    groups = model.kv_heads if isinstance(model, Decoder) else 0
+    groups = getattr(model, "kv_heads", 0)
     each = model.heads // groups + 2 if isinstance(model, Decoder) and groups else 0
     rows, rest = whole.shape[0], whole.shape[1:]
     if not each or rows % (groups * each):

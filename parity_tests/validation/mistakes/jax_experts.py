@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.families import mixtral
+from jaxdist.families.mixtral import model as mixtral
 from jaxdist.ops.varying import mark_varying
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Parallel, Routing

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.families.resnet import BatchNorm
+from jaxdist.families.resnet.model import BatchNorm
 from jaxdist.parallel.collectives import Parallel
 from parity_tests.validation.mistakes import mistake, plant
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.families import gpt2, layers, llama, loss
+from jaxdist.families import layers, loss
+from jaxdist.families.gpt2 import model as gpt2
+from jaxdist.families.llama import model as llama
 from jaxdist.ops import attention, linear, rotary
 from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel

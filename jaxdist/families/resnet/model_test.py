@@ -12,7 +12,7 @@ from jaxdist.config import Experiment
 from jaxdist.conftest import often
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds.hf import read_hf
-from jaxdist.families.resnet import BatchNorm
+from jaxdist.families.resnet.model import BatchNorm
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import LOSS_AXES

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxdist.config import Mixture as Config
 from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, parameter, scan_layers, stacked
-from jaxdist.families.llama import Attention
+from jaxdist.families.llama.model import Attention
 from jaxdist.families.loss import head
 from jaxdist.ops.grouped import grouped
 from jaxdist.ops.rotary import Rotation, rotary

@@ -1,0 +1,113 @@
+"""Tables of named rows that packages add to: what a family is, to every room that asks.
+
+A row refers to what computes by "package.module:name", which is imported where it is first needed: registering a row
+imports no framework.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Generic, TypeVar, get_args
+
+from jaxdist.config.errors import ConfigError
+from jaxdist.config.model import Model
+
+Row = TypeVar("Row")
+Reference = str | Any  # "package.module:name", or the object itself
+
+
+class Registry(Mapping[str, Row], Generic[Row]):
+    """Rows of one kind by name, in the order in which they were registered; ours come first.
+
+    `kind` names the rows in messages. `builtin` is the module that registers ours, imported before the first use.
+    """
+
+    def __init__(self, kind: str, builtin: str = "") -> None:
+        self.kind, self._builtin = kind, builtin
+        self._rows: dict[str, Row] = {}
+        self._owners: dict[str, str] = {}
+
+    def register(self, name: str, row: Row, owner: str) -> None:
+        """Add a row of the package or module `owner`. Raises ConfigError for a name that is taken."""
+        self._load()
+        if name in self._rows:
+            raise ConfigError(
+                f"{owner} registers the {self.kind} {name!r}, a name that {self._owners[name]} has taken; "
+                "give it another name"
+            )
+        self._rows[name], self._owners[name] = row, owner
+
+    def owner(self, name: str) -> str:
+        """The package or module that registered a row."""
+        self._load()
+        return self._owners[name]
+
+    def _load(self) -> None:
+        module, self._builtin = self._builtin, ""
+        if module:
+            import_module(module)
+
+    def __getitem__(self, name: str) -> Row:
+        self._load()
+        return self._rows[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._load()
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        self._load()
+        return len(self._rows)
+
+
+def resolve(reference: Reference) -> Any:
+    """The object that a reference names; any other object itself. Raises ConfigError where there is none."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{reference!r}: {error}; refer to an object that can be imported, as 'package.module:name'"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models as jaxdist knows it. `torch_ref.Family` is the row of its twin."""
+
+    name: str
+    """Value of `model.family`."""
+    config: type[Model]
+    """Its model section: a class with `family: Literal[name]`. Imports no framework."""
+    model: Reference
+    """The class of its flax module, which is built from a config."""
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    """Naming, as `huggingface` -> table of its tensors under these names."""
+    huggingface: Any = None
+    """Reader and writer of its config.json; None: there is none."""
+    accounting: Reference | None = None
+    """Closed forms of its traffic, memory and FLOPs; None: unknown."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a config whose `family` is another."""
+        declared = self.config.model_fields.get("family")
+        if declared is None or self.name not in get_args(declared.annotation):
+            raise ConfigError(
+                f"family {self.name!r}: its config {self.config.__module__}.{self.config.__qualname__} has no such "
+                f"family; declare there family: Literal[{self.name!r}]"
+            )
+
+
+FAMILIES: Registry[Family] = Registry("family", "jaxdist.families.rows")
+
+
+def register_family(row: Family) -> None:
+    """Make a family known to jaxdist. Raises ConfigError for a name that is taken."""
+    FAMILIES.register(row.name, row, row.config.__module__)
+
+
+def default_family() -> str:
+    """The family of a config that names none: the first row."""
+    return next(iter(FAMILIES))

@@ -1,0 +1,57 @@
+from typing import Literal
+
+import pytest
+
+from jaxdist import Family, register_family
+from jaxdist.config import ConfigError, Decoder, Experiment
+from jaxdist.config.registry import FAMILIES, Registry, default_family, resolve
+
+
+class Toy(Decoder):
+    family: Literal["toy"]
+    scale: float = 3.0
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family `toy`, for one test."""
+    assert "llama" in FAMILIES  # ours are there before the copy
+    monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
+    monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
+    register_family(Family("toy", Toy, "nowhere.model:Toy"))
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_registered_family_is_read_and_written() -> None:
+    e = Experiment.parse({"model": {"family": "toy", "dim": 64}}, source="test")
+    assert isinstance(e.model, Toy) and (e.model.dim, e.model.scale) == (64, 3.0)
+    assert 'family = "toy"\nscale = 3.0' in e.to_toml()
+    with pytest.raises(ConfigError, match=r"^test: model.scal = 1: no such field; did you mean 'scale'\?$"):
+        Experiment.parse({"model": {"family": "toy", "scal": 1}}, source="test")
+    with pytest.raises(ConfigError, match=r"choose one of 'llama', .*, 'resnet', 'toy'"):
+        Experiment.parse({"model": {"family": "other"}}, source="test")
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_taken_name_is_refused_with_both_owners() -> None:
+    owner = Toy.__module__
+    with pytest.raises(ConfigError, match=f"{owner} registers the family 'toy', a name that {owner} has taken"):
+        register_family(Family("toy", Toy, "nowhere.model:Toy"))
+    with pytest.raises(ConfigError, match=r"'llama': its config .*Toy has no such family; declare there family: Lit"):
+        Family("llama", Toy, "nowhere.model:Toy")
+
+
+def test_ours_are_registered_before_those_of_others() -> None:
+    others: Registry[int] = Registry("row", "jaxdist.families.rows")
+    assert default_family() == "llama" and [*others] == []
+    others.register("a", 1, "one")
+    assert others["a"] == 1 and others.owner("a") == "one"
+    with pytest.raises(ConfigError, match="two registers the row 'a', a name that one has taken; give it another name"):
+        others.register("a", 2, "two")
+
+
+def test_references() -> None:
+    assert resolve("jaxdist.config:Decoder") is Decoder and resolve(Toy) is Toy
+    for wrong in ("nowhere:x", "jaxdist.config:Nothing", "jaxdist.config", ":x"):
+        with pytest.raises(ConfigError, match=f"^{wrong!r}: .*; refer to an object that can be imported"):
+            resolve(wrong)

@@ -1,0 +1,12 @@
+"""The families that torch_ref has, each registered as a package from outside registers its own."""
+
+from torch_ref.families.registry import Family, register_family
+
+for row in (
+    Family("llama", "torch_ref.families.llama:Llama"),
+    Family("gpt2", "torch_ref.families.gpt2:GPT2"),
+    Family("mixtral", "torch_ref.families.mixtral:Mixtral"),
+    Family("qwen3_moe", "torch_ref.families.mixtral:Mixtral"),
+    Family("resnet", "torch_ref.families.resnet:ResNet"),
+):
+    register_family(row)
