@@ -1,12 +1,13 @@
 """The fixes that torch_ref's own checks give are followed literally, until both sides take the config."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from jaxdist.config import Experiment
 from jaxdist.config.config_test import INTERLEAVED, MIXED
-from jaxdist.config.fixes_test import RESNET, SIZES, drawn, followed, line_of, refusal
+from jaxdist.config.fixes_test import GPT2, RESNET, SIZES, drawn, followed, line_of, on_given_weights, refusal, ways
 from torch_ref.parallel import experts, pipeline
 from torch_ref.training.parallelize import check_compile, check_offload
 
@@ -53,6 +54,21 @@ def test_no_fix_leads_in_a_circle(family: str) -> None:
     assert len(refused) > 10
     for line in refused:
         assert followed(line, checks) >= 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["--mesh", "pipeline=4,fsdp=2", *GPT2], {"train.accumulation": "4"}),
+        (["--mesh", "pipeline=4", *GPT2, "--train.batch", "15"], {"parallel.mesh": "1x1"}),
+        (["--mesh", "pipeline=2", *MIXED], {"parallel.mesh": "fsdp=2"}),
+    ],
+    ids=str,
+)
+def test_a_fix_leaves_the_batch_of_a_run_that_goes_on(argv: list[str], fix: Mapping[str, str], tmp_path: Path) -> None:
+    line = on_given_weights(line_of(argv), tmp_path / "run", "resume")
+    assert next(ways(refusal(line, checks))) == fix
+    assert followed(line, checks) == 1
 
 
 def test_an_image_model_keeps_its_axes() -> None:

@@ -14,7 +14,7 @@ from jaxdist.command_line.plugins import add_plugins, load_named, merged
 from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import Experiment, as_argument, section_type
-from jaxdist.config.model import Section, model_differences, same_model
+from jaxdist.config.model import Model, Section, held_by_weights, model_differences, same_model
 from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
@@ -242,10 +242,21 @@ def load(
     for dotted, value in sections.items():
         section, _, field = dotted.partition(".")
         values[section][field] = value
-    experiment = Experiment.parse(values, source=str(config or "arguments"))
+    try:
+        experiment = Experiment.parse(values, str(config or "arguments"), of_weights(start.model) if start else ())
+    except ConfigError as error:
+        if start and not own_model and (flags := _contradicting(overrides, start.model)):
+            problem = str(error).splitlines()[0].rpartition("; ")[0] or str(error)
+            raise ConfigError(f"{problem}; leave out {' '.join(flags)}: --init gives the model") from None
+        raise
     if start:
         _check_start(experiment, start, overrides, f"{option} {config}" if own_model else "")
     return experiment
+
+
+def of_weights(model: Model) -> Iterator[str]:
+    """The fields of a config that weights of the `model` hold."""
+    return (f"model.{name}" for name in held_by_weights(model) if name != "vocab")
 
 
 def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +278,12 @@ def _check_family(model: Any, source: str, overrides: Mapping[str, Any]) -> None
             f"model.family = {wanted!r}, but {source} holds another model, with {found!r}, and {lacking[0]} is a field "
             f"of that; leave out {flags}: {source.partition(' ')[0]} gives the model"
         )
+
+
+def _contradicting(overrides: Mapping[str, Any], model: Model) -> list[str]:
+    """The flags that give a field which weights of the `model` hold another value."""
+    values = {name: as_argument(getattr(model, name.partition(".")[2])) for name in {*of_weights(model)} & {*overrides}}
+    return [f"--{name}" for name in overrides if values.get(name, overrides[name]) != overrides[name]]
 
 
 def _check_start(experiment: Experiment, start: Source, overrides: Mapping[str, Any], config: str) -> None:
@@ -350,6 +367,8 @@ def parse(
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
     experiment = load(config, given, option, start)
+    if run["init"]:
+        experiment = experiment.holding(of_weights(experiment.model))
     notes = dict.fromkeys((*(start.notes if start else ()), *config_notes(run["config"])))
     told = not run["init"] or start or config or any(name.startswith("model.") for name in given)
     return Arguments(experiment=experiment, notes=tuple(notes), model_told=bool(told), **run)

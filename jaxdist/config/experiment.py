@@ -7,13 +7,13 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
@@ -152,6 +152,18 @@ class Experiment(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     record: Record = Record()
+    _held: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Fields, with their sections, that the weights or the run to go on with hold: no fix changes them."""
+        return self._held
+
+    def holding(self, fields: Iterable[str]) -> "Experiment":
+        """This experiment, with weights or a run that hold the `fields`."""
+        held = self.model_copy()
+        held._held = frozenset(fields)
+        return held
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Unpickle, as in a rank of torch's. Raises ConfigError as `load_plugins`."""
@@ -159,14 +171,16 @@ class Experiment(Section):
         load_plugins(self.plugins or ())
 
     @model_validator(mode="after")
-    def _fits(self) -> "Experiment":
+    def _fits(self, info: ValidationInfo) -> "Experiment":
         model, train = self.model, self.train
+        self._held = frozenset(info.context or ())
         if isinstance(model, ResNet):
             self._fits_images(model)
         elif isinstance(model, Decoder) and self.data.sequence > model.positions:
+            longer = "" if "model.positions" in self.held else f", or model.positions = {self.data.sequence}"
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
-                f"use data.sequence = {model.positions}, or model.positions = {self.data.sequence}"
+                f"use data.sequence = {model.positions}{longer}"
             )
         if model.layers % self.memory.remat_every:
             raise ValueError(
@@ -230,11 +244,12 @@ class Experiment(Section):
         for field, size, parameter, over in splits(self):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
-                if field == "vocab":
-                    larger, padding = grown(self, axes), "model.vocab_multiple"
+                larger, padding = grown(self, axes), "model.vocab_multiple"
+                if field == "vocab" and not self.held & larger.keys():
                     fix = f"pad it by {padding} = {larger[padding]}{along(larger, padding)}"
                 else:
-                    fix = ways(self, axes, over, field.rpartition(" × ")[2], parts)
+                    size_of = "vocab_multiple" if field == "vocab" else field.rpartition(" × ")[2]
+                    fix = ways(self, axes, over, size_of, parts)
                 raise ConfigError(
                     f"model.{field} = {size} cannot be divided over the mesh axis {named} = {parts}, which "
                     f"splits parameter {parameter}; {fix}"
@@ -246,11 +261,15 @@ class Experiment(Section):
         if train.batch % (devices * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
             least = devices * train.accumulation
-            others = {} if isinstance(self.model, ResNet) else grown(self, axes)
+            images = isinstance(self.model, ResNet)
+            batch, others = multiple(least, train.batch), {} if images else grown(self, axes)
+            fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
+            if self.held & {"train.batch", *others}:
+                mesh = f"use --mesh {resized(axes, ('data', 'fsdp'), train.batch // train.accumulation)}"
+                fix = mesh if images else ways(self, axes, BATCH, "batch", least)
             raise ConfigError(
                 f"train.batch = {train.batch} {rows} cannot be divided over {named} = {devices} devices and "
-                f"train.accumulation = {train.accumulation} microbatches; use a multiple of "
-                f"{least}, as train.batch = {multiple(least, train.batch)}{along(others, 'train.batch')}"
+                f"train.accumulation = {train.accumulation} microbatches; {fix}"
             )
 
     def _check_chunks(self, axes: Mapping[str, int]) -> None:
@@ -290,7 +309,7 @@ class Experiment(Section):
             fsdp = math.gcd(axes["fsdp"], *widths)
             raise ConfigError(
                 f"model.widths: {bad[0]} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; use "
-                f"--mesh {written({**axes, 'fsdp': fsdp})}, or multiples of it"
+                f"--mesh {written({**axes, 'fsdp': fsdp})}{'' if self.held else ', or multiples of it'}"
             )
 
     def _check_experts(self, axes: Mapping[str, int]) -> None:
@@ -299,9 +318,10 @@ class Experiment(Section):
         if not isinstance(model, Mixture):
             if n > 1:
                 mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
+                other = "" if "model.family" in self.held else ", or model.family = mixtral or qwen3_moe"
                 raise ConfigError(
                     f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
-                    f"--mesh {written(mesh)}{along(grown(self, mesh))}, or model.family = mixtral or qwen3_moe"
+                    f"--mesh {written(mesh)}{along(grown(self, mesh))}{other}"
                 )
             return
         if model.experts % n:
@@ -320,7 +340,7 @@ class Experiment(Section):
             named += f" × parallel.virtual_stages = {chunks}"
         if layers % parts:
             fix = ways(self, axes, ["pipeline"], "layers", parts)
-            if layers % chunks:
+            if layers % chunks and "model.layers" not in self.held:
                 fix = f"use model.layers = {multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
             raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
         every = self.memory.remat_every
@@ -373,14 +393,17 @@ class Experiment(Section):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     @classmethod
-    def parse(cls, values: dict[str, Any], source: str) -> "Experiment":
-        """Validate nested `values`, read from `source`. Raises ConfigError, one line per problem."""
+    def parse(cls, values: dict[str, Any], source: str, held: Iterable[str] = ()) -> "Experiment":
+        """Validate nested `values`, read from `source`, where weights hold the fields `held`.
+
+        Raises ConfigError, one line per problem.
+        """
         if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise ConfigError(
                 f"{source}: {reprlib.repr(values)} is no table of settings; give the sections of a config"
             )
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(values, context=held)
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None

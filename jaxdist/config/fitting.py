@@ -48,9 +48,10 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
     sizes, fixed = _sizes(e), OF_MODEL | {needed}
 
     def fits(mesh: Mapping[str, int]) -> bool:
-        return all(
+        divides = all(
             math.prod(sizes[name] for name in names) % parts == 0 for names, parts in needs(e, mesh) if {*names} & fixed
         )
+        return divides and (not e.held or e.held.isdisjoint(grown(e, mesh)))
 
     def choices(axis: str) -> list[int]:
         alone = dict.fromkeys(AXES, 1)
@@ -64,10 +65,12 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
 
 
 def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: str, parts: int) -> str:
-    """What helps where the axes `over` do not divide the size `name` into `parts`: another mesh, or another size; each
-    with all else that it asks for."""
+    """What helps where the axes `over` do not divide the size `name` into `parts`: another mesh, or another size if all
+    that grow with it are free; each with all else that it asks for."""
     smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
     told = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
+    if e.held & larger.keys():
+        return told
     if (own := field(name)) in larger:
         told += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
     elif larger:
@@ -85,9 +88,13 @@ def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
 
 
 def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> str:
-    """So many microbatches, as a message gives them, and a batch that they divide."""
+    """So many microbatches for a pipeline, as a message gives them, and a batch that they divide; a mesh without a
+    pipeline where these are held."""
     split = e.model_copy(update={"train": e.train.model_copy(update={"accumulation": microbatches})})
-    return f"train.accumulation = {microbatches}{along(grown(split, axes))}"
+    larger = grown(split, axes)
+    if e.held & {"train.accumulation", *larger}:
+        return moved(e, axes, "pipeline")
+    return f"train.accumulation = {microbatches}{along(larger)}"
 
 
 def along(changes: Mapping[str, int], *but: str) -> str:

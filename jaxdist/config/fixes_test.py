@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,6 +12,8 @@ from jaxdist.config import ConfigError
 from jaxdist.config.config_test import BAD, INTERLEAVED, MIXED
 from jaxdist.config.experiment import Experiment
 from jaxdist.config.parallel import AXES
+from jaxdist.formats.described import EXPERIMENT
+from jaxdist.runs.folder import RunFolder
 
 Line = dict[str, str]
 Checks = Callable[[Experiment, dict[str, int]], None]
@@ -63,11 +66,17 @@ def line_of(argv: list[str]) -> Line:
     return {SHORTCUTS.get(flag[2:], flag[2:]): value for flag, value in zip(argv[::2], argv[1::2], strict=True)}
 
 
+def argv_of(line: Line) -> list[str]:
+    return [text for name, value in line.items() for text in (f"--{name}", value)]
+
+
 def refusal(line: Line, *checks: Checks) -> str:
     """The message that a command line gets; empty where it is accepted."""
     try:
-        argv = [text for name, value in line.items() for text in (f"--{name}", value)]
-        experiment = parse(argv, "jaxdist.train", "").experiment
+        arguments = parse(argv_of(line), "jaxdist.train", "")
+        experiment = arguments.experiment
+        if arguments.output:
+            experiment = RunFolder(arguments.output, experiment, arguments.resume).experiment
         axes = experiment.parallel.axes(DEVICES)
         experiment.check_mesh(axes)
         for check in checks:
@@ -166,6 +175,68 @@ def test_no_fix_leads_in_a_circle(family: str) -> None:
     assert len(refused) > 20
     for line in refused:
         assert followed(line) >= 1
+
+
+def on_given_weights(line: Line, path: Path, option: str) -> Line:
+    """The line with its model, and for --resume all but its layout, in files at `path`; empty if they do not fit."""
+    kept = ("model.", "train.", "data.") if option == "resume" else ("model.",)
+    own = {name: value for name, value in line.items() if name.startswith(kept)}
+    short = {} if option == "resume" else {"data.sequence": "1"}  # weights are of a model, whatever they are given
+    if refusal(own | short):
+        return {}
+    experiment = parse(argv_of(own | short), "jaxdist.train", "").experiment
+    if option == "resume":
+        RunFolder(path, experiment.on_data("f" * 32)).create(experiment.on_data("f" * 32))
+    else:
+        path.mkdir()
+        (path / EXPERIMENT).write_text(experiment.model_dump_json(exclude_none=True))
+    return {option: str(path)} | {name: value for name, value in line.items() if name not in own}
+
+
+@pytest.mark.parametrize("option", ["init", "resume"])
+@pytest.mark.parametrize("family", SIZES)
+def test_no_fix_asks_for_another_model_than_that_of_the_weights(family: str, option: str, tmp_path: Path) -> None:
+    lines = [on_given_weights(drawn(family, seed), tmp_path / str(seed), option) for seed in range(30)]
+    refused = [line for line in lines if line and refusal(line)]
+    assert len(refused) > 8
+    for line in refused:
+        assert followed(line) >= 1
+
+
+@pytest.mark.parametrize(
+    ("option", "argv", "fix"),
+    [
+        ("resume", ["--train.batch", "6", "--mesh", "pipeline=3,fsdp=4"], {"parallel.mesh": "pipeline=2,fsdp=2"}),
+        ("resume", ["--model.vocab", "250", "--mesh", "tensor=4"], {"parallel.mesh": "tensor=2"}),
+        ("init", ["--model.vocab", "250", "--mesh", "tensor=4"], {"model.vocab_multiple": "4"}),
+        ("init", [*GPT2, "--model.positions", "100", "--data.sequence", "100", "--mesh", "tensor=3,context=8"],
+            {"parallel.mesh": "context=2,tensor=2"}),
+        ("init", [*GPT2, "--model.positions", "100", "--data.sequence", "128"], {"data.sequence": "100"}),
+        ("resume", [*RESNET, "--mesh", "fsdp=3"], {"parallel.mesh": "fsdp=2"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_fix_beside_given_weights(option: str, argv: list[str], fix: Line, tmp_path: Path) -> None:
+    line = on_given_weights(line_of(argv), tmp_path / "weights", option)
+    assert list(ways(refusal(line))) == [fix]
+    assert followed(line) == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model.heads", "6"],
+        ["--model.heads", "5", "--model.kv_heads", "2"],
+        ["--model.kv_heads", "3", "--mesh", "tensor=3"],
+        ["--model.family", "gpt2", "--model.heads", "7"],
+    ],
+    ids=" ".join,
+)
+def test_flags_of_another_model_than_that_of_the_weights_are_left_out(argv: list[str], tmp_path: Path) -> None:
+    line = on_given_weights({}, tmp_path / "weights", "init") | line_of(argv)
+    told = refusal(line)
+    model = [flag for flag in argv if flag.startswith("--model.")]
+    assert told.endswith(f"; leave out {' '.join(model)}: --init gives the model")
 
 
 @pytest.mark.parametrize(

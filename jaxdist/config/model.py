@@ -378,20 +378,24 @@ def listing(values: tuple[int, ...]) -> str:
 Shape = tuple[int, ...]
 
 
-def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]:
-    """Field -> (its value in `wanted`, in `found`), for every field in which the weights of one do not fit the other;
-    `family` alone where that differs.
+def held_by_weights(model: Model) -> set[str]:
+    """Fields in which a model cannot differ from weights of it.
 
     How weights were drawn and are trained, and how far rotary positions may reach, is no property of the weights. A
-    vocabulary may be padded, and be larger than that of the weights, by new tokens.
+    vocabulary may be padded.
     """
+    free = {"init_std", "balance", "capacity", "momentum", "image", "vocab_multiple"}
+    return {*type(model).model_fields} - free - ({"positions"} if isinstance(model, Rotary) else set())
+
+
+def model_differences(wanted: Model, found: Model) -> dict[str, tuple[Any, Any]]:
+    """Field -> (its value in `wanted`, in `found`), for every field in which the weights of one do not fit the other;
+    `family` alone where that differs. A vocabulary may be larger than that of the weights, by new tokens."""
     here, there = wanted.model_dump(), found.model_dump()
     if here["family"] != there["family"]:
         return {"family": (here["family"], there["family"])}
-    free = {"init_std", "balance", "capacity", "momentum", "image", "vocab_multiple"}
-    free |= {"positions"} if isinstance(wanted, Rotary) else set()
-    free |= {"vocab"} if here.get("vocab", 0) > there.get("vocab", math.inf) else set()
-    return {name: (here[name], there[name]) for name in sorted(here.keys() - free) if here[name] != there[name]}
+    held = held_by_weights(wanted) - ({"vocab"} if here.get("vocab", 0) > there.get("vocab", math.inf) else set())
+    return {name: (here[name], there[name]) for name in sorted(held) if here[name] != there[name]}
 
 
 def same_model(wanted: Model, found: Model, source: str, fix: str = "") -> None:

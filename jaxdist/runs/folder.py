@@ -91,6 +91,8 @@ class RunFolder:
         begun = self.begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
+        pinned = (field for field in _flat(begun.model_dump()) if not field.startswith(FREE))
+        self.experiment = self.experiment.holding(field for field in pinned if not _may_change(begun, field))
         found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
         if found:
             told = " and ".join(f"{field} = {before!r}, not {now!r}" for field, before, now in found)
