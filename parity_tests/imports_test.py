@@ -20,6 +20,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("family configs",),
         ("runs",),
         ("formats",),
+        ("family names",),
         ("command_line", "data"),
         ("ops", "runtime"),
         ("parallel",),
@@ -33,9 +34,10 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "torch_ref": (("parallel", "runtime"), ("families",), ("formats",), ("training",), ("accounting",), (".",)),
     "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
 }
-NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family configs")  # what of jaxdist both sides read
+# What of jaxdist both sides read.
+NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family configs", "family names")
 # Modules of `families` that import no framework are rooms of their own, by the last part of their names.
-PARTS_OF_FAMILIES = {"config": "family configs", "rows": "family configs"}
+PARTS_OF_FAMILIES = {"config": "family configs", "rows": "family configs", "huggingface": "family names"}
 
 
 def source_files(folder: str) -> list[Path]:
@@ -188,7 +190,7 @@ def test_families_call_no_collective(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [("jaxdist", JAX | {"torch", "pydantic"}), ("torch_ref", JAX | {"torch"}),
-     ("jaxdist.families.rows", JAX | {"torch"}), ("torch_ref.families.rows", JAX | {"torch"}),
+     ("jaxdist.families.rows", JAX | {"torch"}), ("jaxdist.families.mixtral.huggingface", JAX | {"torch"}), ("torch_ref.families.rows", JAX | {"torch"}),
      *((f"jaxdist.{room}", JAX | {"torch"}) for room in NEUTRAL if room.isidentifier()),
      ("jaxdist.formats.plan", JAX | {"torch"}),
      ("jaxdist.train", {"torch", "orbax", "jaxdist.convert"}),

@@ -83,10 +83,10 @@ class Family:
     """Its model section: a class with `family: Literal[name]`. Imports no framework."""
     model: Reference
     """The class of its flax module, which is built from a config."""
-    tables: Mapping[str, Any] = field(default_factory=dict)
-    """Naming, as `huggingface` -> table of its tensors under these names."""
-    huggingface: Any = None
-    """Reader and writer of its config.json; None: there is none."""
+    tables: Reference = field(default_factory=dict)
+    """Naming, as `huggingface` -> `formats.tables.Table` of its tensors; the first is written. Empty: there is none."""
+    huggingface: Reference | None = None
+    """`formats.hf_decisions.HuggingFace`, the reader and writer of its config.json; None: there is none."""
     accounting: Reference | None = None
     """Closed forms of its traffic, memory and FLOPs; None: unknown."""
 

@@ -31,8 +31,7 @@ from jaxdist.convert.target import check_room, check_target, whole_or_nothing, w
 from jaxdist.convert.verify import comparing, unchanged, verify, verify_source, verify_tensors
 from jaxdist.convert.vocabulary import exported, resized
 from jaxdist.formats.companions import CONFIG, companions
-from jaxdist.formats.hf import read_folder
-from jaxdist.formats.hf_decisions import notes_on
+from jaxdist.formats.hf import notes_on, read_folder
 from jaxdist.formats.naming import family_of
 from jaxdist.formats.sources import kind_at, kind_of
 from jaxdist.runs.checkpoints import Damaged, run_of, whole

@@ -10,7 +10,7 @@ from jaxdist.config import ConfigError, Model, Optimizer
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
 from jaxdist.families import models
-from jaxdist.formats.tables import EXPERTS, LAYERS, NAMINGS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored
+from jaxdist.formats.tables import EXPERTS, LAYERS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored, table_of
 from jaxdist.parallel.sharding import Layout
 
 
@@ -49,7 +49,7 @@ def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]
     a matrix is not ours or ours turned, whose rows and columns are others."""
     shapes = shapes_kept(model, o, kind)
     if kind in TAKEN and naming not in (OWN, LAYERS):
-        for row in NAMINGS[naming][model.family].rows_of(shapes):
+        for row in table_of(naming, model).rows_of(shapes):
             if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
                 raise ConfigError(
                     f"{kind} of {row.theirs}: the rows and columns of this matrix are others in jaxdist; take the "

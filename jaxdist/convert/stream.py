@@ -24,7 +24,7 @@ from jaxdist.convert.finite import bad_values
 from jaxdist.convert.mappings.atoms import Atom, Entry, fill
 from jaxdist.formats import buffers
 from jaxdist.formats.finite import BadValues, is_second_moment, of_kind, refused
-from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
+from jaxdist.formats.tables import LAYERS, OWN, table_of
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
@@ -235,7 +235,7 @@ class Conversion(Resharder):
     def tied_copies(self, kind: str) -> dict[str, str]:
         """Embedding -> what the head is called in a target of a kind, where a tied one was stored in such a source."""
         model, names = self.content.experiment.model, self.content.origin.names_in(kind)
-        head = NAMINGS[self.naming][model.family].head
+        head = table_of(self.naming, model).head
         return {next(iter(self.targets(PARAMETERS))): names[head]} if model.tied and head in names else {}
 
 

@@ -20,6 +20,7 @@ from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.families.llama.huggingface import TABLES
 from jaxdist.formats.sources import located
 from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.runs import checkpoints
@@ -115,7 +116,7 @@ def test_a_loss_scale_that_was_not_written(tmp_path: Path, monkeypatch: pytest.M
 
 def swapped(a: str, b: str) -> Table:
     """Planted: of Llama's table two names change places, in both directions of a conversion."""
-    table, marked = HUGGINGFACE["llama"], "|"
+    table, marked = TABLES[HUGGINGFACE], "|"
     rows = [
         row._replace(theirs=row.theirs.replace(f".{a}.", marked).replace(f".{b}.", f".{a}.").replace(marked, f".{b}."))
         for row in table.rows
@@ -148,7 +149,7 @@ class TestLogits:
         """What is read by the same mistake comes out as it was."""
         main([str(hf), str(tmp_path / "run"), "--to", kind, "--verify"])
         main([str(tmp_path / "run"), str(tmp_path / "back"), "--to", "hf", "--verify"])
-        monkeypatch.setitem(HUGGINGFACE, "llama", swapped(*swap))
+        monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*swap))
         says = "logits of SOURCE by {} and of TARGET by {} differ by .* more than 8.7e-06; nothing is kept"
         with pytest.raises(TrainingError, match=says.format("transformers", "jaxdist")):
             main([str(hf), str(tmp_path / "a"), "--to", kind, "--verify"])
@@ -167,7 +168,7 @@ class TestLogits:
         assert "where 8.7e-06 is what rounding may do" in said and "not verified" not in said
         monkeypatch.setitem(sys.modules, "transformers", None)
         monkeypatch.delitem(sys.modules, "jaxdist.convert.witness")
-        monkeypatch.setitem(HUGGINGFACE, "llama", swapped(*SWAPS[0]))
+        monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*SWAPS[0]))
         main([str(hf), str(tmp_path / "b"), "--verify"])
         said = capsys.readouterr().out
         assert BY_US in said and UNTOLD.format("SOURCE") in said

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import Model, ResNet, TrainingError
+from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.convert.convert_test import MODELS, draw, saved
 from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.convert.verify import probe
@@ -93,13 +94,14 @@ def test_a_dtype_that_is_written(tmp_path: Path) -> None:
 def test_a_mistaken_table_is_seen(name: str, a: str, b: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: two names of theirs change places, but in the head."""
     model, parameters = ALL[name], drawn(ALL[name])
-    table, names = HUGGINGFACE[model.family], {a: b, b: a}
+    tables, names = resolve(FAMILIES[model.family].tables), {a: b, b: a}
+    table = tables[HUGGINGFACE]
 
     def swapped(theirs: str) -> str:
         return theirs if theirs.startswith(table.head) else ".".join(names.get(x, x) for x in theirs.split("."))
 
     rows = [row._replace(theirs=swapped(row.theirs)) for row in table.rows]
-    monkeypatch.setitem(HUGGINGFACE, model.family, table._replace(rows=rows))
+    monkeypatch.setitem(tables, HUGGINGFACE, table._replace(rows=rows))
     write_hf(tmp_path / "hf", model, parameters)
     assert error(tmp_path / "hf", model, parameters) > 1e-3
 

@@ -1,16 +1,48 @@
 """The families that jaxdist has, each registered as a package from outside registers its own.
 
-Neutral: a model is imported where it is built.
+Neutral: a model, and the names that other formats have for it, are imported where they are first needed.
 """
 
 from jaxdist.config.model import GPT2, Llama, Mixture, ResNet
 from jaxdist.config.registry import Family, register_family
 
+HERE = "jaxdist.families"
+
 for row in (
-    Family("llama", Llama, "jaxdist.families.llama.model:Llama"),
-    Family("gpt2", GPT2, "jaxdist.families.gpt2.model:GPT2"),
-    Family("mixtral", Mixture, "jaxdist.families.mixtral.model:Mixtral"),
-    Family("qwen3_moe", Mixture, "jaxdist.families.mixtral.model:Mixtral"),
-    Family("resnet", ResNet, "jaxdist.families.resnet.model:ResNet"),
+    Family(
+        "llama",
+        Llama,
+        model=f"{HERE}.llama.model:Llama",
+        tables=f"{HERE}.llama.huggingface:TABLES",
+        huggingface=f"{HERE}.llama.huggingface:HUGGINGFACE",
+    ),
+    Family(
+        "gpt2",
+        GPT2,
+        model=f"{HERE}.gpt2.model:GPT2",
+        tables=f"{HERE}.gpt2.huggingface:TABLES",
+        huggingface=f"{HERE}.gpt2.huggingface:HUGGINGFACE",
+    ),
+    Family(
+        "mixtral",
+        Mixture,
+        model=f"{HERE}.mixtral.model:Mixtral",
+        tables=f"{HERE}.mixtral.huggingface:MIXTRAL_TABLES",
+        huggingface=f"{HERE}.mixtral.huggingface:MIXTRAL_HUGGINGFACE",
+    ),
+    Family(
+        "qwen3_moe",
+        Mixture,
+        model=f"{HERE}.mixtral.model:Mixtral",
+        tables=f"{HERE}.mixtral.huggingface:QWEN3_MOE_TABLES",
+        huggingface=f"{HERE}.mixtral.huggingface:QWEN3_MOE_HUGGINGFACE",
+    ),
+    Family(
+        "resnet",
+        ResNet,
+        model=f"{HERE}.resnet.model:ResNet",
+        tables=f"{HERE}.resnet.huggingface:TABLES",
+        huggingface=f"{HERE}.resnet.huggingface:HUGGINGFACE",
+    ),
 ):
     register_family(row)

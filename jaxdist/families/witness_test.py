@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
+from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.families import layers
 from jaxdist.families.gpt2 import model as gpt2
+from jaxdist.families.gpt2.huggingface import GELUS
 from jaxdist.families.llama import model as llama
 from jaxdist.families.mixtral import model as mixtral
 from jaxdist.formats.hf import from_settings, to_settings
-from jaxdist.formats.hf_keys import GELUS
 from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.ops import attention, rotary
 from jaxdist.parallel import context, sharding
@@ -322,7 +323,7 @@ def test_a_mistaken_mapping_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = witness(case)
-    family = right.experiment.model.family
-    monkeypatch.setitem(HUGGINGFACE, family, plant(HUGGINGFACE[family]))
+    tables = resolve(FAMILIES[right.experiment.model.family].tables)
+    monkeypatch.setitem(tables, HUGGINGFACE, plant(tables[HUGGINGFACE]))
     _, parameters = read_hf(right.folder)
     assert error(right._replace(parameters=parameters)) > 5 * BOUND

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.formats.hf import from_settings, read_folder, to_settings
-from jaxdist.formats.hf_decisions import DECISIONS, ROPE, Effect, check, notes_on
+from jaxdist.families.llama.huggingface import ROPE
+from jaxdist.formats.hf import from_settings, model_types, notes_on, read_folder, to_settings
+from jaxdist.formats.hf_decisions import Effect, check
 
+DECISIONS = {model_type: reader.decisions for model_type, (_, reader) in model_types().items()}
 TINY: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
     "intermediate_size": 24, "vocab_size": 40, "max_position_embeddings": 32,
@@ -55,7 +57,7 @@ def values_of(settings: dict[str, Any]) -> dict[str, Any] | str:
 
 @pytest.mark.parametrize("model_type", DECISIONS)
 def test_every_key_of_transformers_is_decided(model_type: str) -> None:
-    """Those of this version. A new one is to be looked up in the model's code, and added to hf_decisions.py."""
+    """Those of this version. Look a new one up in the model's code, and add it to the family's huggingface.py."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(model_type)
     keys = {*config.to_dict(), *(field.name for field in dataclasses.fields(config)), *config.attribute_map}
@@ -78,7 +80,7 @@ def test_every_key_of_a_rotation_is_decided() -> None:
 
 def test_a_key_that_is_not_decided_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     less = {name: d for name, d in DECISIONS["llama"].items() if name != "attention_dropout"}
-    monkeypatch.setitem(DECISIONS, "llama", less)  # type: ignore[arg-type]
+    monkeypatch.setitem(DECISIONS, "llama", less)
     with pytest.raises(AssertionError, match="not decided"):
         test_every_key_of_transformers_is_decided("llama")
 
@@ -146,7 +148,7 @@ def test_dropout_is_said() -> None:
 
 def test_keys_that_are_not_known_are_said() -> None:
     (line,) = notes_on(of("mistral", alibi=True, rope_scaling={"rope_type": "default", "wobble": 3}))
-    assert line == "'alibi', 'rope_parameters.wobble': not known, and taken to change nothing"
+    assert line == "'alibi', 'rope_scaling.wobble': not known, and taken to change nothing"
     (line,) = notes_on(of("qwen2", pad_token_id=0))
     assert line.startswith("pad_token_id = 0: transformers never trains the input embedding of that token")
     (line,) = notes_on(of("llama", auto_map={"AutoModel": "x.Y"}))

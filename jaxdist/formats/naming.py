@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.formats.tables import HUGGINGFACE, NAMINGS, NANOGPT, Shape, Table
+from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.formats.tables import HUGGINGFACE, Shape, Table, table_of, tables_of
 
 # What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -30,7 +31,7 @@ def plain(name: str) -> str:
 def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[str, dict[str, str]]:
     """The naming that has most of the given tensors, of two with the same names the one in which they lie as given, and
     its names -> those given. Raises ConfigError where two are one."""
-    known = {naming: families[model.family] for naming, families in NAMINGS.items() if model.family in families}
+    known = tables_of(model.family)
     found = {naming: inverted(source, given, naming, model) for naming in known}
 
     def agreeing(naming: str) -> tuple[int, int]:
@@ -43,7 +44,8 @@ def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[
 
 def as_named_by_transformers(family: str, given: Mapping[str, Shaped]) -> Table:
     """The table with transformers' names in which matrices lie as given: nanoGPT has the same names."""
-    tables = [families[family] for families in (HUGGINGFACE, NANOGPT) if family in families]
+    known = tables_of(family)
+    tables = [table for table in known.values() if _kinds(table) == _kinds(known[HUGGINGFACE])]
     return max(tables, key=lambda table: _lying(table, {name: name for name in given}, given))
 
 
@@ -66,7 +68,7 @@ def _kinds(table: Table) -> set[str]:
 def inverted(source: str, names: Iterable[str], naming: str, model: Model) -> dict[str, str]:
     """Full name -> name in the file; a tied head that is there alone is the embedding, of which safetensors may have
     kept that name. Raises ConfigError where two tensors are the same parameter."""
-    table, found, given = NAMINGS[naming][model.family], dict[str, str](), list(names)
+    table, found, given = table_of(naming, model), dict[str, str](), list(names)
     prefix = outer(map(plain, given), table)
     for name in given:
         parameter = table.full_name(plain(name).removeprefix(prefix))
@@ -95,13 +97,13 @@ def outer(names: Iterable[str], table: Table) -> str:
 def renaming(names: Mapping[str, str], naming: str, model: Model) -> Callable[[str], str]:
     """How to turn another list's names for the same parameters, an optimizer's or an average's, into full ones, of
     which `names` says what the weights' file calls them."""
-    table, given = NAMINGS[naming][model.family], {plain(name): full for full, name in names.items()}
+    table, given = table_of(naming, model), {plain(name): full for full, name in names.items()}
     return lambda name: given.get(plain(name)) or table.full_name(plain(name))
 
 
 def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, str]:
     """Of full name -> name in the file, what a naming does not say itself: prefixes, and a tied head that is stored."""
-    head = NAMINGS[naming][model.family].head
+    head = table_of(naming, model).head
     return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}
 
 
@@ -109,9 +111,9 @@ def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
     layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
     given = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
-    scores = dict.fromkeys(HUGGINGFACE, 0)
-    for families in NAMINGS.values():
-        for family, table in families.items():
+    scores = {family: 0 for family, row in FAMILIES.items() if resolve(row.tables)}
+    for family in scores:
+        for table in tables_of(family).values():
             known = {row.theirs for row in table.rows} | {name for row in table.rows for name in row.ours}
             scores[family] = max(scores[family], sum({name, table.prefix + name} & known != set() for name in given))
     best = max(scores, key=lambda family: scores[family])

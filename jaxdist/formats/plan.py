@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxdist.config import ConfigError, Model, check_shapes
 from jaxdist.formats.headers import Header
 from jaxdist.formats.naming import Shaped, kind, recognized
-from jaxdist.formats.tables import EXPERTS, NAMINGS, STACKED, TORCH_REF, TURNED, Atom, Shape, Stored, stored
+from jaxdist.formats.tables import EXPERTS, STACKED, TORCH_REF, TURNED, Atom, Shape, Stored, stored, table_of
 
 WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # others hold quantized weights, whose scales lie elsewhere
 COUNTED, COUNTS = "num_batches_tracked", ("int64", "int32")  # of batches, in torch and in JAX
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
 
 def parted(naming: str, model: Model, names: Iterable[str]) -> Parts:
     """Parameters, buffers that the model makes anew, and a tied head apart."""
-    table = NAMINGS[naming][model.family]
+    table = table_of(naming, model)
     given = list(names)
     buffers = [name for name in given if table.ignored.search(name)]
     head = table.head if model.tied and table.head in given else None
@@ -37,7 +37,7 @@ def parted(naming: str, model: Model, names: Iterable[str]) -> Parts:
 
 def embedding(naming: str, model: Model) -> str:
     """What a naming calls the embedding, of which a tied head is a copy."""
-    return NAMINGS[naming][model.family].rows[0].theirs
+    return table_of(naming, model).rows[0].theirs
 
 
 def untied(source: str, head: str) -> ConfigError:
@@ -88,7 +88,7 @@ def plan_of(source: str, given: Mapping[str, Shaped], model: Model, shapes: Mapp
 
 def stacked(model: Model, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of jaxdist's parameters, given those of torch_ref's: all layers in one, matrices (in, out)."""
-    rows = {kind(row.theirs): row for row in TORCH_REF[model.family].rows}
+    rows = {kind(row.theirs): row for row in table_of(TORCH_REF, model).rows}
     found: dict[str, Shape] = {}
     for name, shape in shapes.items():
         row, (module, _, _) = rows[kind(name)], name.rpartition(".")

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from jaxdist.config import Model
+from jaxdist.config import ConfigError, Model
+from jaxdist.config.registry import FAMILIES, resolve
 
 Shape = tuple[int, ...]
 Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one that is whole
@@ -100,7 +101,7 @@ class Stored(NamedTuple):
     row: Row
 
 
-def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
+def linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
     """torch.nn.Linear: its weight is (out, in), our kernel (in, out)."""
     return [
         Row((f"{ours}.kernel",), f"{theirs}.weight", transpose=True, interleaved=interleaved),
@@ -108,26 +109,22 @@ def _linear(ours: str, theirs: str, interleaved: bool = False) -> list[Row]:
     ]
 
 
-def _products(ours: tuple[str, ...], theirs: str, linear: bool) -> list[Row]:
-    """One product for several of ours: the weight of torch's Linear is (out, in), of transformers' Conv1D (in, out)."""
-    return [
-        Row(tuple(f"{name}.kernel" for name in ours), f"{theirs}.weight", transpose=linear),
-        Row(tuple(f"{name}.bias" for name in ours), f"{theirs}.bias"),
-    ]
-
-
-def _norm(ours: str, theirs: str) -> list[Row]:
+def norm(ours: str, theirs: str) -> list[Row]:
+    """torch.nn.LayerNorm and RMSNorm."""
     return [Row((f"{ours}.scale",), f"{theirs}.weight"), Row((f"{ours}.bias",), f"{theirs}.bias")]
 
 
-def _embedding(ours: str, theirs: str) -> list[Row]:
+def embedding(ours: str, theirs: str) -> list[Row]:
+    """torch.nn.Embedding."""
     return [Row((f"{ours}.embedding",), f"{theirs}.weight")]
 
 
 class Table(NamedTuple):
-    """A family's rows, in the order of its modules; those whose parameters a model lacks are left out.
+    """A family's rows under one naming, in the order of its modules: a decoder's embedding first. Rows whose parameters
+    a model lacks are left out.
 
-    `prefix` is missing in files of a model without its head; names matching `ignored` hold no weights.
+    `head`: the output head, which a file may hold beside the embedding that it is tied to. `prefix` is missing in files
+    of a model without its head; names matching `ignored` hold no weights.
     """
 
     rows: list[Row]
@@ -145,200 +142,16 @@ class Table(NamedTuple):
         """`name` with the family's prefix."""
         return name if name.startswith((self.prefix, self.head)) else self.prefix + name
 
-
-def _attention(theirs: str) -> list[Row]:
-    """Llama's and all that have it."""
-    return [
-        *_linear("layers.attention.q_proj", f"{theirs}.q_proj"),
-        *_linear("layers.attention.k_proj", f"{theirs}.k_proj"),
-        *_linear("layers.attention.v_proj", f"{theirs}.v_proj"),
-        *_linear("layers.attention.o_proj", f"{theirs}.o_proj"),
-        *_norm("layers.attention.q_norm", f"{theirs}.q_norm"),
-        *_norm("layers.attention.k_norm", f"{theirs}.k_norm"),
-    ]
-
-
-def _mixture(block: str, gate: str, up: str, down: str) -> Table:
-    """A mixture's, whose MLPs are called `block`, and an expert's projections so."""
-    theirs = f"model.layers.{{layer}}.{block}"
-    return Table(
-        [
-            *_embedding("embed", "model.embed_tokens"),
-            *_attention("model.layers.{layer}.self_attn"),
-            *_linear("layers.mlp.router", f"{theirs}.gate"),
-            *_linear("layers.mlp.experts.gate_proj", f"{theirs}.experts.{{expert}}.{gate}"),
-            *_linear("layers.mlp.experts.up_proj", f"{theirs}.experts.{{expert}}.{up}"),
-            *_linear("layers.mlp.experts.down_proj", f"{theirs}.experts.{{expert}}.{down}"),
-            *_norm("layers.attention_norm", "model.layers.{layer}.input_layernorm"),
-            *_norm("layers.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
-            *_norm("norm", "model.norm"),
-            *_linear("lm_head", "lm_head"),
-        ],
-        head="lm_head.weight",
-        prefix="model.",
-        ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
-    )
-
-
-def _fused(separate: Table, gate_first: bool) -> Table:
-    """A mixture as transformers 5 holds it in memory: its experts stacked, gate and up in one, without biases.
-
-    `gate_first`: whether the router comes before the experts among its parameters, which an optimizer numbers.
-    """
-    theirs, kept = "model.layers.{layer}.mlp", [row for row in separate.rows if not row.by_expert]
-    rows = [row._replace(theirs=re.sub(r"\.\w+\.gate\.", ".mlp.gate.", row.theirs)) for row in kept]
-    names = [f"layers.mlp.experts.{name}_proj.kernel" for name in ("gate", "up", "down")]
-    experts = [
-        Row((*names[:2],), f"{theirs}.experts.gate_up_proj", transpose=True),
-        Row((names[2],), f"{theirs}.experts.down_proj", transpose=True),
-    ]
-    gate = next(i for i, row in enumerate(rows) if row.ours == ("layers.mlp.router.kernel",))
-    at = gate + 2 if gate_first else gate  # after its bias
-    return separate._replace(rows=[*rows[:at], *experts, *rows[at:]])
-
-
-def _gpt2(linear: bool) -> Table:
-    """GPT-2's, its products Conv1D as in transformers, or Linear."""
-    block = "transformer.h.{layer}"
-    queries_keys_values = ("layers.attention.q_proj", "layers.attention.k_proj", "layers.attention.v_proj")
-    return Table(
-        [
-            *_embedding("embed", "transformer.wte"),
-            *_embedding("positions", "transformer.wpe"),
-            *_norm("layers.attention_norm", f"{block}.ln_1"),
-            *_products(queries_keys_values, f"{block}.attn.c_attn", linear),
-            *_products(("layers.attention.o_proj",), f"{block}.attn.c_proj", linear),
-            *_norm("layers.mlp_norm", f"{block}.ln_2"),
-            *_products(("layers.mlp.up_proj",), f"{block}.mlp.c_fc", linear),
-            *_products(("layers.mlp.down_proj",), f"{block}.mlp.c_proj", linear),
-            *_norm("norm", "transformer.ln_f"),
-            *_linear("lm_head", "lm_head"),
-        ],
-        head="lm_head.weight",
-        prefix="transformer.",
-        ignored=re.compile(r"\.attn\.(bias|masked_bias)$"),  # causal masks
-    )
+    def renamed(self, pattern: str, now: str) -> "Table":
+        """The table with `now` in place of the matches of a pattern in names."""
+        rows = [row._replace(theirs=re.sub(pattern, now, row.theirs)) for row in self.rows]
+        return self._replace(rows=rows, head=re.sub(pattern, now, self.head))
 
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def _conv_norm(ours: str, conv: str, norm: str) -> list[Row]:
-    """torch.nn.Conv2d and BatchNorm2d: a kernel is (out, in, Y, X), ours (Y, X, in, out)."""
-    kernel = Row((f"{ours}.conv.kernel",), f"{conv}.weight", transpose=True)
-    running = [Row((f"{ours}.norm.{name}",), f"{norm}.{name}") for name in STATISTICS]
-    return [kernel, *_norm(f"{ours}.norm", norm), *running]
-
-
-def _in_transformers(ours: str, theirs: str) -> list[Row]:
-    return _conv_norm(ours, f"{theirs}.convolution", f"{theirs}.normalization")
-
-
-BLOCK, THEIR_BLOCK = "stages.{stage}.{block}", "resnet.encoder.stages.{stage}.layers.{block}"
-VISION_BLOCK = "layer{number}.{block}"
-
-HUGGINGFACE = {
-    "llama": Table(
-        [
-            *_embedding("embed", "model.embed_tokens"),
-            *_attention("model.layers.{layer}.self_attn"),
-            *_linear("layers.mlp.gate_proj", "model.layers.{layer}.mlp.gate_proj"),
-            *_linear("layers.mlp.up_proj", "model.layers.{layer}.mlp.up_proj"),
-            *_linear("layers.mlp.down_proj", "model.layers.{layer}.mlp.down_proj"),
-            *_norm("layers.attention_norm", "model.layers.{layer}.input_layernorm"),
-            *_norm("layers.mlp_norm", "model.layers.{layer}.post_attention_layernorm"),
-            *_norm("norm", "model.norm"),
-            *_linear("lm_head", "lm_head"),
-        ],
-        head="lm_head.weight",
-        prefix="model.",
-        ignored=re.compile(r"\.rotary_emb\.inv_freq$"),
-    ),
-    "gpt2": _gpt2(linear=False),
-    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": _mixture("mlp", "gate_proj", "up_proj", "down_proj"),
-    "resnet": Table(
-        [
-            *_in_transformers("stem", "resnet.embedder.embedder"),
-            *_in_transformers(f"{BLOCK}.shortcut", f"{THEIR_BLOCK}.shortcut"),
-            *[r for i in range(3) for r in _in_transformers(f"{BLOCK}.layer.{i}", f"{THEIR_BLOCK}.layer.{i}")],
-            *_linear("head", "classifier.1"),
-        ],
-        head="classifier.",
-        prefix="resnet.",
-    ),
-}
-
-# nanoGPT has transformers' names, and Linear where that has Conv1D.
-NANOGPT = {"gpt2": _gpt2(linear=True)}
-
-# What torchvision calls a ResNet's, as do most scripts.
-TORCHVISION = {
-    "resnet": Table(
-        [
-            *_conv_norm("stem", "conv1", "bn1"),
-            *_conv_norm(f"{BLOCK}.layer.0", f"{VISION_BLOCK}.conv1", f"{VISION_BLOCK}.bn1"),
-            *_conv_norm(f"{BLOCK}.layer.1", f"{VISION_BLOCK}.conv2", f"{VISION_BLOCK}.bn2"),
-            *_conv_norm(f"{BLOCK}.layer.2", f"{VISION_BLOCK}.conv3", f"{VISION_BLOCK}.bn3"),
-            *_conv_norm(f"{BLOCK}.shortcut", f"{VISION_BLOCK}.downsample.0", f"{VISION_BLOCK}.downsample.1"),
-            *_linear("head", "fc"),
-        ],
-        head="fc.weight",
-    ),
-}
-
-# The code that Meta published with Llama 1 to 3: complex rotations, so interleaved queries and keys.
-META = {
-    "llama": Table(
-        [
-            *_embedding("embed", "tok_embeddings"),
-            *_linear("layers.attention.q_proj", "layers.{layer}.attention.wq", interleaved=True),
-            *_linear("layers.attention.k_proj", "layers.{layer}.attention.wk", interleaved=True),
-            *_linear("layers.attention.v_proj", "layers.{layer}.attention.wv"),
-            *_linear("layers.attention.o_proj", "layers.{layer}.attention.wo"),
-            *_linear("layers.mlp.gate_proj", "layers.{layer}.feed_forward.w1"),
-            *_linear("layers.mlp.down_proj", "layers.{layer}.feed_forward.w2"),
-            *_linear("layers.mlp.up_proj", "layers.{layer}.feed_forward.w3"),
-            *_norm("layers.attention_norm", "layers.{layer}.attention_norm"),
-            *_norm("layers.mlp_norm", "layers.{layer}.ffn_norm"),
-            *_norm("norm", "norm"),
-            *_linear("lm_head", "output"),
-        ],
-        head="output.weight",
-        ignored=re.compile(r"(^|\.)(freqs_cis|rope\.(freqs|freqs_cis|cache))$"),  # of the rotation; torchtitan's too
-    )
-}
-
-
-def _renamed(tables: Mapping[str, Table], pattern: str, now: str) -> dict[str, Table]:
-    """Tables in whose names `now` is in place of what matches the pattern."""
-    return {
-        family: table._replace(
-            rows=[row._replace(theirs=re.sub(pattern, now, row.theirs)) for row in table.rows],
-            head=re.sub(pattern, now, table.head),
-        )
-        for family, table in tables.items()
-    }
-
-
-# torchtitan has Meta's names and rotations. Since 2026 queries, keys and values are within a module of their own, and
-# later the head was renamed.
-TORCHTITAN_OUTPUT = _renamed(META, r"\.attention\.(?=w[qkv]\.)", ".attention.qkv_linear.")
-TORCHTITAN = _renamed(TORCHTITAN_OUTPUT, r"^output\.", "lm_head.")
-# Its Qwen3 norms queries and keys, and turns halves of a head as Hugging Face does.
-TORCHTITAN_QWEN3 = {
-    family: table._replace(
-        rows=[
-            *(row._replace(interleaved=False) for row in table.rows),
-            *_norm("layers.attention.q_norm", "layers.{layer}.attention.q_norm"),
-            *_norm("layers.attention.k_norm", "layers.{layer}.attention.k_norm"),
-        ]
-    )
-    for family, table in TORCHTITAN.items()
-}
-
-
-SAME = ("bias", *STATISTICS)
+SAME = ("bias", *STATISTICS)  # last parts of our names that torch_ref has too
+OWN, LAYERS = "jaxdist", "jaxdist by layers"  # need no table, see `entries`: our arrays, and one layer at a time
+HUGGINGFACE, IN_MEMORY, TORCH_REF = "huggingface", "transformers in memory", "torch_ref"
 
 
 def _in_torch_ref(ours: str) -> Row:
@@ -348,34 +161,49 @@ def _in_torch_ref(ours: str) -> Row:
     return Row((ours,), f"{name}.{kind if kind in SAME else 'weight'}", transpose=kind == "kernel")
 
 
-TORCH_REF = {
-    family: Table([_in_torch_ref(name) for row in table.rows for name in row.ours], head="lm_head.weight")
-    for family, table in HUGGINGFACE.items()
-}
+def tables_of(family: str) -> dict[str, Table]:
+    """Naming -> table of a registered family: those of its row and torch_ref's. The first is the one of its files.
 
-IN_MEMORY = "transformers in memory"
-# By name of the naming, then family. Our own need no table, see `entries`: arrays as they are, and a layer at a time.
-NAMINGS = {
-    "huggingface": HUGGINGFACE,
-    IN_MEMORY: {family: _fused(HUGGINGFACE[family], family == "mixtral") for family in ("mixtral", "qwen3_moe")},
-    "torch_ref": TORCH_REF,
-    "meta": META,
-    "torchtitan": TORCHTITAN,
-    "torchtitan_output": TORCHTITAN_OUTPUT,
-    "torchtitan_qwen3": TORCHTITAN_QWEN3,
-    "torchvision": TORCHVISION,
-    "nanogpt": NANOGPT,
-}
-OWN, LAYERS = "jaxdist", "jaxdist by layers"
+    Raises ConfigError where the row has none.
+    """
+    found: Mapping[str, Table] = resolve(FAMILIES[family].tables)
+    if not found:
+        raise lacking(family, "tables", "its tensors have no names in other formats")
+    first, *others = found.items()
+    rows = [_in_torch_ref(name) for row in first[1].rows for name in row.ours]
+    return dict([first, (TORCH_REF, Table(rows, head="lm_head.weight")), *others])
+
+
+def table_of(naming: str, model: Model) -> Table:
+    """The table of a model's family under a naming. Raises ConfigError where it has none."""
+    tables = tables_of(model.family)
+    if naming not in tables:
+        raise lacking(model.family, f"tables[{naming!r}]", f"its tensors have no names of {naming}")
+    return tables[naming]
+
+
+def naming_for(naming: str, model: Model) -> str:
+    """The naming in which files are written that ask for this one: HUGGINGFACE stands for the first of a family's own.
+    Raises ConfigError where it has none."""
+    return next(iter(tables_of(model.family))) if naming == HUGGINGFACE else naming
+
+
+def lacking(family: str, piece: str, so: str) -> ConfigError:
+    """The error where the row of a family lacks a piece that a command needs."""
+    return ConfigError(
+        f"model.family = {family}: {FAMILIES.owner(family)} registers it without {piece}, so {so}; add {piece} to its "
+        "row, or keep its weights as an Orbax checkpoint"
+    )
 
 
 def stored(naming: str, model: Model, shapes: Mapping[str, Shape]) -> dict[str, Stored]:
-    """Every tensor that a model has under one of NAMINGS, by name; a layer's together, in the order of its modules.
+    """Every tensor that a model has under a naming of its family, by name; those of a layer together, in the order of
+    its modules.
 
     `shapes`: those of the parameters of jaxdist, all of them or some.
     """
     found: dict[str, Stored] = {}
-    for stacked, rows in groupby(NAMINGS[naming][model.family].rows_of(shapes), lambda row: row.stacked):
+    for stacked, rows in groupby(table_of(naming, model).rows_of(shapes), lambda row: row.stacked):
         block = list(rows)
         for layer in range(model.layers if stacked else 1):
             found |= {tensor.name: tensor for row in block for tensor in row.tensors(layer, shapes)}

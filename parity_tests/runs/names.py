@@ -9,9 +9,8 @@ from jaxdist.config import KEPT
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import as_named_by_transformers, plain
-from jaxdist.formats.tables import HUGGINGFACE, NAMINGS
+from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, tables_of
 
-IN_MEMORY = NAMINGS["transformers in memory"]
 Arrays = dict[str, np.ndarray]
 PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
@@ -143,8 +142,9 @@ def _parameters(arrays: Arrays, family: str, layers: int) -> Arrays:
 def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Arrays:
     """Parameters of a mixture under the names that transformers 5 has in memory, where the experts of a layer are
     stacked and gate and up are one, under the names of its files; all others as they are."""
-    found, in_files = dict(arrays), {ours: row for row in HUGGINGFACE[family].rows for ours in row.ours}
-    rows = IN_MEMORY[family].rows if family in IN_MEMORY else []
+    tables = tables_of(family)
+    found, in_files = dict(arrays), {ours: row for row in tables[HUGGINGFACE].rows for ours in row.ours}
+    rows = tables[IN_MEMORY].rows if IN_MEMORY in tables else []
     for row, layer in ((row, layer) for row in rows if row.stacked for layer in range(layers)):
         if (name := row.theirs.format(layer=layer)) not in found:
             continue
@@ -159,7 +159,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
 def _activations(arrays: Arrays, family: str) -> Arrays:
     """By module; what one module of theirs computes for several of ours is cut along its last axis."""
     several: dict[str, list[str]] = {"": [LOGITS]}
-    modules = {ours: row.theirs for row in HUGGINGFACE[family].rows for ours in row.ours}
+    modules = {ours: row.theirs for row in tables_of(family)[HUGGINGFACE].rows for ours in row.ours}
     named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}
     for ours, theirs in (named_so | CONTAINERS[family]).items():
         several.setdefault(theirs, []).append(ours)

@@ -19,7 +19,8 @@ import torch
 from jaxdist.config import bounded, model
 from jaxdist.convert.kinds import torch_files, torch_leaves, torch_records
 from jaxdist.convert.kinds.torch_records import place
-from jaxdist.formats import dcp_index, foreign, hf, safetensors_files
+from jaxdist.families.llama import huggingface
+from jaxdist.formats import dcp_index, foreign, safetensors_files
 from jaxdist.formats.hf_keys import COUNT, Key
 from jaxdist.formats.torch_zips import Place
 from jaxdist.runs import checkpoints
@@ -106,7 +107,8 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "keys twice in config.json": ("config", [(bounded, "_object", last_wins)], "a key was given twice"),
     "layers without end": (
         "config",
-        [(hf, "LLAMA_KEYS", hf.LLAMA_KEYS | {"layers": Key("num_hidden_layers", COUNT)}), (model, "MOST_LAYERS", END)],
+        [(huggingface, "KEYS", huggingface.KEYS | {"layers": Key("num_hidden_layers", COUNT)}),
+         (model, "MOST_LAYERS", END)],
         "of each layer",
     ),
     "experts without end": (

@@ -20,7 +20,7 @@ from jaxdist.convert.optimizers import rules
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.plan import embedding
-from jaxdist.formats.tables import IN_MEMORY, NAMINGS
+from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, table_of, tables_of
 from jaxdist.formats.torch_files import GROUPS, reading
 
 
@@ -73,7 +73,7 @@ class Weights:
         """How to get the naming's name of a parameter from what a file or an optimizer calls it: a tied head, which may
         be trained under its own name, is the embedding."""
         rename, model = renaming(self.names, self.naming, self.experiment.model), self.experiment.model
-        tied = {NAMINGS[self.naming][model.family].head: embedding(self.naming, model)} if model.tied else {}
+        tied = {table_of(self.naming, model).head: embedding(self.naming, model)} if model.tied else {}
         return lambda name: tied.get(rename(name), rename(name))
 
     @property
@@ -91,10 +91,10 @@ class Weights:
         Content(self.experiment, self.naming, {PARAMETERS: self.parameters}).check_weights(self.path)
         naming, model = self.naming, self.experiment.model
         shapes, rename = self.shapes, self.full_name
-        if naming == "huggingface" and model.family in NAMINGS[IN_MEMORY]:
+        if naming == HUGGINGFACE and IN_MEMORY in tables_of(model.family):
             stacked = {name: entry.shape for name, entry in trainable(IN_MEMORY, model).items()}
             if len(optimizer["state"]) == len(stacked):  # of a model in memory, whose experts are stacked
-                naming, shapes, rename = IN_MEMORY, stacked, NAMINGS[IN_MEMORY][model.family].full_name
+                naming, shapes, rename = IN_MEMORY, stacked, table_of(IN_MEMORY, model).full_name
         with reading(file, "optimizer"):
             kept = partial(kept_by, naming, model)
             rule, order = rules.order_of(str(file), optimizer, shapes, kept, rename)

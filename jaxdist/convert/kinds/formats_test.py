@@ -30,7 +30,7 @@ from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square, of_kind
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.sources import beside, kind_of
-from jaxdist.formats.tables import LAYERS, NAMINGS, OWN
+from jaxdist.formats.tables import HUGGINGFACE, LAYERS, OWN, tables_of
 from jaxdist.runs import checkpoints
 
 torch = pytest.importorskip("torch")
@@ -138,13 +138,12 @@ OF_FAMILY = {
 }
 
 
-@pytest.mark.parametrize("family", OF_FAMILY)
-@pytest.mark.parametrize("naming", [*NAMINGS, OWN])
+@pytest.mark.parametrize(
+    ("naming", "family"), [(naming, family) for family in OF_FAMILY for naming in (*tables_of(family), OWN)]
+)
 def test_units_are_the_least_and_hold_all(naming: str, family: str) -> None:
     model = MODELS[OF_FAMILY[family]]
-    if family not in NAMINGS.get(naming, {family: None}):
-        pytest.skip("no such table")
-    for other in ("huggingface", OWN):
+    for other in (HUGGINGFACE, OWN):
         sources, targets = entries(naming, model), entries(other, model)
         found = units(sources, targets)
         for side, given in (("sources", sources), ("targets", targets)):

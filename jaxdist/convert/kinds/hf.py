@@ -22,7 +22,7 @@ from jaxdist.formats.hf import experiment_for, from_settings, read_model, to_set
 from jaxdist.formats.naming import carried, recognized
 from jaxdist.formats.plan import embedding
 from jaxdist.formats.safetensors_files import Tensors, leaves
-from jaxdist.formats.tables import OWN
+from jaxdist.formats.tables import HUGGINGFACE, OWN, naming_for
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -149,4 +149,4 @@ def read_hf(path: Path) -> tuple[Model, dict[str, np.ndarray]]:
 def write_hf(path: Path, model: Model, parameters: Mapping[str, np.ndarray]) -> None:
     """Write parameters of ours, in their own dtype, as a Hugging Face folder `path`. Raises ConfigError."""
     content = in_memory(experiment_for(model.model_dump(), "write_hf"), parameters)
-    write(path, Conversion(exported(content), "huggingface"))
+    write(path, Conversion(exported(content), naming_for(HUGGINGFACE, model)))

@@ -17,7 +17,7 @@ from jaxdist.convert.stream import cast
 from jaxdist.formats.adapters import CONFIG, settings_of
 from jaxdist.formats.hf import SHOWN
 from jaxdist.formats.safetensors_files import Tensors, leaves
-from jaxdist.formats.tables import NAMINGS
+from jaxdist.formats.tables import HUGGINGFACE, table_of
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
@@ -72,7 +72,7 @@ class Saved(NamedTuple):
 def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Path], Leaves]) -> Content:
     """The base model with an adapter merged into its weights. Raises ConfigError, also where a tensor of the adapter
     belongs to no tensor of the base. `read_torch` reads a file of torch.save's."""
-    if base.naming != "huggingface":
+    if base.naming != HUGGINGFACE:
         raise ConfigError(
             f"--adapter {adapter}: SOURCE {source} has other names than transformers; give a Hugging Face folder"
         )
@@ -81,7 +81,7 @@ def merged(base: Content, source: Path, adapter: Path, read_torch: Callable[[Pat
     weights = dict(base.groups[PARAMETERS])
     inside = {base.origin.names.get(name, name): name for name in weights} | {name: name for name in weights}
     model = base.experiment.model
-    tied = NAMINGS["huggingface"][model.family].head if model.tied else ""
+    tied = table_of(HUGGINGFACE, model).head if model.tied else ""
     for name, change in _changes(adapter, settings, tensors):
         target = _target(adapter, name, inside, tied)
         before = weights[target]

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.convert.content import Content, Leaf
 from jaxdist.convert.stream import Conversion
-from jaxdist.formats.tables import LAYERS
+from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF, naming_for
 from jaxdist.formats.torch_files import SUFFIXES
 
 
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     @property
     def padded(self) -> bool:
         """Whether it keeps the padding of the vocabulary: our own kinds do."""
-        return self.naming in (LAYERS, "torch_ref")
+        return self.naming in (LAYERS, TORCH_REF)
 
     @property
     def format(self) -> Format:
@@ -61,17 +61,19 @@ class Kind(NamedTuple):
     def naming_of(self, content: Content) -> str:
         """What tensors of this content are called when they are written: as they were in a source of this kind."""
         origin = content.origin
-        return origin.naming if KINDS.get(origin.kind) == self and origin.naming else self.naming
+        if KINDS.get(origin.kind) == self and origin.naming:
+            return origin.naming
+        return naming_for(self.naming, content.experiment.model)
 
 
 KINDS = {
     "deepspeed": Kind("checkpoint of DeepSpeed's", "deepspeed_folders", "", rates=True),
     "trainer": Kind("folder of a Trainer or of Accelerate", "trainer_folders", "", rates=True),
-    "hf": Kind("Hugging Face folder", "hf", "huggingface", state=False),
+    "hf": Kind("Hugging Face folder", "hf", HUGGINGFACE, state=False),
     "orbax": Kind("Orbax checkpoint", "orbax_files", LAYERS),
-    "dcp": Kind("torch distributed checkpoint", "dcp_files", "torch_ref", rates=True),
+    "dcp": Kind("torch distributed checkpoint", "dcp_files", TORCH_REF, rates=True),
     "llmc": Kind("checkpoint of llm.c's", "llmc_files", ""),
-    "torch": Kind("torch file", "torch_files", "huggingface", rates=True),
+    "torch": Kind("torch file", "torch_files", HUGGINGFACE, rates=True),
     "meta": Kind("folder of Meta's", "meta", "", state=False),
     "bin": Kind("folder with pytorch_model.bin", "bin_files", "", state=False),
 }

@@ -57,7 +57,7 @@ from jaxdist.formats.nanogpt import LOOP, has_loop, is_nanogpt
 from jaxdist.formats.own_files import FILES, files_of
 from jaxdist.formats.refusals import TORCH_WROTE, check_torch, loading
 from jaxdist.formats.stand_ins import restored
-from jaxdist.formats.tables import NAMINGS
+from jaxdist.formats.tables import HUGGINGFACE, table_of
 from jaxdist.formats.torch_files import (
     EXPERIMENT,
     GROUPS,
@@ -301,7 +301,7 @@ def write(path: Path, conversion: Conversion) -> None:
     content = conversion.content
     origin = content.origin
     names = origin.names_in("torch")
-    head = NAMINGS[conversion.naming][content.experiment.model.family].head
+    head = table_of(conversion.naming, content.experiment.model).head
     with FakeTensorMode():
         fakes = {
             group: {name: empty(leaf) for name, leaf in leaves.items()} for group, leaves in conversion.groups.items()
@@ -317,7 +317,7 @@ def write(path: Path, conversion: Conversion) -> None:
 
     def listed(group: str) -> dict[str, Tensor]:
         found = {names.get(name, name): fake for name, fake in fakes[group].items()}
-        modules = conversion.naming == "huggingface" and not origin.of_a_script  # which list a tied head too
+        modules = conversion.naming == HUGGINGFACE and not origin.of_a_script  # which list a tied head too
         if content.experiment.model.tied and (head in names or modules):
             found[names.get(head, head)] = next(iter(fakes[group].values()))
         return found

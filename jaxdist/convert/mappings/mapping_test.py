@@ -15,7 +15,7 @@ from jaxdist.convert.mappings.mapping import KeyMapping, Module, Row, Shape, Sha
 from jaxdist.convert.mappings.suggest import Suggestion, suggest
 from jaxdist.convert.mappings.transforms import TRANSFORMS, as_ours, fitting, result
 from jaxdist.formats.hf import to_settings
-from jaxdist.formats.tables import HUGGINGFACE
+from jaxdist.formats.tables import HUGGINGFACE, table_of
 
 D, H, C, F, L = 12, 3, 4, 20, 3
 
@@ -128,7 +128,7 @@ class TestSuggestion:
         theirs, ours = shapes(getattr(transformers, class_name)(config)), shapes_of(model)
         right = {
             theirs_name: (row.ours[0], "transpose" if row.transpose else "same")
-            for row in HUGGINGFACE[model.family].rows_of(ours)
+            for row in table_of(HUGGINGFACE, model).rows_of(ours)
             for theirs_name in row.names(model.layers)
             if len(row.ours) == 1
         }
