@@ -1,8 +1,8 @@
 """The precision section of an experiment: dtypes, by policy, and the loss scale that float16 needs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from jaxdist.config.model import NUMBER, Count, NotNegative, Section
 
@@ -53,17 +53,20 @@ class Precision(Section):
     growth_interval: Count = 2000
     """Steps in a row without an overflow before the loss scale grows."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill(cls, values: Any) -> Any:
+    def _fill(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Complete what follows from the policy; it does not count as set."""
         if not isinstance(values, dict):
-            return values
+            return validate(values)
         # An unknown policy is reported by its own field alone.
         policy = NAMES.get(str(values.get("policy", "fp32")), str(values.get("policy", "fp32")))
         filled = dict(zip(("parameters", "compute", "reduce"), POLICIES.get(policy, POLICIES["fp32"]), strict=True))
         filled |= values
         scaled = filled["compute"] == "float16" != filled["parameters"]
-        return {"loss_scale": 2.0**16 if scaled else 0.0} | filled
+        found = validate({"loss_scale": 2.0**16 if scaled else 0.0} | filled)
+        found.model_fields_set.intersection_update(values)
+        return found
 
     @field_validator("policy", mode="before")
     @classmethod

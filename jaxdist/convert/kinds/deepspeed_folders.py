@@ -14,6 +14,7 @@ from jaxdist.config import Experiment
 from jaxdist.convert.content import Content, Leaf, Leaves, Origin, agreed
 from jaxdist.convert.kinds import torch_files, trainer_folders
 from jaxdist.convert.kinds.assembled import State, Weights
+from jaxdist.convert.kinds.nanogpt import filled
 from jaxdist.convert.kinds.reader import READER
 from jaxdist.convert.kinds.torch_parts import first_count, is_count
 from jaxdist.convert.optimizers import amp, rates, rules
@@ -26,6 +27,8 @@ from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import GROUPS, reading
 from jaxdist.runs.display import say
+
+HALVES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # of ds_config
 
 
 def described(path: Path) -> dict[str, Leaf]:
@@ -43,8 +46,10 @@ def opened(
         saved = saved_at(path)
         leaves = saved.weights
     trainer = trainer_folders.trainer_state(saved.folder.parent) if training else {}
-    found = trainer_folders.found_in(around, trainer_folders.sections(around, trainer, {}))
-    weights = Weights(path, agreed(str(path), found, wanted), leaves)
+    told = sections(saved) if training else {}
+    told["train"] = told.get("train", {}) | trainer_folders.sections(around, trainer, {}).get("train", {})
+    completed = filled({"model": {"family": wanted.model.family}, **told}, wanted, str(path)) if wanted else None
+    weights = Weights(path, agreed(str(path), trainer_folders.found_in(around, told), completed), leaves)
     state = saved.state(weights) if training else None
     kept = saved.model.get("lr_scheduler")
     scheduler = kept if isinstance(kept, dict) else {}
@@ -65,6 +70,24 @@ def saved_at(path: Path) -> "TrainedUniversal | TrainedWhole | TrainedZero":
     """The checkpoint at `path`. Raises ConfigError."""
     kind = TrainedUniversal if is_universal(path) else TrainedWhole if is_whole(path) else TrainedZero
     return kind(path, READER)
+
+
+def sections(saved: Saved) -> dict[str, dict[str, Any]]:
+    """What ds_config says of batch, clip and precision; said. Values that are still "auto" say nothing. Raises
+    ConfigError."""
+    config = saved.model.get("ds_config")
+    if not isinstance(config, dict):
+        return {}
+    with reading(saved.model_files[0], "ds_config"):
+        policy = next((HALVES[key] for key in HALVES if (config.get(key) or {}).get("enabled") is True), None)
+        batch, clip = config.get("train_batch_size"), config.get("gradient_clipping", 0.0)
+        train = {"batch": batch, "accumulation": config.get("gradient_accumulation_steps", 1)}
+    train = train if all(is_count(number) and number for number in train.values()) else {}
+    optimizer = {"clip": float(clip)} if isinstance(clip, int | float) else {}
+    told = [f"{name} {value}" for name, value in {**train, **optimizer, "precision": policy}.items() if value]
+    if told:
+        say(f"{saved.path}: ds_config: {', '.join(told)}")
+    return {"train": train, "optimizer": optimizer, "precision": {"policy": policy} if policy else {}}
 
 
 def schedule_of(saved: Saved, scheduler: Mapping[Any, Any], steps: int, state: State) -> tuple[dict[str, Any], str]:

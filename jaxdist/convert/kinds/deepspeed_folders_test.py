@@ -293,6 +293,34 @@ def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "says"),
+    [
+        (
+            {"bf16": {"enabled": True}, "gradient_clipping": 0.5, "train_batch_size": 32,
+             "gradient_accumulation_steps": 4},
+            {}, ("bf16", "bfloat16", 0.5, 32, 4),
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}}, {}, ("fp16", "float16", 0.0, 16, 1)),
+        ({"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", "train_batch_size": "auto"}, {},
+         ("fp32", "float32", 1.0, 16, 1)),
+        ({"bf16": {"enabled": True}}, {"optimizer": {"clip": 2.0}, "precision": {"growth_interval": 9}},
+         ("bf16", "bfloat16", 2.0, 16, 1)),
+        ({"bf16": {"enabled": True}}, {"precision": {"policy": "fp32"}}, ("fp32", "float32", 0.0, 16, 1)),
+    ],
+    ids=["all", "fp16", "auto", "partly given", "another policy"],
+)  # fmt: skip
+def test_what_ds_config_says_is_kept_beside_what_is_given(
+    config: dict[str, Any], given: dict[str, Any], says: tuple[Any, ...], tmp_path: Path
+) -> None:
+    trained = Trained(tmp_path)
+    tag = zero_2(tmp_path / "run", trained, ds_config=config)
+    wanted = Experiment.parse({"model": LLAMA.model_dump(), "data": {"sequence": 8}, **given}, "x") if given else None
+    e = opened(tag, wanted=wanted).experiment
+    found = (e.precision.policy, e.precision.compute, e.optimizer.clip, e.train.batch, e.train.accumulation)
+    assert found == says
+
+
 def test_a_schedule_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rate of now stays, the reason is said, and the schedule after the warm-up can be given."""
     long = {"warmup_num_steps": 150, "warmup_max_lr": PEAK, "total_num_steps": TOTAL}

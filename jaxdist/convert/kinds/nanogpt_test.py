@@ -11,6 +11,7 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.kinds.formats_test import tensors
+from jaxdist.convert.kinds.nanogpt import filled
 from jaxdist.convert.optimizers.rates import rate_at
 
 torch = pytest.importorskip("torch")
@@ -29,6 +30,20 @@ def get_lr(it: int) -> float:
         return float(LOOP["min_lr"])
     ratio = (it - LOOP["warmup_iters"]) / (LOOP["lr_decay_iters"] - LOOP["warmup_iters"])
     return float(LOOP["min_lr"] + 0.5 * (1 + math.cos(math.pi * ratio)) * (LOOP["learning_rate"] - LOOP["min_lr"]))
+
+
+def test_a_precision_that_is_partly_given_keeps_the_policy_of_the_loop() -> None:
+    told = {"model": {"family": "gpt2"}, "precision": {"policy": "fp16"}}
+    for given, policy, compute in (
+        ({"growth_interval": 9}, "fp16", "float16"),
+        ({"parameters": "float16"}, "fp16", "float16"),
+        ({"policy": "bf16"}, "bf16", "bfloat16"),
+        ({"compute": "float32"}, "fp16", "float32"),
+    ):
+        wanted = Experiment.parse({"model": {"family": "gpt2"}, "precision": given}, "x")
+        found = filled(told, wanted, "x").precision
+        assert (found.policy, found.compute) == (policy, compute)
+        assert {name: getattr(found, name) for name in given} == given
 
 
 def weights(bias: bool) -> dict[str, Any]:
