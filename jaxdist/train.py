@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         say("compiling the step ...")
         traced = program.step.trace(program.abstract, program.abstract_batch)
-        lowered = traced.lower()
+        lowered = program.step.lowered(traced)
         startup.mark("trace")
         compiled = lowered.compile()
         startup.mark("compile")

@@ -29,6 +29,7 @@ from jaxdist.ops import attention, rotary
 from jaxdist.parallel import context, sharding
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
+from jaxdist.runtime.xla import Jitted
 from jaxdist.training.program import Program
 
 torch = pytest.importorskip("torch")
@@ -146,7 +147,8 @@ def balance(witness: Witness) -> float:
         return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.LOSS_AXES)
 
     specs = (program.specs.parameters, program.batch_specs[0])
-    added = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
+    mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
+    added = Jitted(jax.jit(mapped), program.mesh)
     weight = experiment.model.balance  # type: ignore[attr-defined]
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
 

@@ -12,6 +12,7 @@ from jaxdist.config import AXES, Mixture
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Routing
 from jaxdist.parallel.context import NoContextParallel
+from jaxdist.runtime.xla import Jitted
 
 B, T, D, E, K = 4, 6, 3, 4, 2
 MODEL = Mixture(family="mixtral", experts=E, top_k=K)
@@ -56,7 +57,7 @@ def dispatched(devices: int, capacity: float, valid: np.ndarray) -> np.ndarray:
 
     spec = P("expert")
     mapped = jax.shard_map(function, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
-    return np.asarray(jax.jit(mapped)(*tokens(), valid))
+    return np.asarray(Jitted(jax.jit(mapped), mesh)(*tokens(), valid))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

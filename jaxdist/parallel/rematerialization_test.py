@@ -15,6 +15,7 @@ from jaxdist.families.llama import model as llama
 from jaxdist.parallel import rematerialization
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import LOSS_AXES
+from jaxdist.runtime.xla import Jitted
 from jaxdist.training import metrics
 from jaxdist.training.metrics import held
 from jaxdist.training.program import Program
@@ -81,7 +82,7 @@ def gradients(p: Program, batch: Any) -> Any:
 
     inputs = (p.specs.parameters, p.batch_specs)
     mapped = jax.shard_map(function, mesh=p.mesh, in_specs=inputs, out_specs=specs)
-    return jax.jit(mapped)(p.initialize().parameters, batch)
+    return Jitted(jax.jit(mapped), p.mesh)(p.initialize().parameters, batch)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jaxdist.ops.attention import attend, fused_attend, has_kernel
 from jaxdist.parallel import ring_attention
 from jaxdist.parallel.collectives import Context
 from jaxdist.parallel.context import NoContextParallel, Ring, Ulysses
+from jaxdist.runtime.xla import Jitted
 
 B, H, K, C = 2, 8, 4, 3
 SPEC = P(None, "context")
@@ -40,7 +41,8 @@ def meet(context: Context, n: int, window: int) -> Any:
         y, backward = jax.vjp(lambda q, k, v: context.attend(q, k, v, window), q, k, v)
         return y, *backward(dy)
 
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(SPEC,) * 4, out_specs=(SPEC,) * 4))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=(SPEC,) * 4, out_specs=(SPEC,) * 4)
+    return Jitted(jax.jit(mapped), mesh)
 
 
 def error(context: Context, n: int, window: int, length: int = 48) -> float:

@@ -42,7 +42,7 @@ def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Comp
     program = Program(experiment, mesh_of(experiment, gpu))
     began = time.perf_counter()
     traced = program.step.trace(program.abstract, program.abstract_batch)
-    lowered = traced.lower()
+    lowered = program.step.lowered(traced)
     compiled = gpus.compiled(lowered, gpu) if gpu else lowered.compile()
     sent: Counter[str] = Counter()
     for collective in traffic.count(traced.jaxpr):

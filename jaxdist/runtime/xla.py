@@ -1,26 +1,25 @@
-"""What XLA's compiler is told: of communication DDP's buckets and the overlap with computation, under its own names;
-and on several CPU devices whose kernels compute.
+"""Options of XLA's compiler, and what is changed in programs for CPUs before they are compiled.
 
-GPUs heed the options of communication; the compilers of CPUs and TPUs take them and go by their own rules, or do not
-know them.
+GPUs heed the options of communication (DDP's buckets, overlap with computation); the compilers of CPUs and TPUs accept
+and ignore them, or do not have them.
 
-On CPUs each collective of a program gets a number of its own. JAX gives all the number 1, by which and by their kind
-the devices of a process find each other. XLA begins collectives in one order on all devices, but takes a loop for begun
-as soon as it waits for its first iteration: on a busy machine a collective after a loop, or another loop's, may be in
-flight together with those within, and devices would take one's numbers for the other's, or wait for each other forever.
-Those of a group of one device, which models do not know from others, are left out of programs for CPUs with jax 0.10,
-where XLA copies what they are given.
+On CPUs each collective of a program gets a number of its own. JAX numbers all of them 1, and the devices of a process
+find each other by this number and the kind of collective. XLA starts collectives in one order on all devices, but
+counts a loop as started as soon as it waits for its first iteration: on a busy machine a collective after a loop may be
+in flight together with those inside it, and devices would mix up their numbers, or wait for each other forever.
+Collectives within groups of one device are removed with jax 0.10, where XLA copies their input.
+
+Nothing here changes JAX: `Jitted` rewrites the program that it compiles.
 """
 
 import os
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import jax
-from jax._src import compiler as jax_compiler
-from jax._src.lib.mlir import ir
+from jax.extend.mlir import ir
 from jax.sharding import Mesh
+from jax.stages import Lowered, Traced
 
 from jaxdist.config import Parallel
 
@@ -104,17 +103,31 @@ def number_collectives(module: ir.Module) -> None:
         operation.attributes[CHANNEL] = ir.Attribute.parse(channel, module.context)
 
 
-def numbering(right: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX's own function that compiles a program, where that is for CPUs without idle collectives, others numbered."""
+class Jitted:
+    """A function of `jax.jit` on a mesh, compiled once for each type of its arguments.
 
-    @wraps(right)
-    def compile_numbered(backend: Any, computation: ir.Module, *rest: Any, **named: Any) -> Any:
-        if backend.platform == "cpu":
-            leave_out_idle(computation)
-            number_collectives(computation)
-        return right(backend, computation, *rest, **named)
+    On CPUs its programs are rewritten between lowering and compilation; other programs of the process are not.
+    """
 
-    return compile_numbered
+    def __init__(self, function: Any, mesh: Mesh) -> None:
+        self.trace, self.platform = function.trace, mesh.devices.flat[0].platform
+        self.compiled: dict[Any, Any] = {}
 
+    def lowered(self, traced: Traced) -> Lowered:
+        """The program that is compiled, of what `trace` returned."""
+        lowered = traced.lower()
+        if self.platform == "cpu":
+            module = lowered.compiler_ir()
+            leave_out_idle(module)
+            number_collectives(module)
+        return lowered
 
-jax_compiler.compile_or_get_cached = numbering(jax_compiler.compile_or_get_cached)
+    def lower(self, *arguments: Any) -> Lowered:
+        return self.lowered(self.trace(*arguments))
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        key = structure, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        if key not in self.compiled:
+            self.compiled[key] = self.lower(*arguments).compile()
+        return self.compiled[key](*arguments)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import Parallel
 from jaxdist.conftest import MIXTRAL, tiny
@@ -17,6 +18,7 @@ from jaxdist.runtime import xla
 from jaxdist.training.program import Program
 from jaxdist.training.step_test import train
 
+HANDLE = r"channel_handle<handle = (\d+)"  # of a collective in StableHLO
 KNOBS: dict[str, Any] = {"overlap": True, "bucket_mb": 0.5}
 
 
@@ -63,10 +65,22 @@ def test_each_collective_has_a_number_of_its_own(which: str) -> None:
     """In the program that is compiled for CPUs; of JAX's own it is one for all."""
     experiment = tiny(**SEVERAL[which], train={"accumulation": 2})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
-    lowered = program.step.trace(program.abstract, program.abstract_batch).lower()
-    assert {*re.findall(r"channel_handle<handle = (\d+)", lowered.as_text())} == {"1"}
-    found = re.findall(r"channel_id=(\d+)", lowered.compile().as_text())
+    traced = program.step.trace(program.abstract, program.abstract_batch)
+    assert {*re.findall(HANDLE, traced.lower().as_text())} == {"1"}
+    found = re.findall(r"channel_id=(\d+)", program.step.lowered(traced).compile().as_text())
     assert len(found) > 40 and len({*found}) == len(found)
+
+
+def test_another_program_of_the_process_is_untouched() -> None:
+    """After ours were compiled, one of `jax.jit` alone has JAX's numbers."""
+    experiment = tiny(parallel={"mesh": "fsdp=2"})
+    program = Program(experiment, make_mesh(experiment, "cpu")[0])
+    program.step.lower(program.abstract, program.abstract_batch).compile()
+    specs: dict[str, Any] = {"mesh": program.mesh, "in_specs": P("fsdp"), "out_specs": P()}
+    other = jax.jit(jax.shard_map(lambda x: jax.lax.psum(jax.lax.psum(x, "fsdp") * x, "fsdp"), **specs))
+    x = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert re.findall(HANDLE, other.lower(x).as_text()) == ["1", "1"]
+    assert re.findall(HANDLE, xla.Jitted(other, program.mesh).lower(x).as_text()) == ["1", "2"]
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="groups are mesh axes")
@@ -74,9 +88,9 @@ def test_none_is_compiled_within_groups_of_one() -> None:
     """Of what models ask for over axes of one device: the program that is lowered has it, that which runs does not."""
     experiment = tiny(parallel={"mesh": "fsdp=2"})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
-    lowered = program.step.trace(program.abstract, program.abstract_batch).lower()
-    assert "dense<[[0], [1]]>" in lowered.as_text()
-    found = re.findall(r"replica_groups=(\S+)", lowered.compile().as_text())
+    traced = program.step.trace(program.abstract, program.abstract_batch)
+    assert "dense<[[0], [1]]>" in traced.lower().as_text()
+    found = re.findall(r"replica_groups=(\S+)", program.step.lowered(traced).compile().as_text())
     assert found and not [groups for groups in found if "{0}" in groups or groups.startswith("[2,1]")]
 
 

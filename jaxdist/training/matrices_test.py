@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import Layout
+from jaxdist.runtime.xla import Jitted
 from jaxdist.training.matrices import Whole, orthogonal
 
 LAYOUTS = {
@@ -33,7 +34,7 @@ def on_devices(mesh: str, layout: Layout, function: Any, x: np.ndarray, kept: An
 
     out = layout.spec(True, kept) if kept else spec
     mapped = jax.shard_map(one, mesh=devices, in_specs=spec, out_specs=out, check_vma=True)
-    return np.asarray(jax.jit(mapped)(jax.device_put(x, NamedSharding(devices, spec))))
+    return np.asarray(Jitted(jax.jit(mapped), devices)(jax.device_put(x, NamedSharding(devices, spec))))
 
 
 @pytest.fixture

@@ -277,13 +277,14 @@ class Program:
             self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
         )
         batch, alike = self.shardings((self.batch_specs, P()))
-        return jax.jit(
+        jitted = jax.jit(
             function,
             in_shardings=(self.state_shardings, batch),
             out_shardings=(self.state_shardings, alike),
             donate_argnums=0,
             compiler_options=self.compiler_options,
         )
+        return xla.Jitted(jitted, self.mesh)
 
     @cached_property
     def evaluate(self) -> Any:
@@ -308,7 +309,7 @@ class Program:
 
         specs = (self.specs.parameters, self.batch_specs)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
-        return jax.jit(mapped, compiler_options=self.compiler_options)
+        return xla.Jitted(jax.jit(mapped, compiler_options=self.compiler_options), self.mesh)
 
     @cached_property
     def sound(self) -> Any:
@@ -340,4 +341,5 @@ class Program:
 
         specs = (self.specs.parameters, self.batch_specs[0])
         logits = P(TOKENS) if self.experiment.model.input_kind == "images" else P(BATCH, "context", "tensor")
-        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits))
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits)
+        return xla.Jitted(jax.jit(mapped), self.mesh)

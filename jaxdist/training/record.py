@@ -32,6 +32,7 @@ from jaxdist.parallel.pipeline import AXIS, of_first
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
 from jaxdist.parallel.sharding import BATCH, LOSS_AXES, TOKENS
 from jaxdist.runtime.processes import on_host
+from jaxdist.runtime.xla import Jitted
 from jaxdist.training import loss_scale
 from jaxdist.training.optim import clip_by_norm, kept_of
 from jaxdist.training.program import Program
@@ -170,7 +171,8 @@ class Recorder:
     def mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
         """`function` of (state, batch) on every device."""
         inputs = (self.program.specs, self.program.batch_specs)
-        return jax.jit(jax.shard_map(function, mesh=self.program.mesh, in_specs=inputs, out_specs=out_specs))
+        mapped = jax.shard_map(function, mesh=self.program.mesh, in_specs=inputs, out_specs=out_specs)
+        return Jitted(jax.jit(mapped), self.program.mesh)
 
     @cached_property
     def update(self) -> Any:

@@ -222,7 +222,7 @@ class ShardedSide(JaxSide):
     @cached_property
     def compiled(self) -> Any:
         """The step, for training and for what it says of its memory."""
-        return self.traced.lower().compile()
+        return self.program.step.lowered(self.traced).compile()
 
     @cached_property
     def collectives(self) -> list[traffic.Collective]:

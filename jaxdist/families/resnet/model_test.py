@@ -16,6 +16,7 @@ from jaxdist.families.resnet.model import BatchNorm
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import LOSS_AXES
+from jaxdist.runtime.xla import Jitted
 from jaxdist.training.program import Program
 from jaxdist.training.step import Arrays
 
@@ -76,7 +77,8 @@ def ours(folder: Path, images: np.ndarray, **more: Any) -> tuple[np.ndarray, Ten
         return program.step_function.forward(None, parameters, inputs).statistics
 
     specs = program.specs.parameters, program.batch_specs[0]
-    moved = jax.jit(jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P()))
+    mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
+    moved = Jitted(jax.jit(mapped), program.mesh)
     weights = {name: jax.numpy.asarray(array) for name, array in parameters.items()}
     logits = program.logits(weights, images)
     return logits, {name: np.asarray(s) for name, s in moved(weights, images).items()}
