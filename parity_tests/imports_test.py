@@ -31,7 +31,7 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (".",),
         ("bench",),
     ),
-    "torch_ref": (("parallel", "runtime"), ("families",), ("formats",), ("training",), ("accounting",), (".",)),
+    "torch_ref": (("runtime",), ("parallel",), ("families",), ("formats",), ("training",), ("accounting",), (".",)),
     "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
 }
 # What of jaxdist both sides read.
@@ -134,7 +134,7 @@ def test_torch_ref_imports_neutral_rooms_alone() -> None:
 # In convert/: what reads and writes torch's own files.
 TORCH_FILES = {
     *("torch_files.py", "torch_leaves.py", "torch_own.py", "torch_parts.py", "torch_records.py", "torch_zip.py"),
-    *("torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
+    *("torch_compat.py", "torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
     "rules.py",  # optimizers
 }
 WITNESS = "witness.py"  # there too: another implementation's logits, for --verify

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import jax
 import xxhash
-from jax._src import compilation_cache
-from jax._src.compilation_cache_interface import CacheInterface
 
+from jaxdist.runtime.compat import CacheInterface, keep_programs_in
 from jaxdist.runtime.processes import world
 
 SECONDS = 0.1  # what is compiled in less is not kept
@@ -42,7 +41,7 @@ def keep_compiled() -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # who can write there can have a run do anything
     except (OSError, RuntimeError):  # the latter where there is no home
         return
-    compilation_cache.get_file_cache = lambda path: (Cache(Path(path), most()), path)
+    keep_programs_in(lambda path: Cache(Path(path), most()))
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", SECONDS)

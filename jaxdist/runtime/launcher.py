@@ -15,11 +15,9 @@ import os
 import textwrap
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
-
-from jax._src.clusters import ClusterEnv  # what `jax.distributed.initialize` asks; it has no public name
 
 from jaxdist.config import ConfigError, whole_number
+from jaxdist.runtime import compat
 
 # Launcher -> its variables for the number of processes, this one's number, and that on its own machine.
 VARIABLES = {
@@ -89,10 +87,10 @@ def coordinator(launcher: str) -> tuple[str, int]:
     return host.strip("[]"), int(text)
 
 
-def asked(launcher: str) -> tuple[Any, ...]:
-    """(coordinator's address, number of processes), as JAX finds them. Raises ConfigError."""
+def asked(launcher: str) -> tuple[str | None, int]:
+    """The coordinator's address and the number of processes, as JAX finds them. Raises ConfigError."""
     try:
-        return ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, SECONDS)[:2]
+        return compat.cluster(SECONDS)
     except Exception as error:  # of several kinds of clusters and their libraries
         reason = textwrap.shorten(str(error), 300)
         raise ConfigError(

@@ -56,7 +56,7 @@ def test_launchers_are_known_by_what_they_set(
 
 def test_jax_asks_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ("train-0.pods:55527", 4, 2, None)
-    monkeypatch.setattr(launcher.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: answer)
+    monkeypatch.setattr(launcher.compat, "cluster", lambda _: answer)
     assert given(monkeypatch, POD) is None  # it may be a run of its own, if JAX cannot ask
     monkeypatch.setattr(launcher, "find_spec", lambda _: True)
     assert launched() == Launch("Kubernetes", 4, 2, 0, ("train-0.pods", 55527))

@@ -17,12 +17,12 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jax._src.distributed import global_state
 from jax.experimental import multihost_utils
 
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.errors import code_of
 from jaxdist.runs.display import console
+from jaxdist.runtime.compat import key_value_store
 from jaxdist.runtime.launcher import launched, patience
 from jaxdist.runtime.rendezvous import DONE, HEARD, TOLD, Contact, rendezvous
 
@@ -132,15 +132,10 @@ def _end_alone(contact: Contact, code: int) -> None:
     os._exit(code)
 
 
-def _store() -> Any:
-    """The key-value store of all processes, which waits without a device; Orbax uses it too."""
-    return global_state.client
-
-
 def _met(name: str, seconds: float) -> bool:
     """Whether all processes come here within `seconds`."""
     try:
-        _store().wait_at_barrier(f"jaxdist/{name}", int(1000 * seconds))
+        key_value_store().wait_at_barrier(f"jaxdist/{name}", int(1000 * seconds))
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -158,7 +153,7 @@ def from_first(function: Callable[[], Result], name: str | None = None) -> Resul
     """
     if _world.size == 1:
         return function()
-    key, client = name or agreement(), _store()
+    key, client = name or agreement(), key_value_store()
     client.wait_at_barrier(key, FOREVER)
     if first():
         try:
@@ -178,7 +173,7 @@ def together(function: Callable[[], None]) -> None:
     if _world.size == 1:
         function()
         return
-    key, client = agreement(), _store()
+    key, client = agreement(), key_value_store()
     try:
         function()
     except Exception as error:

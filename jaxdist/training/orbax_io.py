@@ -17,8 +17,17 @@ from jaxdist.config import Experiment, check_shapes
 from jaxdist.formats.orbax import CHUNK, reading
 from jaxdist.training.step import TrainState
 
-logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every save; we report ours
-logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of many reads that fail for one reason, one is reported
+
+def quiet() -> None:
+    """Silence Orbax's log of every save, and asyncio's of many reads that fail for one reason: we report our own."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def checkpointer(handler: ocp.CheckpointHandler) -> ocp.Checkpointer:
+    """A context that writes and reads checkpoints by `handler`."""
+    quiet()
+    return ocp.Checkpointer(handler)
 
 
 def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
@@ -34,6 +43,7 @@ def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
 
 def writer() -> ocp.AsyncCheckpointer:
     """What writes checkpoints while training goes on."""
+    quiet()
     sys.unraisablehook = without_late_writes(sys.unraisablehook)
     # Weights and moments hardly compress: 3.02 GB to 2.75.
     return ocp.AsyncCheckpointer(items(partial(ocp.PyTreeCheckpointHandler, use_compression=False)))
@@ -72,7 +82,7 @@ def opened(
     path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
     """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
-    with ocp.Checkpointer(items(handler)) as reader, reading(path):
+    with checkpointer(items(handler)) as reader, reading(path):
         yield reader
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jaxdist.accounting import traffic
 from jaxdist.config import ConfigError, Optimizer
@@ -29,6 +28,7 @@ from parity_tests.runs import compare
 from parity_tests.runs.jax_taps import jax_taps
 from parity_tests.runs.names import base
 from parity_tests.runs.torch_taps import torch_taps
+from torch_ref.runtime.compat import TorchDispatchMode
 from torch_ref.training import optim as torch_optim
 
 Arrays = dict[str, np.ndarray]

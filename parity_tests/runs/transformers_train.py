@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -57,6 +56,7 @@ from torch_ref.accounting.traffic import Traffic
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.weights import local
 from torch_ref.runtime import launch
+from torch_ref.runtime.compat import all_gather_tensor, all_gather_tensor_autograd
 from torch_ref.train import fetch, metered
 from torch_ref.training.optim import RULES, grouped
 from torch_ref.training.parallelize import check_offload, offload_policy

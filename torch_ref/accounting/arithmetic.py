@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_ref.runtime.compat import TorchDispatchMode
 
 DELICATE = ("exp", "exp2", "log", "log1p", "rsqrt", "cos", "sin", "_softmax", "_log_softmax", "logsumexp")
 

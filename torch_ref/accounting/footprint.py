@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from jaxdist.config import Experiment
 from torch_ref.parallel.pipeline import Pipeline
 from torch_ref.parallel.weights import local
+from torch_ref.runtime.compat import MemTracker
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import accumulated, offloads
 

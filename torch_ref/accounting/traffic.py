@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, over
+from torch_ref.runtime.compat import TorchDispatchMode
 
 KINDS = {
     "allreduce_": "all_reduce",

@@ -13,12 +13,12 @@ the first ranks have less to do, as they see fewer keys. `Ring` is torch's own, 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from jaxdist.config import Experiment
 from torch_ref.parallel.mesh import axis_size
+from torch_ref.runtime.compat import all_gather_tensor_autograd, send_attention_around
 
 TIME = 1  # the dimension of activations [B, T, ...]
 
@@ -70,9 +70,7 @@ class Ring(Gathered):
     """torch's context parallelism: its fused attention of tensors that are split over time goes round."""
 
     def begin(self) -> None:
-        from torch.distributed.tensor.experimental import _attention  # slow to import, and may move: for rings alone
-
-        _attention._enable_context_parallel_dispatcher()
+        send_attention_around()
 
     def order(self, length: int) -> np.ndarray:
         chunks = np.arange(length).reshape(2 * self.size, -1)

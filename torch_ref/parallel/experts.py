@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from jaxdist.config import ConfigError, Experiment
+from torch_ref.runtime.compat import all_to_all_single, all_to_all_single_autograd
 
 Rows = Callable[[Tensor, list[int]], Tensor]  # rows [N, D] sorted by expert, and how many each has
 

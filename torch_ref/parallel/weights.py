@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from jaxdist.config import Model
+from torch_ref.runtime.compat import compute_local_shape_and_global_offset
 
 VOCABULARY = ("embed.weight", "lm_head.weight")  # with a row for each token
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
@@ -47,6 +46,7 @@ from torch_ref.parallel.experts import AllToAll, Dispatch, spread
 from torch_ref.parallel.images import AllImages
 from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
 from torch_ref.parallel.pipeline import Pipeline, part
+from torch_ref.runtime.compat import replicate
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import Experiment
 from jaxdist.convert.content import PARAMETERS, Content, Leaves, Origin, one_count
 from jaxdist.convert.entries import kept as kept_by
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.kinds import torch_files
+from jaxdist.convert.kinds.torch_compat import tree_map_only
 from jaxdist.convert.kinds.torch_leaves import leaf
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.optimizers import rules

@@ -18,14 +18,11 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.bounded import read_json
@@ -33,6 +30,7 @@ from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, a
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.kinds import torch_files, torch_leaves
 from jaxdist.convert.kinds.boxes import blocks, tiled
+from jaxdist.convert.kinds.torch_compat import FakeTensor, FakeTensorMode, StorageInfo, tree_map_only
 from jaxdist.convert.kinds.torch_leaves import PIECE
 from jaxdist.convert.kinds.torch_parts import like, unread
 from jaxdist.convert.kinds.torch_zip import TorchFile
@@ -365,7 +363,7 @@ class Layout(dcp.FileSystemWriter):
             else:
                 path.write_bytes(data.getbuffer())
             size = path.stat().st_size
-            results.append(WriteResult(item.index, size, _StorageInfo(path.name, 0, size)))
+            results.append(WriteResult(item.index, size, StorageInfo(path.name, 0, size)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -37,7 +37,7 @@ from jaxdist.runs.checkpoints import publish, sealed, unfinished
 from jaxdist.training import checkpoint
 from jaxdist.training.loss_scale import state_of
 from jaxdist.training.optim import State, optimizer
-from jaxdist.training.orbax_io import items
+from jaxdist.training.orbax_io import checkpointer, items
 
 # Of TensorStore: files are seen where the page cache has them, not copied into fresh memory.
 READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
@@ -124,7 +124,7 @@ def stores(root: Path, item: str = ".") -> Any:
         (jax.Array, Opening("jax.Array")), (ts.TensorStore, Opening("np.ndarray")), (float, Opening("scalar"))
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as reader, reading(path):
+    with checkpointer(handler) as reader, reading(path):
         within(root, item)
         check_files(path)
         read_json(path / "_METADATA")  # Orbax would take any size
@@ -267,7 +267,7 @@ def write(path: Path, conversion: Conversion) -> None:
     if content.scaling:
         values["scaling"] = ocp.args.PyTreeSave(jax.tree.map(np.asarray, content.scaling))
     streaming = Streaming(conversion)
-    with ocp.Checkpointer(items(streaming.handler)) as writer:
+    with checkpointer(items(streaming.handler)) as writer:
         streaming.save(writer, unfinished(folder.checkpoints.resolve(), content.step), ocp.args.Composite(**values))
     publish(folder.checkpoints, content.step, streaming.sums)
 

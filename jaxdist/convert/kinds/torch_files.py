@@ -15,8 +15,6 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - names bfloat16 and float8 for numpy
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from jaxdist.config import EMA, ConfigError, Experiment
 from jaxdist.config.bounded import LFS, check_fetched, size_of
@@ -24,6 +22,7 @@ from jaxdist.convert import entries
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Leaves, Origin, agreed, one_count
 from jaxdist.convert.entries import trainable
 from jaxdist.convert.kinds import nanogpt, torch_numpy
+from jaxdist.convert.kinds.torch_compat import FakeTensorMode, tree_map_only
 from jaxdist.convert.kinds.torch_leaves import empty, leaf
 from jaxdist.convert.kinds.torch_own import BUFFERS, METRICS, ORIGIN, log_of, origin_of, put_own
 from jaxdist.convert.kinds.torch_parts import (

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._weights_only_unpickler import Unpickler
 from torch.storage import TypedStorage, UntypedStorage
 
 from jaxdist.convert.kinds import torch_numpy
+from jaxdist.convert.kinds.torch_compat import Unpickler
 from jaxdist.formats.torch_pickles import rehearse
 from jaxdist.formats.torch_zips import Place, opened, storage_of
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from jaxdist.convert.kinds.torch_compat import FakeTensor
 from jaxdist.convert.kinds.torch_records import Records, place
 from jaxdist.formats import buffers
 from jaxdist.formats.torch_files import tensors_of

@@ -20,6 +20,7 @@ from jaxdist.formats import buffers
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.safetensors_files import Tensors, leaves
 from jaxdist.runs.checkpoints import sealed
+from jaxdist.training.orbax_io import checkpointer
 
 METADATA = "_METADATA"
 
@@ -175,7 +176,7 @@ def write_ours(path: Path, conversion: Remapping, tree: Any) -> None:
         for name, leaf in conversion.groups[PARAMETERS].items()
     }
     streaming = Streaming(conversion)
-    with ocp.Checkpointer(streaming.handler()) as writer:
+    with checkpointer(streaming.handler()) as writer:
         streaming.save(writer, path.resolve(), ocp.args.PyTreeSave(unflatten(tree, coming)))
 
 
