@@ -1,25 +1,7 @@
-"""Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line."""
+"""Small experiments and their batches."""
 
-import os
 import socket
-import tempfile
 from collections.abc import Collection, Iterable
-from importlib.metadata import version
-
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "32"  # as `make_mesh` has it
-# LLVM's optimizations double the time to compile, and XLA's own code for fusions doubles it again; what is tested here
-# is the program that they are given.
-QUICK = ["--xla_backend_optimization_level=0"]
-QUICK += ["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10.")  # later ones refuse the flag
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK])
-# Many tests compile the same program; what one of them compiled serves the others, and only this session.
-CACHE = tempfile.TemporaryDirectory(prefix="jaxdist-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 from typing import Any
 
 import numpy as np
@@ -57,6 +39,11 @@ def tiny(**sections: Any) -> Experiment:
 def often(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Parameters of a test, those that are not `quick` marked slow."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def slow(cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, marked slow."""
+    return often(cases, quick=[])
 
 
 def free_port() -> int:

@@ -32,6 +32,7 @@ def test_a_job_file_begins_as_configs_do(file: Path) -> None:
     assert [word for word in ("Command", "Hardware", "Time", "Expect") if not re.search(rf"(?m)^# {word}:", head)] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("code", "queued"), [(0, ""), (1, ""), (75, "requeue 4097\n")])
 def test_slurm_queues_a_job_again_that_was_stopped_early(code: int, queued: str, tmp_path: Path) -> None:
     """The script itself, with a srun and a scontrol that write down what they are asked."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
 from jaxdist.config.hardware import FILE, hardware, peak_flops, read, shipped

@@ -29,6 +29,8 @@ from jaxdist.train import main, notes
 from jaxdist.training import checkpoint, step
 from jaxdist.training.step import Step
 
+pytestmark = pytest.mark.long
+
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
     "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "1",

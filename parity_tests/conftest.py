@@ -1,7 +1,6 @@
 """Runs are shared by the tests of a session: each (side, model, settings) is trained once."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 pytest.importorskip("torch", reason="the parity suite needs torch: pip install 'jaxdist[test]'")
-
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for what runs within the tests' own process
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # the user's own is neither written nor read
 
 from jaxdist.families import models
 from jaxdist.formats.dcp_index import EXPERIMENT

@@ -187,6 +187,7 @@ def test_families_call_no_collective(tmp_path: Path) -> None:
     assert called(file) & OVER_AXES == {"psum", "pmax"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [("jaxdist", JAX | {"torch", "pydantic"}), ("torch_ref", JAX | {"torch"}),

@@ -15,6 +15,8 @@ from parity_tests.proof.proof import Proof
 from parity_tests.report.report_test import WIDTHS, seen
 from parity_tests.runs.run import SIDES
 
+pytestmark = pytest.mark.long
+
 SMALL = "--model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.hidden 48"
 RUN = f"{SMALL} --data.sequence 16 --train.batch 8 --optimizer.warmup 2 --device cpu".split()
 

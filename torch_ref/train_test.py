@@ -20,6 +20,8 @@ from torch_ref.runtime import launch
 from torch_ref.train import main
 from torch_ref.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 ONE = "--mesh 1x1"
 # More of them in the parity suite, each against JAX, whose meshes are compared with one device.
 MESHES = ["--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective"]

@@ -12,6 +12,8 @@ from jaxdist.families import layers
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training.program import Program
 
+pytestmark = pytest.mark.long
+
 
 def found(policy: str) -> dict[str, str]:
     experiment = tiny(precision={"policy": policy}, parallel={"mesh": "2x2"})

@@ -7,6 +7,8 @@ from jaxdist.command_line.arguments import load
 from jaxdist.runtime.malloc import HEAP
 from jaxdist.runtime.processes import World
 
+pytestmark = pytest.mark.long
+
 SMALL, LARGE = ({"parallel.mesh": "8x1", "model.layers": n} for n in (4, 64))
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.bench.facts import FIRST, MEMORY, ROWS, TRAFFIC, figures, of_row
 from jaxdist.conftest import often
 from jaxdist.parallel import pipeline, rematerialization
 from jaxdist.parallel.collectives import Parallel
+
+pytestmark = pytest.mark.long
 
 
 def met(name: str) -> list[bool | None]:

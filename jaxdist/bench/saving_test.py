@@ -11,6 +11,8 @@ from jaxdist import train
 from jaxdist.bench import saving
 from jaxdist.bench.effort import QUICK, Bench
 
+pytestmark = pytest.mark.long
+
 TINY = [
     "--data.sequence", "8", "--train.batch", "2", "--model.layers", "1",
     "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "1", "--model.head_dim", "4", "--model.hidden", "16",

@@ -34,6 +34,7 @@ def test_whether_weights_without_a_loss_are_there(last: str, says: str) -> None:
         check_validation(7, float("nan"), Path("checkpoints") / last)
 
 
+@pytest.mark.long
 def test_a_reader_that_has_seen_enough() -> None:
     """As `head` has: the process ends, and has nothing to say about it."""
     lines = "from jaxdist.config.errors import exit_codes\nexit_codes(lambda: [print('line') for _ in range(100_000)])"

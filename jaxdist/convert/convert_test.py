@@ -492,6 +492,7 @@ class TestCommandLine:
             main(argv)
         assert sorted(tmp_path.rglob("*")) == before
 
+    @pytest.mark.long
     def test_exit_code(self, tmp_path: Path) -> None:
         command = [sys.executable, "-m", "jaxdist.convert", str(tmp_path / "nowhere"), str(tmp_path / "new")]
         done = subprocess.run(command, capture_output=True, text=True)

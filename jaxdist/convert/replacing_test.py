@@ -116,6 +116,7 @@ def test_what_orbax_writes(kind: str, tmp_path: Path) -> None:
     assert (target / "model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_what_is_closed(tmp_path: Path) -> None:
     """What is in a closed folder is unknown: it is neither listed nor replaced, and ends in one message."""
     _, target = (written(tmp_path / name, "hf", content_of(MODEL)) for name in ("source", "b"))

@@ -110,6 +110,7 @@ def test_whole_pages_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         buffers.write(tmp_path / "a", 0, np.zeros(4_000_000, np.uint8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "number"), [("hf", signal.SIGINT), ("orbax", signal.SIGTERM)])
 def test_a_conversion_that_is_ended(kind: str, number: signal.Signals, tmp_path: Path) -> None:
     """Soon, and nothing is left."""

@@ -66,6 +66,7 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     model, parameters = ALL[name], drawn(ALL[name])
@@ -81,6 +82,7 @@ def test_a_dtype_that_is_written(tmp_path: Path) -> None:
     assert type(made).__name__ == "Qwen3ForCausalLM" and str(made.dtype) == "torch.bfloat16"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "a", "b"),
     [

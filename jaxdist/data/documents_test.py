@@ -436,6 +436,7 @@ def test_kinds_that_are_mixed(tmp_path: Path) -> None:
     assert open_stream(Data(path=str(tmp_path)), 256).rows["left alone"] == "README.md, tokenizer.json"
 
 
+@pytest.mark.long
 def test_neither_package_is_imported_for_other_data() -> None:
     code = "import sys, jaxdist.data; sys.exit(bool({'pyarrow', 'zstandard'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

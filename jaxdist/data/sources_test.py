@@ -384,6 +384,7 @@ def test_library_leaves_out_tests_packages_and_build_paths(tmp_path):
     assert found == ["a.py", "a/x.py", "b.py"]
 
 
+@pytest.mark.long
 def test_neither_jax_nor_torch_is_imported():
     code = "import sys, jaxdist.data; sys.exit(bool({'jax', 'torch'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.conftest import often
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.families import layers
 from jaxdist.families.gpt2 import model as gpt2
@@ -31,6 +32,8 @@ from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.runtime.xla import Jitted
 from jaxdist.training.program import Program
+
+pytestmark = pytest.mark.long
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -82,6 +85,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe biases": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "attention_bias": True}),
 }
 
+# Each family, and what a field of one changes in the mathematics.
+QUICK = (
+    "llama", "llama biases", "llama3", "mistral", "qwen2", "qwen3 biases window", "gpt2", "gpt2 exact", "gpt2 untied",
+    "mixtral", "qwen3_moe",
+)  # fmt: skip
+
 
 class Witness(NamedTuple):
     """A Hugging Face folder, what we read from it, and transformers' logits [B, T, V]."""
@@ -131,7 +140,7 @@ def error(witness: Witness, **changes: Any) -> float:
     return float(np.linalg.norm(ours - logits) / np.linalg.norm(logits))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(CASES, QUICK))
 def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
     assert error(witness(case)) < BOUND
 
@@ -170,15 +179,15 @@ def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.Mon
         ("llama", {"norm_eps": 2e-5}),
         ("gpt2", {"norm_eps": 2e-5}),
         ("llama", {"rope_theta": 10001.0}),
-        ("llama3", {"rope_scaling": "none"}),
-        ("llama3", {"rope_original_positions": 17}),
         ("llama3", {"rope_high_freq_factor": 3.9}),
-        ("mistral", {"window": 6}),
         ("mistral", {"window": 8}),
-        ("qwen2 tied window", {"window": 0}),
-        ("mixtral", {"norm_topk_prob": False}),
-        ("mixtral", {"capacity": 1.0}),
         ("qwen3_moe", {"norm_topk_prob": True}),
+        pytest.param("llama3", {"rope_scaling": "none"}, marks=pytest.mark.slow),
+        pytest.param("llama3", {"rope_original_positions": 17}, marks=pytest.mark.slow),
+        pytest.param("mistral", {"window": 6}, marks=pytest.mark.slow),
+        pytest.param("qwen2 tied window", {"window": 0}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"norm_topk_prob": False}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"capacity": 1.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -303,19 +312,24 @@ def flipped(part: str) -> Callable[[Table], Table]:
     ("case", "plant"),
     [
         ("qwen3 square", swapped(("gate_proj", "up_proj"))),
-        ("qwen3 square", swapped(("q_proj", "k_proj"))),
-        ("qwen3 square", swapped(("k_proj", "v_proj"))),
-        ("qwen3 square", swapped(("attention_norm", "mlp_norm"))),
         ("qwen3 square", swapped(("q_norm", "k_norm"))),
         ("qwen3 square", flipped("q_proj")),
-        ("qwen3 square", flipped("o_proj")),
-        ("qwen3 square", flipped("down_proj")),
         ("mixtral square", swapped(("gate_proj", "up_proj"))),
         ("gpt2 square", swapped(("q_proj", "k_proj"))),
-        ("gpt2 square", swapped(("k_proj", "v_proj"))),
-        ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),
-        ("gpt2 square", flipped("attn.c_proj")),
         ("gpt2 square", flipped("c_fc")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("qwen3 square", swapped(("q_proj", "k_proj"))),
+                ("qwen3 square", swapped(("k_proj", "v_proj"))),
+                ("qwen3 square", swapped(("attention_norm", "mlp_norm"))),
+                ("qwen3 square", flipped("o_proj")),
+                ("qwen3 square", flipped("down_proj")),
+                ("gpt2 square", swapped(("k_proj", "v_proj"))),
+                ("gpt2 square", swapped(("attention_norm", "mlp_norm"))),
+                ("gpt2 square", flipped("attn.c_proj")),
+            )
+        ),
     ],
 )
 def test_a_mistaken_mapping_is_caught(

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-import jaxdist.conftest  # noqa: F401  # float64 is a process' own
 from jaxdist.ops import grouped
 from jaxdist.ops.grouped import Block, blocks, by_blocks, rows_of
+
+pytestmark = pytest.mark.long
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -14,6 +14,8 @@ from jaxdist.parallel.collectives import Routing
 from jaxdist.parallel.context import NoContextParallel
 from jaxdist.runtime.xla import Jitted
 
+pytestmark = pytest.mark.long
+
 B, T, D, E, K = 4, 6, 3, 4, 2
 MODEL = Mixture(family="mixtral", experts=E, top_k=K)
 

@@ -27,6 +27,7 @@ print(sum("XLAEigen" in name for name in names))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted by /proc")
 @pytest.mark.parametrize(("given", "threads"), [({}, max(16, os.cpu_count() or 1)), ({"NPROC": "5"}, 5)])
 def test_a_device_can_wait_in_several_collectives(given: dict[str, str], threads: int) -> None:

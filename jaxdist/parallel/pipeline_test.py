@@ -83,12 +83,14 @@ def temporary(schedule: str, microbatches: int) -> int:
 INPUT = 128 * 40 * 4  # bytes of what a stage keeps of a microbatch: T · D numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", often(["1F1B", "Interleaved1F1B"], ["1F1B"]))
 def test_memory_does_not_grow_with_microbatches(schedule: str) -> None:
     few, many = temporary(schedule, 8), temporary(schedule, 32)
     assert many - few < 24 * INPUT / 10  # of a tenth of the inputs of 24 microbatches more
 
 
+@pytest.mark.long
 def test_memory_of_gpipe_grows_with_them() -> None:
     """Which the bound above would see."""
     few, many = temporary("GPipe", 8), temporary("GPipe", 32)
@@ -98,6 +100,7 @@ def test_memory_of_gpipe_grows_with_them() -> None:
 SENDS = ["interleaved, 3 of 2", "2x2x2", "2x2x2 GPipe"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", SENDS)
 def test_sends_the_least(case: str) -> None:
     found = ratios(program(**{"precision": {"policy": "bf16"}} | STAGES[case]))
@@ -120,6 +123,7 @@ def test_activations_once_a_tick() -> None:
     assert traffic.least_of_stages(e, model, axes_of(p.mesh)) == ticks * numbers * 8
 
 
+@pytest.mark.long
 def test_layers_lie_in_the_order_of_stages() -> None:
     p = program(model=dict(DEEP, layers=8), **STAGES["interleaved"])
     assert p.layers.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
@@ -131,6 +135,7 @@ def test_layers_lie_in_the_order_of_stages() -> None:
         np.testing.assert_array_equal(np.asarray(p.to_checkpoint_order(state).parameters[name]), w)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
     """A checkpoint has the layers in order: 3 steps interleaved, and 3 on another mesh, are 6 on one device."""
     first, second, alone = program(**STAGES["interleaved"]), program(parallel={"mesh": "fsdp=2"}), program()
@@ -153,6 +158,7 @@ def test_a_run_goes_on_without_a_pipeline(batches: Any, tmp_path: Path) -> None:
         assert np.linalg.norm(difference) <= 1e-12 * np.linalg.norm(w)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", often(["interleaved", "1F1B", "2x2x2"], ["interleaved"]))
 def test_evaluates_as_one_device(case: str, batches: Any) -> None:
     p, alone = program(**STAGES[case]), program()
@@ -205,6 +211,7 @@ def busy_always(at: Any) -> Any:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("owner", "name", "mistake"),
     [
@@ -223,6 +230,7 @@ def test_planted_mistakes_are_caught(
     assert loss > LOSS and state > STATE
 
 
+@pytest.mark.long
 def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first stage's gradient goes for that of all; the loss of the first step cannot tell."""
     sections = {"model": GPT2 | {"layers": 4, "tied": True}}
@@ -239,6 +247,7 @@ def test_a_tied_embedding_not_summed_over_stages_is_caught(batches: Any, monkeyp
     assert math.fabs(found[0][1, 0] / right[0][1, 0] - 1) > LOSS
 
 
+@pytest.mark.long
 def test_a_model_without_a_stack_is_refused(monkeypatch: pytest.MonkeyPatch, batches: Any) -> None:
     monkeypatch.setattr("jaxdist.families.llama.model.scan_layers", lambda par, layers, x, *rest: x)
     p = program(**STAGES["1F1B"])

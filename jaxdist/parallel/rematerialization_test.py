@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import TrainingError
-from jaxdist.conftest import tiny
+from jaxdist.conftest import slow, tiny
 from jaxdist.families.llama import model as llama
 from jaxdist.parallel import rematerialization
 from jaxdist.parallel.mesh import make_mesh
@@ -20,6 +20,8 @@ from jaxdist.training import metrics
 from jaxdist.training.metrics import held
 from jaxdist.training.program import Program
 from jaxdist.training.step import TrainState
+
+pytestmark = pytest.mark.long
 
 # With XLA's own code for fusions, which the conftest goes without: it decides on what is copied.
 AS_FOR_A_USER = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
@@ -42,11 +44,11 @@ def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("mesh", "strategy", "parameters", "optimizer"),
     [
-        ("8x1", "ddp", 1, 1),
         ("8x1", "zero1", 1, 8),
-        ("8x1", "zero2", 1, 8),
-        ("8x1", "fsdp", 8, 8),
         ("data=2,fsdp=4", "fsdp", 4, 4),
+        pytest.param("8x1", "ddp", 1, 1, marks=pytest.mark.slow),
+        pytest.param("8x1", "zero2", 1, 8, marks=pytest.mark.slow),
+        pytest.param("8x1", "fsdp", 8, 8, marks=pytest.mark.slow),
     ],
 )
 def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
@@ -88,12 +90,12 @@ def gradients(p: Program, batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("mesh", "strategy", "reduce", "share"),
     [
-        ("8x1", "ddp", "auto", 1),
-        ("8x1", "zero1", "auto", 1),
         ("8x1", "zero2", "auto", 8),
         ("8x1", "zero2", "step", 1),
-        ("8x1", "fsdp", "auto", 8),
         ("data=2,fsdp=4", "fsdp", "auto", 4),
+        pytest.param("8x1", "ddp", "auto", 1, marks=pytest.mark.slow),
+        pytest.param("8x1", "zero1", "auto", 1, marks=pytest.mark.slow),
+        pytest.param("8x1", "fsdp", "auto", 8, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_the_share_that_is_reported(
@@ -146,22 +148,25 @@ def allowed(devices: int) -> float:
     return 2 / devices + 2 / LAYERS
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [pytest.param("1x1", 1, marks=pytest.mark.slow), ("8x1", 8)])
+DEVICES = [8, *slow([1])]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(("remat", "every"), [("none", 1), ("full", 1), ("full", 2)])
-def test_a_step_copies_no_weights(mesh: str, devices: int, remat: str, every: int) -> None:
+def test_a_step_copies_no_weights(devices: int, remat: str, every: int) -> None:
     """Neither gathered weights nor slices of the stack are kept from forward to backward, in any mode."""
-    assert scratch(mesh, remat, every) < allowed(devices)
+    assert scratch(f"{devices}x1", remat, every) < allowed(devices)
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
-def test_kept_weights_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", DEVICES)
+def test_kept_weights_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rematerialization.POLICIES, "none", jax.checkpoint_policies.everything_saveable)
-    assert scratch(mesh, "none") > allowed(devices)
+    assert scratch(f"{devices}x1", "none") > allowed(devices)
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX 0.11 sees through slices: nothing is copied")
-@pytest.mark.parametrize(("mesh", "devices"), [("1x1", 1), ("8x1", 8)])
-def test_copied_slices_are_caught(mesh: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("devices", DEVICES)
+def test_copied_slices_are_caught(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliced outside of the checkpoint, every block's weights are stacked once more for the backward pass."""
 
     def copying(par: Any, layers: Any, x: Any, rematerialize: Any, *rest: Any) -> Any:
@@ -171,7 +176,7 @@ def test_copied_slices_are_caught(mesh: str, devices: int, monkeypatch: pytest.M
         return jax.lax.scan(lambda x, group: (apply(x, jax.tree.map(lambda w: w[0], group)), None), x, groups)[0]
 
     monkeypatch.setattr(llama, "scan_layers", copying)
-    assert scratch(mesh, "full") > allowed(devices)
+    assert scratch(f"{devices}x1", "full") > allowed(devices)
 
 
 def test_same_numbers_in_every_mode(batches: Any) -> None:

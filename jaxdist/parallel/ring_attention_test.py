@@ -1,5 +1,6 @@
 """Attention over times that lie on several devices, against attention on one: values, gradients and bytes."""
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -10,11 +11,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.accounting import traffic
+from jaxdist.conftest import often
 from jaxdist.ops.attention import attend, fused_attend, has_kernel
 from jaxdist.parallel import ring_attention
 from jaxdist.parallel.collectives import Context
 from jaxdist.parallel.context import NoContextParallel, Ring, Ulysses
 from jaxdist.runtime.xla import Jitted
+
+pytestmark = pytest.mark.long
 
 B, H, K, C = 2, 8, 4, 3
 SPEC = P(None, "context")
@@ -55,14 +59,19 @@ def error(context: Context, n: int, window: int, length: int = 48) -> float:
     return max(float(np.linalg.norm(a - b[:, order]) / np.linalg.norm([*b.ravel(), *y.ravel()])) for a, b in pairs)
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 13, 40])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-def test_a_ring_attends_as_one_device(n: int, window: int) -> None:
+WINDOWS = {1: [13], 2: [0, 13], 3: [13], 4: [0, 1, 5, 13, 40], 8: [13]}  # by the number of devices
+
+
+@pytest.mark.parametrize(
+    "case", often(product([1, 2, 3, 4, 8], [0, 1, 5, 13, 40]), [(n, w) for n in WINDOWS for w in WINDOWS[n]])
+)
+def test_a_ring_attends_as_one_device(case: tuple[int, int]) -> None:
+    n, window = case
     assert error(Ring(), n, window) <= BOUND
 
 
 @pytest.mark.parametrize("window", [0, 13])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", often([1, 2, 4], [4]))
 def test_ulysses_attends_as_one_device(n: int, window: int) -> None:
     assert error(Ulysses(), n, window) <= BOUND
 

@@ -40,6 +40,7 @@ def test_chips_for_graphics_have_fewer_threads(capability: str, threads: int) ->
     assert f"threads_per_core_limit: {threads}\n" in gpus.target(device.model_copy(update={"chip": chip}))
 
 
+@pytest.mark.long
 def test_a_gpu_without_its_chip_is_not_taken_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "installed", lambda: True)
     with pytest.raises(ConfigError, match="--hardware h100: has no table `chip`"):
@@ -190,6 +191,7 @@ ROWS = [row[:3] for row in (*PEAKS, *NARROW, *IMAGES, *FAR, *MUCH)]
 AGAIN = (PEAKS[3], PEAKS[5], FAR[-1][:3])  # in every run
 
 
+@pytest.mark.long
 @needed
 @pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the record is of jax 0.10")
 @pytest.mark.parametrize("row", often(ROWS, AGAIN), ids=named)
@@ -202,6 +204,7 @@ def test_the_record_is_of_what_is_compiled(row: tuple[str, dict[str, str], float
 LLAMA = ("--config", "llama-3.1-8b", "--model.layers", "4", "--train.accumulation", "1", "--parallel.overlap")
 
 
+@pytest.mark.long
 @needed
 @pytest.mark.parametrize("overlap", ["false", "true"])
 def test_fsdp_on_eight_gpus(overlap: str) -> None:
@@ -220,12 +223,14 @@ def test_fsdp_on_eight_gpus(overlap: str) -> None:
     assert {o["op"] for o in hidden} == {"all-gather", "reduce-scatter"} and len(hidden) > len(of_blocks) / 2
 
 
+@pytest.mark.long
 @needed
 def test_gradients_of_another_dtype_are_seen() -> None:
     program = compiled(*LLAMA, "false", "--mesh", "8x1", "--precision.reduce", "bfloat16")["compiled"]
     assert ("reduce-scatter", "bf16") in {(o["op"], o["dtype"]) for o in program["overlaps"] if o["looped"]}
 
 
+@pytest.mark.long
 @needed
 @pytest.mark.parametrize(("reduce", "dtype"), [("float32", "f32"), ("bfloat16", "bf16")])
 def test_two_machines(reduce: str, dtype: str) -> None:

@@ -1,17 +1,14 @@
 """The closed form of what a ResNet holds against compiled programs: some compiled here, more as they were told of."""
 
-import jax
 import pytest
 
-import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.command_line.arguments import load
 from jaxdist.config import Experiment
+from jaxdist.conftest import slow
 from jaxdist.planner import images
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.images import ImageFootprint
 from jaxdist.planner.plans import footprint
-
-jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
 
 SMALL = {"model.image": "64"}
 DDP = {"parallel.mesh": "8x1", "parallel.strategy": "ddp"}
@@ -37,18 +34,22 @@ def name_of(case: tuple[dict[str, str], ...]) -> str:
     return " ".join(value for part in case for value in part.values()) or "one device"
 
 
+# One device and several; of strategies and precisions there are figures of compiled programs below.
 CASES: list[tuple[dict[str, str], ...]] = [
     (),
-    *(({"parallel.mesh": "4x1", "parallel.strategy": name},) for name in ("ddp", "zero1", "zero2", "fsdp")),
     (FSDP, REPLICA),
+    (FSDP, TWICE, {"model.depths": "2,2,2", "model.widths": "32,64,128", "model.image": "32"}),
+]
+MORE: list[tuple[dict[str, str], ...]] = [
+    *(({"parallel.mesh": "4x1", "parallel.strategy": name},) for name in ("ddp", "zero1", "zero2", "fsdp")),
     ({"parallel.mesh": "4x1", "train.accumulation": "4"},),
     ({"parallel.mesh": "data=2,fsdp=2"}, BF16),
     (FSDP, {"model.block": "bottleneck", "model.depths": "3,3"}),
-    (FSDP, TWICE, {"model.depths": "2,2,2", "model.widths": "32,64,128", "model.image": "32"}),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*CASES, *slow(MORE)], ids=name_of)
 def test_the_peak_of_a_compiled_step(case: tuple[dict[str, str], ...]) -> None:
     """Parameters and optimizer state are those of the program, to the byte."""
     e = experiment("resnet-digits", *case)

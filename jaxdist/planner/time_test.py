@@ -11,6 +11,8 @@ from jaxdist.config.hardware import hardware
 from jaxdist.planner.plans import Plan
 from jaxdist.planner.time import reach, work
 
+pytestmark = pytest.mark.long
+
 
 def plan(config: str | None, device: str = "h100", **fields: Any) -> Plan:
     return Plan(load(config, {name.replace("__", "."): value for name, value in fields.items()}), hardware(device))

@@ -23,6 +23,8 @@ from jaxdist.train import main
 from jaxdist.train_test import TINY, assert_same, command, outside
 from jaxdist.training import checkpoint, metrics
 
+pytestmark = pytest.mark.long
+
 
 def test_signals_save_and_end_a_run(tmp_path: Path) -> None:
     """SIGUSR1: saved, and on it goes. SIGTERM: saved, and 75. What is resumed is what was never ended."""

@@ -9,6 +9,8 @@ import pytest
 
 from jaxdist.runtime.compilation_cache import Cache
 
+pytestmark = pytest.mark.long
+
 # Two collectives, to be numbered. Prints how many programs were asked for, and how many of them were loaded.
 SCRIPT = """
 import jax

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 FAULTS = """
 import resource
 from concurrent.futures import ThreadPoolExecutor

@@ -19,6 +19,8 @@ from jaxdist.runs.folder import read_metrics
 from jaxdist.train import main
 from jaxdist.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "4", "--model.head_dim", "8",

@@ -18,6 +18,8 @@ from jaxdist.runtime import xla
 from jaxdist.training.program import Program
 from jaxdist.training.step_test import train
 
+pytestmark = pytest.mark.long
+
 HANDLE = r"channel_handle<handle = (\d+)"  # of a collective in StableHLO
 KNOBS: dict[str, Any] = {"overlap": True, "bucket_mb": 0.5}
 

@@ -13,6 +13,8 @@ from jaxdist.runs.folder import read_metrics
 from jaxdist.train import main as train
 from jaxdist.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 
 LINE = [

@@ -21,6 +21,8 @@ from jaxdist.training.record import Recorder
 from jaxdist.training.step import Step, TrainState
 from jaxdist.training.step_test import LOSS, STATE, error, train
 
+pytestmark = pytest.mark.long
+
 STEPS = 4
 BOTH, ALL = "optimizer,parameters", "optimizer,parameters,activations"
 

@@ -15,6 +15,8 @@ from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training.optim import kept_of
 from jaxdist.training.program import Program
 
+pytestmark = pytest.mark.long
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama": dict(tiny().model.model_dump(), output_bias=True, mlp_bias=True),
     "gpt2": dict(GPT2, positions=64),

@@ -18,6 +18,8 @@ from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training import step
 from jaxdist.training.program import Program
 
+pytestmark = pytest.mark.long
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, those of inner programs included."""

@@ -14,6 +14,8 @@ from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
 
+pytestmark = pytest.mark.long
+
 KEY = "attention.k_proj.bias"
 ALL = {"steps": [1], "tensors": "all"}
 MESHES = {

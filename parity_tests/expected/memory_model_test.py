@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import pytest
 
-import jaxdist.conftest  # noqa: F401  # for its 8 devices
 from jaxdist.config import Experiment
 from jaxdist.config.experiment import read_toml
+from jaxdist.conftest import slow
 from jaxdist.families import models
 from jaxdist.parallel import rematerialization
 from jaxdist.planner.compiled import compile_plan
@@ -18,8 +18,6 @@ from parity_tests.expected.memory_causes import UNEXPLAINED
 from parity_tests.expected.memory_model import JAX, TORCH, Scratch, beside
 from parity_tests.proof import levels
 from parity_tests.runs.run import Run
-
-jax.config.update("jax_num_cpu_devices", 8)  # also where another file has imported JAX before the tests' conftest
 
 DEFAULT = read_toml(Path(__file__).resolve().parents[2] / "configs/default.toml")
 GPT2 = {"family": "gpt2", "layers": 4, "dim": 128, "heads": 8, "hidden": 512, "vocab": 256, "tied": True}
@@ -51,16 +49,19 @@ def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
 
 # Of many more the form itself is compared: `jaxdist/planner/memory_test.py`.
 CASES: list[dict[str, Any]] = [
-    {"parallel.mesh": "2x4"},
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
+    {"parallel.mesh": "2x4", "model.family": "gpt2"},
+]
+MORE: list[dict[str, Any]] = [
+    {"parallel.mesh": "2x4"},
     {"parallel.mesh": "data=2,fsdp=2,tensor=2", "precision.policy": "bf16", "memory.remat": "full"},
     {"parallel.mesh": "8x1", "model.vocab": 4096},
-    {"parallel.mesh": "2x4", "model.family": "gpt2"},
     {"parallel.mesh": "fsdp=2,context=4"},
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*CASES, *slow(MORE)], ids=lambda case: " ".join(map(str, case.values())))
 def test_what_a_compiled_step_takes(case: dict[str, Any]) -> None:
     e = experiment(**case)
     held = compile_plan(e).memory
@@ -111,7 +112,8 @@ def test_what_a_gpu_took(policy: str) -> None:
     assert torch_took > replace(form, workspaces=0).most(TORCH)
 
 
-@pytest.mark.parametrize("mesh", ["1x1", "8x1"])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["8x1", *slow(["1x1"])])
 def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From forward to backward: of all blocks, gathered or sliced."""
     e = experiment(**{"parallel.mesh": mesh}, **WEIGHTS)
@@ -120,7 +122,8 @@ def test_kept_weights_are_caught(mesh: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not holds(e, compile_plan(e).memory)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", *slow(["selective"])])
 def test_kept_activations_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the mode of rematerialization is there to drop."""
     e = experiment(**{"parallel.mesh": "2x4", "memory.remat": mode})

@@ -17,6 +17,8 @@ from jaxdist.convert.mappings.mapping import KeyMapping, Row
 from parity_tests.port.port import Port
 from parity_tests.port.port_test import AdamW, square, torch_adamw
 
+pytestmark = pytest.mark.long
+
 
 class TestCommand:
     """A script that ends with `.main()`."""

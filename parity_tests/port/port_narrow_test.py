@@ -18,6 +18,8 @@ from jaxdist.convert.mappings.mapping import KeyMapping, Row
 from parity_tests.port.port import Port
 from parity_tests.port.port_test import AdamW, Square, proved, square, torch_adamw
 
+pytestmark = pytest.mark.long
+
 
 class Narrow(linen.Module):
     """Square, whose hidden layer is normalized in float32 whatever it is given, as many models are written."""
@@ -229,8 +231,8 @@ class TestOwnSteps:
         ("settings", "mistake"),
         [
             ({"lr": 1e-5, "weight_decay": 1e-2}, {"weight_decay": 1e-4}),
-            ({"lr": 1e-5}, {"lr": 1.001e-5}),
-            ({"lr": 1e-6}, {"lr": 1.01e-6}),
+            pytest.param({"lr": 1e-5}, {"lr": 1.001e-5}, marks=pytest.mark.slow),
+            pytest.param({"lr": 1e-6}, {"lr": 1.01e-6}, marks=pytest.mark.slow),
         ],
     )
     def test_weights_that_hardly_moved_decide_nothing(

@@ -18,6 +18,7 @@ from flax import linen, nnx
 from torch import nn
 
 from jaxdist.config import ConfigError, Optimizer
+from jaxdist.conftest import slow
 from jaxdist.convert.mappings.mapping import KeyMapping, Row
 from jaxdist.convert.mappings.suggest import suggest
 from jaxdist.convert.mappings.trees import shapes
@@ -25,6 +26,8 @@ from parity_tests.examples.flax_vit import MLP, Attention, Block, ViT
 from parity_tests.port.port import Port
 from parity_tests.proof.verdict import Verdict
 from parity_tests.runs.jax_taps import note
+
+pytestmark = pytest.mark.long
 
 SIZES: dict[str, Any] = {"size": 8, "patch": 4, "dim": 12, "layers": 2, "heads": 3, "hidden": 20, "classes": 5}
 OPTIMIZER = Optimizer(learning_rate=0.01, warmup=0)
@@ -149,9 +152,9 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("change", "tensor"),
         [
-            (norm_eps, "activation/vit.layers.1.layernorm_after"),
+            pytest.param(norm_eps, "activation/vit.layers.1.layernorm_after", marks=pytest.mark.slow),
             (tanh, "activation/vit.layers.0.mlp.fc2"),
-            (unscaled, "activation/vit.layers.1.attention.o_proj"),
+            pytest.param(unscaled, "activation/vit.layers.1.attention.o_proj", marks=pytest.mark.slow),
             (stopped, "activation_gradient/vit.layers.0.layernorm_before"),
         ],
     )
@@ -477,7 +480,9 @@ class TestOwnSteps:
         assert verdict.word == "equivalent" and "traffic" not in {check.level for check in verdict.checks}
         assert written["notes"][-1].startswith("What a step sends is not counted, and whether it computes in less than")
 
-    @pytest.mark.parametrize("mistake", [{"eps": 1e-7}, {"b2": 0.998}, {"weight_decay": 0.0999}, {"lr": 0.010001}])
+    @pytest.mark.parametrize(
+        "mistake", [{"b2": 0.998}, {"lr": 0.010001}, *slow([{"eps": 1e-7}, {"weight_decay": 0.0999}])]
+    )
     def test_a_mistake(self, mistake: dict[str, float], tmp_path: Path) -> None:
         port = square()
         step = AdamW(port.jax_loss, **mistake)

@@ -26,6 +26,8 @@ from parity_tests.port.port_levels import PortRun
 from parity_tests.port.sharded import Sharded, stacks_of
 from parity_tests.proof.verdict import LEVELS
 
+pytestmark = pytest.mark.long
+
 MESH = {"parallel": {"mesh": "2x2"}}
 
 

@@ -251,6 +251,7 @@ def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: d
     assert {w.dtype.name for w in run.states.values()} == {{"fp32": "float32", "fp64": "float64"}[policy]}
 
 
+@pytest.mark.long
 def test_a_loop_of_ones_own(loop: tuple[Path, Path], tmp_path: Path) -> None:
     _, run = loop
     verdict = proved(run, tmp_path / "proof")
@@ -398,6 +399,7 @@ BAD: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", BAD)
 def test_a_folder_that_cannot_be_judged(
     loop: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None]
@@ -411,6 +413,7 @@ def test_a_folder_that_cannot_be_judged(
     assert not output.exists()
 
 
+@pytest.mark.long
 def test_a_folder_of_another_experiment(loop: tuple[Path, Path], tmp_path: Path) -> None:
     config, run = loop
     line = ["--against", str(run), "--output", str(tmp_path / "proof"), "--config", str(config)]

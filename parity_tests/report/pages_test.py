@@ -11,6 +11,8 @@ from jaxdist.bench.bench_test import EARLIER, every
 from jaxdist.bench.figures import Section, to_json
 from parity_tests.report.report_test import WIDTHS, seen
 
+pytestmark = pytest.mark.long
+
 LINES = (
     ["llama-3.1-8b", "--mesh", "4x2", "--train.batch", "8"],
     ["llama-1b", "--mesh", "data=2,fsdp=2,tensor=2", "--memory.remat", "full"],

@@ -18,6 +18,8 @@ from parity_tests.proof.causes import Diagnosis
 from parity_tests.proof.verdict import Check, Verdict
 from parity_tests.report import figures, report
 
+pytestmark = pytest.mark.long
+
 WHY = "float64: both sides round alike to 1e-15"
 LONG = "exp_avg_sq/layers.11.attention.k_proj.weight, torch_ref on the mesh and on one device"
 HOLDS = [Check(level, LONG, 1e-15, 1e-10, WHY) for level in ("mathematics", "distribution", "precision", "traffic")]

@@ -7,6 +7,8 @@ import pytest
 from parity_tests.runs import forkserver
 from parity_tests.runs.run import environment
 
+pytestmark = pytest.mark.long
+
 MODULES = {
     "says": "import sys; print(*sys.argv[1:]); print('bad', file=sys.stderr); sys.exit(3)",
     "killed": "import os; os.kill(os.getpid(), 9)",

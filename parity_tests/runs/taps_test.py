@@ -14,6 +14,8 @@ from torch import nn
 from parity_tests.runs.jax_taps import jax_taps
 from parity_tests.runs.torch_taps import torch_taps
 
+pytestmark = pytest.mark.long
+
 
 class Leaf(nnx.Module):
     def __init__(self, scale: float):

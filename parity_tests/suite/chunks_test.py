@@ -9,6 +9,8 @@ from jaxdist.data import IGNORED
 from jaxdist.families import loss
 from torch_ref.families import loss as torch_loss
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("chunks", [7, 4, 6, 14])  # the last full; filled up; nothing else; one token each
 def test_both_sides_have_the_same_chunks(chunks: int) -> None:

@@ -11,6 +11,8 @@ from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import SIDES, command
 from parity_tests.suite.kill_test import TINY
 
+pytestmark = pytest.mark.long
+
 DOCUMENTS = 61  # of which 55 are trained on, and 6 validate
 
 

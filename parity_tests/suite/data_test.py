@@ -22,6 +22,7 @@ TINY = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", MAIN)
 def test_a_folder_of_ids_and_its_content_in_another_order(tmp_path: Path, side: str) -> None:
     """nanoGPT's folder, of ids that two bytes do not hold; exchanged halves of a file are other data."""

@@ -16,6 +16,8 @@ from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import SIDES, Run, command
 from parity_tests.suite.kill_test import TINY
 
+pytestmark = pytest.mark.long
+
 STEPS = 20
 FIELDS = [*TINY, "--checkpoint.every", "2", "--checkpoint.keep", "0", "--steps", str(STEPS)]
 

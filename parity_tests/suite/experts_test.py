@@ -11,6 +11,8 @@ from parity_tests.suite.parity_test import Record, measured
 from parity_tests.validation.seeded import misplaced, worst
 from torch_ref.parallel import experts
 
+pytestmark = pytest.mark.long
+
 SIDES = ("jaxdist", "torch_ref")
 DROPS = {"model.capacity": 1.0}
 QUICK = [("mixtral", "fsdp, full, accumulation"), ("qwen3_moe", "context")]

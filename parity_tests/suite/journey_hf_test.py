@@ -12,6 +12,8 @@ from jaxdist.convert.__main__ import main as convert
 from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import command
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 END, PAD, VOCAB = "<stop>", "<pad>", 280

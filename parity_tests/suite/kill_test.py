@@ -17,6 +17,8 @@ from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import SIDES, Run, environment
 
+pytestmark = pytest.mark.long
+
 TINY = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.head_dim", "8",
     "--model.hidden", "48", "--data.sequence", "16", "--train.batch", "8", "--train.validation_batches", "0",

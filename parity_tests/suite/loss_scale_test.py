@@ -25,6 +25,8 @@ from jaxdist.training.step import Step, TrainState
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run
 
+pytestmark = pytest.mark.long
+
 STEPS = 13
 OVERFLOWS = {2, 3, 9}
 RULE = {"policy": "fp64", "loss_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}

@@ -14,6 +14,8 @@ from parity_tests.examples import nanogpt
 from parity_tests.runs.cases import MODELS, experiment, write_documents
 from parity_tests.suite.parity_test import differences
 
+pytestmark = pytest.mark.long
+
 NANOGPT = MODELS["gpt2"] | {"gelu": "exact", "bias": False}
 STEPS = 6
 QUICK = "--xla_backend_optimization_level=0"

@@ -24,6 +24,8 @@ from jaxdist.formats.foreign import SINGLE
 from parity_tests.runs import forkserver
 from torch_ref.formats import finite
 
+pytestmark = pytest.mark.long
+
 FIELDS = [
     "--model.layers=2", "--model.dim=16", "--model.heads=2", "--model.kv_heads=1", "--model.head_dim=8",
     "--model.hidden=24", "--model.vocab=300", "--data.sequence=16", "--train.batch=4", "--train.validation_batches=0",

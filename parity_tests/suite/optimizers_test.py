@@ -16,6 +16,8 @@ from parity_tests.runs.run import Run, command
 from parity_tests.suite.parity_test import differences
 from parity_tests.validation.seeded import misplaced
 
+pytestmark = pytest.mark.long
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer.name": "adam", "optimizer.ema": 0.9},
     "sgd": {"optimizer.name": "sgd", "optimizer.nesterov": True, "optimizer.learning_rate": 0.1, "optimizer.ema": 0.8},

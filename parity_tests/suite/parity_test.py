@@ -9,6 +9,7 @@ import pytest
 
 from jaxdist.config import Experiment, Memory
 from jaxdist.config.experiment import read_toml
+from jaxdist.conftest import often
 from jaxdist.families import models
 from parity_tests.conftest import FIGURES, STEPS, Collectives, Runs, as_if_on, counted
 from parity_tests.expected import collectives
@@ -19,6 +20,8 @@ from parity_tests.runs import compare
 from parity_tests.runs.cases import MESHES, MISTAKES, MODELS, VARIANTS
 from parity_tests.runs.compare import K
 from parity_tests.runs.run import SIDES, Run
+
+pytestmark = pytest.mark.long
 
 # The quick suite meets every strategy, axis and variant with Llama, and GPT-2 on two axes; the slow grid is the product
 # of all meshes and variants, for both models.
@@ -109,7 +112,7 @@ def test_float64_grid(runs: Runs, record_property: Record, model: str, mesh: str
     check(runs, record_property, model, mesh, variant)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", often(MISTAKES, ["learning rate +0.01 %", "clip +0.1 %", "window + 1"]))
 def test_planted_mistakes_are_caught(runs: Runs, mistake: str) -> None:
     """The comparison above fails on each of them: on the loss curve, and on the states by themselves."""
     wrong = runs("torch_ref", "llama", settings("1x1", None, **MISTAKES[mistake]))

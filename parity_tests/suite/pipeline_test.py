@@ -9,6 +9,8 @@ from parity_tests.suite.parity_test import Record, measured
 from parity_tests.validation.seeded import misplaced, worst
 from torch_ref.parallel import pipeline
 
+pytestmark = pytest.mark.long
+
 SIDES = ("jaxdist", "torch_ref")
 LLAMA, GPT2 = DEEP
 QUICK = [(GPT2, "tensor, interleaved"), (LLAMA, "context, full")]

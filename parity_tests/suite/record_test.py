@@ -15,6 +15,8 @@ from parity_tests.runs.cases import MESHES, VARIANTS
 from parity_tests.runs.run import JAX, SIDES, Run
 from torch_ref.train import metered
 
+pytestmark = pytest.mark.long
+
 RECORD = {"steps": 5, "optimizer.decay_steps": 20, "record.steps": "1,2,3,5", "record.tensors": "all"}
 NOISE = 1e-10
 

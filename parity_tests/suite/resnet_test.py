@@ -14,6 +14,8 @@ from parity_tests.runs.run import JAX, Run
 from parity_tests.suite.parity_test import Record, measured
 from parity_tests.validation.seeded import misplaced, worst
 
+pytestmark = pytest.mark.long
+
 SIDES = ("jaxdist", "torch_ref")
 ACCUMULATION = {"train.accumulation": 2}
 RECORD = {"record.steps": "1,3", "record.tensors": "all"}

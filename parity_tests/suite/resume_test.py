@@ -10,6 +10,8 @@ from parity_tests.runs.forkserver import TRAIN
 from parity_tests.runs.run import SIDES, command
 from parity_tests.suite.kill_test import TINY
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_run_goes_on_by_its_own_config(side: str, tmp_path: Path) -> None:

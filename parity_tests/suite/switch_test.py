@@ -14,6 +14,8 @@ from jaxdist.runs.folder import read_metrics
 from parity_tests.runs.compare import relative
 from parity_tests.runs.run import Run, command
 
+pytestmark = pytest.mark.long
+
 MODEL = [
     "--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "4", "--model.head_dim", "8",
     "--model.hidden", "48", "--model.positions", "64", "--data.sequence", "32", "--train.batch", "8",

@@ -68,6 +68,7 @@ for name, mistake in table().items():
 """
 
 
+@pytest.mark.long
 def test_every_mistake_can_be_planted() -> None:
     """What it replaces is there: a name that moved would leave the run right, and count as not detected."""
     done = subprocess.run([sys.executable, "-c", PLANT_EACH], capture_output=True, text=True, check=True)

@@ -175,6 +175,7 @@ def renewed(folder: Path) -> tuple[list[set[int]], set[int]]:
     return seen, {process.pid for process in active_children() if process.pid}
 
 
+@pytest.mark.long
 def test_ranks_are_renewed(tmp_path: Path) -> None:
     """They would have the threads of every process group that they were in."""
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # ranks are forked, and this one may have threads

@@ -6,6 +6,8 @@ import torch
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.conftest import Train
 
+pytestmark = pytest.mark.long
+
 NORMS = """
 import torch
 from torch_ref.families import layers

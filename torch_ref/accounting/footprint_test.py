@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch_ref.accounting.footprint import Peak
 from torch_ref.conftest import Train
 
+pytestmark = pytest.mark.long
+
 
 class Wide(nn.Module):
     """A weight [4, 4] and a thousand numbers more, which its backward pass needs."""

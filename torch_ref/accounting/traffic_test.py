@@ -4,6 +4,8 @@ import pytest
 
 from torch_ref.conftest import Train, command
 
+pytestmark = pytest.mark.long
+
 # Over n = 2 devices a gather or scatter of P bytes sends P/2, an all-reduce P.
 CASES = {
     "--mesh 2x1 --strategy ddp --train.accumulation 2": {"all_reduce": 1.0},

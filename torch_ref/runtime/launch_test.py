@@ -12,6 +12,8 @@ import torch
 from jaxdist.config import ConfigError, TrainingError
 from torch_ref.runtime import launch
 
+pytestmark = pytest.mark.long
+
 STOPPED = """
 import os, signal, time
 from jaxdist.config import exit_codes

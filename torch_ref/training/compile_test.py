@@ -4,6 +4,8 @@ import pytest
 
 from torch_ref.conftest import Train, command, distance
 
+pytestmark = pytest.mark.long
+
 ONE = "--mesh 1x1"
 CHUNKS = "--memory.loss_chunks 3"  # the last of which is filled up
 # torch's compiler is built on parts of torch that torch warns of.

@@ -17,6 +17,7 @@ STATE = "--memory.offload optimizer,parameters"
 ALL = f"{STATE},activations --memory.remat full"
 
 
+@pytest.mark.long
 def test_trains_the_same_to_the_bit(train: Train) -> None:
     kept, offloaded = train("--mesh 2x1"), train(f"--mesh 2x1 {ALL}")
     assert distance(offloaded, kept) == (0, 0)

@@ -9,6 +9,8 @@ import pytest
 from jaxdist.config import read_record
 from torch_ref.conftest import command
 
+pytestmark = pytest.mark.long
+
 # Tells the chunks of each microbatch.
 TELLING = """
 from torch_ref.training import step

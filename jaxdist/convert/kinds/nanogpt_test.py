@@ -205,6 +205,7 @@ def test_weights_that_do_not_fit_its_arguments(tmp_path: Path) -> None:
         converted(tmp_path)
 
 
+@pytest.mark.long
 def test_a_schedule_is_mended_on_the_resume(tmp_path: Path) -> None:
     """Before the first step after a conversion; then it is what the run trains by."""
     from jaxdist.train import main as train

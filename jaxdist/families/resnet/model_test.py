@@ -20,6 +20,8 @@ from jaxdist.runtime.xla import Jitted
 from jaxdist.training.program import Program
 from jaxdist.training.step import Arrays
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch", reason="the witness is a torch model: pip install 'jaxdist[test]'")
 transformers = pytest.importorskip("transformers", reason="the witness: pip install 'jaxdist[test]'")
 
