@@ -94,21 +94,21 @@ def arguments(argv: Sequence[str]) -> Any:
         help="a run folder, a checkpoint or a Hugging Face folder",
     )
     parser.add_argument(
-        "--data", metavar="FILE", help="data to evaluate, all of it (default: the run's validation split)"
+        "--data", metavar="FILE", help="file or folder to evaluate in full (default: the run's validation split)"
     )
-    parser.add_argument("--mesh", default="1x1", help="as in training (default 1x1)")
-    parser.add_argument("--strategy", default="fsdp", help="as in training (default fsdp)")
-    parser.add_argument("--precision", help="policy (default: the run's own)")
+    parser.add_argument("--mesh", default="1x1", help="device mesh, as in training (default 1x1)")
+    parser.add_argument("--strategy", default="fsdp", help="sharding strategy, as in training (default fsdp)")
+    parser.add_argument("--precision", help="precision policy (default: the run's)")
     parser.add_argument("--batch", type=count, help="sequences per batch (default: the run's train.batch)")
-    parser.add_argument("--batches", type=count, default=0, help="at most this many batches (default: all)")
-    parser.add_argument("--tokens", type=user_path, metavar="FILE.npy", help="token ids, integers [B, T]")
+    parser.add_argument("--batches", type=count, default=0, help="most batches to evaluate; 0: all (default 0)")
+    parser.add_argument("--tokens", type=user_path, metavar="FILE.npy", help="token ids to evaluate, integers [B, T]")
     parser.add_argument(
         "--logits",
         type=user_path,
         metavar="FILE.npy",
-        help="where to write the float32 logits [B, T, V] of --tokens",
+        help="file for the float32 logits [B, T, V] of --tokens",
     )
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
+    parser.add_argument("--ema", action="store_true", help="use the moving average of the weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     add_plugins(parser)

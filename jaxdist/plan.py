@@ -235,17 +235,23 @@ def arguments(argv: Sequence[str]) -> Any:
         "--hardware",
         default="h100",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or a TOML file with one device of your own (default h100)",
+        help=f"{', '.join(shipped())}, or a TOML file that describes a device (default h100)",
     )
-    parser.add_argument("--memory", type=size_of, metavar="80GB", help="of a device, in place of the hardware's own")
+    parser.add_argument("--memory", type=size_of, metavar="80GB", help="memory of a device (default: the hardware's)")
     parser.add_argument(
-        "--compiled", action="store_true", help="also compile the step, for such GPUs with jaxdist[cuda12], or CPUs"
+        "--compiled",
+        action="store_true",
+        help="also compile the step, for the GPU with jaxdist[cuda12], else for CPUs",
     )
-    parser.add_argument("--recommend", action="store_true", help="rank meshes and strategies of --devices N")
-    parser.add_argument("--devices", type=many, metavar="N", help="with --recommend: how many there are")
-    parser.add_argument("--top", type=many, default=10, metavar="N", help="with --recommend: how many are shown (10)")
-    parser.add_argument("--output", type=user_path, metavar="DIR", help="also write plan.html, drawn, and plan.json")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    parser.add_argument("--recommend", action="store_true", help="rank the meshes and strategies for --devices N")
+    parser.add_argument("--devices", type=many, metavar="N", help="with --recommend: number of devices")
+    parser.add_argument(
+        "--top", type=many, default=10, metavar="N", help="with --recommend: plans to show (default 10)"
+    )
+    parser.add_argument(
+        "--output", type=user_path, metavar="DIR", help="also write plan.html, with drawings, and plan.json"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
     add_plugins(parser)
     add_fields(parser)
     given = vars(parser.parse_args(argv))

@@ -182,21 +182,34 @@ def arguments(argv: Sequence[str]) -> Any:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}; all by default"
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        metavar="NAME",
+        help=f"sections to measure: {', '.join(SECTIONS)} (default: all)",
     )
     much = parser.add_mutually_exclusive_group()
-    much.add_argument("--quick", action="store_true", help="few pairs, the small shape, no saving: a few minutes")
     much.add_argument(
-        "--full", action="store_true", help="the large shape on 8 devices too, more pairs: most of an hour"
+        "--quick", action="store_true", help="a few minutes: few pairs of the small shape, no checkpoints"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help="passed on to both sides")
+    much.add_argument(
+        "--full", action="store_true", help="more pairs, and the large shape on 8 devices too: takes most of an hour"
+    )
     parser.add_argument(
-        "--output", type=user_path, metavar="DIR", help=f"also write {RESULTS} and {PAGE}; sections there are kept"
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="device of both sides (default auto)"
     )
-    parser.add_argument("--results", type=user_path, metavar="FILE", help="measure nothing, and take this bench.json")
-    parser.add_argument("--compare", type=user_path, metavar="FILE", help="an earlier bench.json")
-    parser.add_argument("--readme", type=user_path, metavar="FILE", help="write the tables between its two comments")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and all else to stderr")
+    parser.add_argument(
+        "--output",
+        type=user_path,
+        metavar="DIR",
+        help=f"also write {RESULTS} and {PAGE}; keep other sections that are in them",
+    )
+    parser.add_argument("--results", type=user_path, metavar="FILE", help="report this bench.json, without measuring")
+    parser.add_argument("--compare", type=user_path, metavar="FILE", help="an earlier bench.json to compare with")
+    parser.add_argument(
+        "--readme", type=user_path, metavar="FILE", help="write the tables into this file, between its two comments"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; everything else goes to stderr")
     a = parser.parse_args(argv)
     if a.results and (a.only or a.quick or a.full):
         raise ConfigError("--results measures nothing: --only, --quick and --full are of what is measured; give either")

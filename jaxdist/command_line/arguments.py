@@ -338,19 +338,19 @@ def parse(
         const=True,
         default=False,
         metavar="DIR",
-        help="go on from the newest checkpoint in DIR, or in --output; without --config by the config of that run",
+        help="continue from the newest checkpoint in DIR, or in --output; without --config, by that run's config",
     )
     parser.add_argument(
         "--init",
         type=user_path,
         metavar="CHECKPOINT",
-        help="start from these weights: a run folder, a checkpoint or a Hugging Face folder",
+        help="starting weights: a run folder, a checkpoint or a Hugging Face folder",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="auto: GPUs if there are enough, else the CPU (default auto)",
+        help="auto: GPUs if the mesh has that many, else CPU devices (default auto)",
     )
     own = [parser.add_argument(flag, **option).dest for flag, option in options.items()]
     add_plugins(parser)

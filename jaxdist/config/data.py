@@ -27,42 +27,45 @@ class Data(Section):
     """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
 
     path: Text = ""
-    """File or folder: text, JSON (.json, .jsonl, .ndjson) or CSV (.csv, .tsv), also packed (.gz, .zst, .bz2, .xz),
-    Arrow (.parquet, .arrow), or token ids in .npy or .bin; empty: the Python standard library's source. Of images, .npz
-    with images and labels, or a folder of a folder for each class; empty: scikit-learn's digits."""
+    """File or folder of data: text, JSON (.json, .jsonl, .ndjson) or CSV (.csv, .tsv), each also compressed (.gz, .zst,
+    .bz2, .xz); Arrow (.parquet, .arrow); or token ids in .npy or .bin. Empty: the source of Python's standard library.
+    For images: an .npz with images and labels, or a folder with one folder per class; empty: scikit-learn's digits."""
     tokenizer: Text = "bytes"
-    """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or its folder. Pre-tokenized files ignore it."""
+    """bytes (ids are UTF-8 bytes), or a Hugging Face tokenizer.json or the folder that holds it. Token ids in a file
+    ignore it."""
     end_of_text: Text = "auto"
-    """The token that follows each document that is packed. auto: the one that tokenizer_config.json,
-    special_tokens_map.json, generation_config.json or config.json beside the tokenizer names, a newline for bytes;
-    none: no token; else the token's own text, as <|endoftext|>. The start-up table tells it."""
+    """Token after each packed document. auto: the end-of-sequence token named beside the tokenizer
+    (tokenizer_config.json, special_tokens_map.json, generation_config.json or config.json), a newline for bytes; none:
+    no token; else the text of a token, as <|endoftext|>. The start-up table shows the choice."""
     sequence: Count = 128
     """Tokens per sequence, T."""
     documents: Literal["packed", "padded"] = "packed"
-    """packed: one stream cut every T tokens. padded: each document starts a sequence; its last is filled up."""
+    """packed: one stream of tokens, cut every T tokens. padded: each document starts a new sequence, and its last
+    sequence is padded."""
     text_field: Text = "text"
-    """The key that holds the text in a JSON record, or the column of CSV and Arrow files; with dots between nested
-    ones. Empty: JSON and CSV are read as text."""
+    """Key of the text in a JSON record, or column of a CSV or Arrow file; nested keys are joined with dots. Empty: JSON
+    and CSV are read as plain text."""
     pixel_mean: Numbers = (0.0,)
-    """What is taken from pixels, from 0 to 1 where they are bytes: one number, or one for each channel."""
+    """Mean subtracted from pixels, which are scaled to 0..1 if they are bytes: one number, or one per channel."""
     pixel_std: Numbers = (1.0,)
-    """What they are divided by then; ImageNet's are 0.485,0.456,0.406 and 0.229,0.224,0.225."""
+    """Standard deviation that pixels are divided by, after the mean is subtracted: one number, or one per channel.
+    ImageNet's are 0.229,0.224,0.225, with means 0.485,0.456,0.406."""
     bin_dtype: Literal["auto", "uint16", "uint32", "int32", "int64"] = "auto"
-    """Integer type of a .bin file. auto: what its content, llm.c's header or Megatron's .idx says; the start-up table
-    tells it. Any other is refused where it contradicts those."""
+    """Integer type of a .bin file. auto: detected from its content, llm.c's header or Megatron's .idx, and shown in the
+    start-up table. A type that contradicts these is refused."""
     split: Literal["auto", "share"] = "auto"
-    """auto: files or folders whose names say train and validation (val, valid, dev, or test) are these splits, also
-    beside the file of data.path; without such names, and under share, the last data.validation is for validation."""
+    """auto: files or folders named as training or validation data (val, valid, dev, test) are these splits, also beside
+    the file data.path. share, or no such names: the last data.validation of the sequences is the validation split."""
     validation: Fraction = 0.05
-    """Share of the sequences kept from training, for evaluation, where no names of files tell the splits."""
+    """Share of the sequences held out for validation, where no file names state the splits."""
     last: Literal["continue", "drop", "pad"] = "continue"
-    """Where an epoch ends within a batch. continue: the next one begins in it; drop: the batch is left out, as by
-    DataLoader's drop_last; pad: the epoch's first sequences fill it, as by DistributedSampler."""
+    """Batch at the end of an epoch that the sequences do not fill. continue: filled from the next epoch; drop: left out
+    (DataLoader's drop_last); pad: filled with the epoch's first sequences (DistributedSampler)."""
     shuffle: bool = True
     """Visit the sequences of each epoch in a seeded permutation."""
     fingerprint: str = ""
-    """Names, sizes and sampled content of the data when a run began, hashed to 32 hex digits: others are refused.
-    Empty: any."""
+    """Hash of the names, sizes and sampled content of the data (32 hex digits), set when a run starts; other data are
+    refused. Empty: any data."""
 
     @field_validator("path", "tokenizer")
     @classmethod

@@ -44,26 +44,28 @@ class Train(Section):
     """How long and how much at once."""
 
     steps: CountOrZero = 300
-    """Optimizer steps. 0 writes the starting weights as checkpoint 0."""
+    """Number of optimizer steps. 0: write the starting weights as checkpoint 0."""
     epochs: CountOrZero = 0
-    """Times that all training sequences are visited, in place of `steps`, which a resolved config has; 0: `steps`."""
+    """Number of passes over the training sequences, in place of `steps`; the resolved config states the steps. 0: use
+    `steps`."""
     batch: Count = 16
-    """Global batch in sequences: over all devices and microbatches."""
+    """Global batch size in sequences, over all devices and microbatches."""
     accumulation: Count = 1
     """Microbatches per step."""
     seed: Seed = 0
-    """Seed of the starting weights and of the data order."""
+    """Random seed of the starting weights and the data order."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient norm that is NaN or infinite: stop before the update, or pass over the step and its batch.
-    Weights or optimizer state that are not finite when they are read are refused in both cases: no step mends them."""
+    """Response to a NaN or infinite loss or gradient norm. stop: end the run before the update; skip: leave out the
+    update and go on with the next batch. Weights or optimizer state that are not finite when they are read are refused
+    in both cases."""
     skip: Steps = ()
-    """Steps to pass over, as 120,121: weights and moments stay, the schedule goes on. For batches after which the loss
-    jumps (arXiv:2204.02311, section 5.1)."""
+    """Steps to leave out, as 120,121: weights and moments stay, the schedule advances. For batches that make the loss
+    jump (arXiv:2204.02311, section 5.1)."""
     compile: bool = False
-    """torch's model goes through torch.compile: all of it on one rank, block by block where ranks share the batch. JAX
-    compiles its whole step always, whatever this says."""
+    """Use torch.compile: for the whole model on one rank, for each block on several. JAX always compiles its whole
+    step."""
     validation_batches: CountOrZero = 8
-    """Batches of the validation split evaluated after the last step; 0 for none."""
+    """Batches of the validation split that are evaluated after the last step; 0: none."""
 
 
 def model_of(value: Any) -> Model:
@@ -84,16 +86,18 @@ class Memory(Section):
     """What the backward pass recomputes instead of keeping, and what waits in the memory of the host."""
 
     remat: Literal["none", "full", "selective"] = "none"
-    """none; full: keep only the input of a block; selective: keep also the results of matrix products."""
+    """Rematerialization in the backward pass. none: keep all activations; full: keep only the input of each block;
+    selective: keep also the results of matrix products."""
     remat_every: Count = 1
-    """Apply `remat` to every n-th block, from the first."""
+    """Apply `remat` to every n-th block, starting with the first."""
     loss_chunks: Count = 1
-    """Head and cross-entropy go over a device's tokens of a microbatch in so many chunks, and the backward pass makes
-    the logits again: those of one chunk are there at a time. 1: those of all, which are kept."""
+    """Number of chunks of tokens in which a device computes the output head and the cross-entropy of a microbatch; the
+    backward pass recomputes the logits, so that only one chunk of them is in memory. 1: all logits at once, kept for
+    the backward pass."""
     offload: Annotated[tuple[Offloaded, ...], LISTED] = ()
-    """What lies in the host's memory but while it is worked on, as optimizer,parameters,activations: Adam's moments;
-    weights, of which a block's are fetched when it begins; what `remat` keeps of its blocks. torch, whose FSDP2 has one
-    policy for both, takes optimizer,parameters together, and activations with remat = full."""
+    """State kept in host memory while it is not in use, as optimizer,parameters,activations. optimizer: Adam's moments;
+    parameters: fetched block by block; activations: the ones that `remat` keeps. torch takes optimizer,parameters
+    together, since FSDP2 has one policy for both, and activations only with remat = full."""
 
     @model_validator(mode="after")
     def _keeps_what_is_offloaded(self) -> "Memory":
@@ -112,20 +116,22 @@ class Checkpoint(Section):
     """When a run is saved, and how far a checkpoint is trusted. Signals save too: see `jaxdist/runs/signals.py`."""
 
     every: CountOrZero = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: one checkpoint, after the last step."""
     final: bool = True
-    """Save after the last step; false for a run that is to be measured alone: there is nothing of it to go on from."""
+    """Save after the last step. false: the run can't be resumed from its end; for benchmarks."""
     minutes: NotNegative = 0.0
-    """Minutes without a checkpoint after which one is written at the end of the step; 0: never."""
+    """Longest time between checkpoints, in minutes: one is written at the end of the step in which it has passed. 0: no
+    limit."""
     keep: CountOrZero = 0
-    """How many of the newest are kept; 0: all."""
+    """Number of newest checkpoints to keep; 0: all."""
     keep_every: CountOrZero = 0
-    """Checkpoints of multiples of this many steps are kept whatever `keep` says; 0: none of them."""
+    """Always keep checkpoints whose step is a multiple of this number, whatever `keep` is; 0: none."""
     verify: Verify = "checksums"
-    """What a restore compares with the manifest: checksums reads every file once more; sizes takes no time."""
+    """Check against the manifest when a checkpoint is restored. checksums: read every file once more; sizes: compare
+    file sizes only, which takes no time."""
     failure: Literal["stop", "go on"] = "stop"
-    """When a checkpoint cannot be written, as on a full disk: stop with exit code 1, or say so and train on, with exit
-    code 1 at the end if the last one is missing."""
+    """Response to a checkpoint that can't be written, as on a full disk. stop: end with exit code 1; go on: report it
+    and train on, with exit code 1 at the end if the last checkpoint is missing."""
 
 
 class Metrics(Section):

@@ -93,10 +93,10 @@ class Model(Section):
         def head_dim(self) -> int: ...
 
     norm_eps: Positive = 1e-5
-    """Added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
+    """Term added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
     init_std: Positive = 0.02
-    """Standard deviation of the initial weights; residual projections are further divided by sqrt(2L). Of a ResNet, of
-    its head: convolutions are drawn by the number of their outputs (arXiv:1502.01852)."""
+    """Standard deviation of the initial weights; residual projections are divided by a further sqrt(2L). In a ResNet it
+    is the output head's, and convolutions are scaled by their fan-out (arXiv:1502.01852)."""
 
 
 class Decoder(Model):
@@ -111,15 +111,15 @@ class Decoder(Model):
     hidden: Count = 384
     """Width of the MLP, F."""
     vocab: Count = 256
-    """Vocabulary size, V: the number of tokens. Bytes need 256. Where it is more than that of the weights to start
-    from, the rows of the new tokens begin as the mean of the others, and are trained."""
+    """Vocabulary size, V, in tokens; bytes need 256. If it exceeds the vocabulary of the starting weights, rows of new
+    tokens start as the mean of the others, and are trained."""
     vocab_multiple: Count = 1
-    """Pad the embedding and the output head to a multiple of so many rows, as the mesh axis tensor needs. The model is
-    the same: padding has no probability and no gradient, and is left out of what is exported."""
+    """Pad the embedding and the output head to a multiple of this number of rows, as the mesh axis tensor needs.
+    Padding does not change the model: it has no probability, no gradient, and is not exported."""
     positions: Count = 1024
     """Longest sequence that the model accepts, in tokens."""
     tied: bool = False
-    """The output head is the embedding itself."""
+    """Use the embedding as the output head."""
 
     @property
     def vocab_rows(self) -> int:
@@ -143,21 +143,21 @@ class Rotary(Decoder):
     kv_heads: Count = 4
     """Key and value heads, K; each serves H/K query heads."""
     head_dim: Annotated[int, NUMBER, Field(ge=2, multiple_of=2)] = 16
-    """Width of one head; need not be D/H."""
+    """Width of one head; may differ from D/H."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "llama3"] = "none"
-    """llama3 stretches the low rotary frequencies by rope_factor, as Llama 3.1 does."""
+    """llama3: divide low rotary frequencies by rope_factor, as Llama 3.1 does."""
     rope_factor: Positive = 8.0
-    """llama3: how much the lowest frequencies are slowed."""
+    """llama3: divisor of the lowest frequencies."""
     rope_low_freq_factor: Positive = 1.0
-    """llama3: wavelengths above rope_original_positions / this are slowed in full."""
+    """llama3: frequencies with wavelengths above rope_original_positions divided by this are scaled in full."""
     rope_high_freq_factor: Positive = 4.0
-    """llama3: wavelengths below rope_original_positions / this are left alone."""
+    """llama3: frequencies with wavelengths below rope_original_positions divided by this are not scaled."""
     rope_original_positions: Count = 8192
     """llama3: the context length of the original training, in tokens."""
     window: CountOrZero = 0
-    """Sliding attention window in tokens, the token itself included; 0 for none (Mistral, Qwen)."""
+    """Sliding attention window in tokens, including the token itself; 0: no window (Mistral, Qwen)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     output_bias: bool = False

@@ -56,48 +56,48 @@ class Optimizer(Section):
     """Torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
 
     name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    """adamw, adam, sgd, adafactor and muon are torch.optim's of these names, lion is arXiv:2302.06675. Decay is part of
-    the gradient (L2) in adam and sgd, and decoupled in the others. muon is of the matrices of blocks; all else,
-    embedding and head too, goes by adamw."""
+    """adamw, adam, sgd, adafactor and muon are those of torch.optim; lion is arXiv:2302.06675. Weight decay is added to
+    the gradient (L2) in adam and sgd, and decoupled in the others. muon updates the matrices of blocks, and adamw
+    everything else (embedding and output head too)."""
     learning_rate: Positive = 5e-3
     """Peak learning rate."""
     warmup: CountOrZero = 20
     """Steps of linear warm-up: step s uses learning_rate · s / warmup."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
+    """Shape of the learning-rate decay after warm-up."""
     decay_steps: CountOrZero = 0
     """Step at which the decay ends; 0: train.steps."""
     final: Share = 0.1
-    """Learning rate at the end of the decay, as a share of the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     beta1: Fraction = 0.9
-    """Decay of Adam's first moment; of lion's within an update."""
+    """Decay rate of Adam's first moment, or of lion's average within an update."""
     beta2: Fraction = 0.95
-    """Decay of Adam's second moment; of lion's from step to step."""
+    """Decay rate of Adam's second moment, or of lion's average from step to step."""
     eps: Positive = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Term added to the square root of Adam's second moment."""
     momentum: Fraction = 0.9
-    """Decay of sgd's and muon's momentum; 0 for none."""
+    """Decay rate of the momentum of sgd and muon; 0: no momentum."""
     nesterov: bool = False
-    """sgd and muon step along what their momentum will be."""
+    """Use Nesterov momentum in sgd and muon."""
     ns_steps: Annotated[Count, Field(lt=100)] = 5
-    """Newton-Schulz iterations by which muon makes a matrix orthogonal."""
+    """Newton-Schulz iterations with which muon orthogonalizes a matrix."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    """What muon's learning rate is multiplied by: of I inputs and O outputs original sqrt(max(1, O/I)), match_rms_adamw
-    0.2·sqrt(max(I, O)), with which a rate for adamw is one for muon (arXiv:2502.16982)."""
+    """Factor on muon's learning rate, for I inputs and O outputs. original: sqrt(max(1, O/I)); match_rms_adamw:
+    0.2·sqrt(max(I, O)), with which adamw's learning rate suits muon (arXiv:2502.16982)."""
     beta2_decay: Annotated[float, NUMBER, Field(le=0, allow_inf_nan=False)] = -0.8
-    """adafactor's second moments take t^beta2_decay of the update t."""
+    """Exponent of adafactor's second-moment decay rate: 1 - t^beta2_decay at update t."""
     d: Annotated[float, NUMBER, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """Largest root mean square of adafactor's update, before it is scaled."""
+    """Clip threshold on the root mean square of adafactor's update, before it is scaled."""
     eps1: NotNegative = 0.0
-    """Least second moment of adafactor, squared as torch does; 0 for the machine epsilon of its numbers."""
+    """Lower bound on adafactor's second moments, squared as in torch; 0: the machine epsilon of their dtype."""
     eps2: NotNegative = 1e-3
-    """adafactor scales its update by the root mean square of the parameter, or by this if it is less."""
+    """Lower bound on the root mean square of a parameter that scales adafactor's update."""
     ema: Fraction = 0.0
-    """Decay of an exponential moving average of the weights, as torch's AveragedModel keeps one; 0 for none."""
+    """Decay rate of an exponential moving average of the weights (torch's AveragedModel); 0: no average."""
     weight_decay: NotNegative = 0.1
-    """Weight decay, on tensors of two or more dimensions."""
+    """Weight decay of tensors with two or more dimensions."""
     clip: NotNegative = 1.0
-    """Largest global gradient norm; 0 for no clip."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "Optimizer":

@@ -26,41 +26,43 @@ class Parallel(Section):
     """How the work is laid out over devices."""
 
     mesh: str = "1x1"
-    """Data-parallel × tensor size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: what is left). `expert` splits
-    the experts of a mixture, and the batch as fsdp does; `pipeline` splits the layers into stages."""
+    """Device mesh: data-parallel × tensor-parallel size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: all
+    remaining devices). `expert` splits the experts of a mixture, and the batch as fsdp does; `pipeline` splits the
+    layers into stages; `context` splits sequences."""
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
-    """What data-parallel devices split: ddp nothing, zero1 optimizer state, zero2 also gradients, fsdp all."""
+    """State sharded over data-parallel devices. ddp: none; zero1: optimizer state; zero2: also gradients; fsdp: also
+    parameters."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
-    """When gradients cross devices under accumulation. auto: ddp, zero1 once per step; zero2, fsdp per microbatch.
-    step with zero2 or fsdp: once, at the price of whole gradients on every device."""
+    """Time of the gradient reduction under accumulation. auto: once per step with ddp and zero1, after each microbatch
+    with zero2 and fsdp. step with zero2 or fsdp: once per step, which keeps unsharded gradients on every device."""
     reshard_after_forward: bool = True
-    """false with fsdp: parameters are gathered once a step and kept whole to its end, as by FSDP2's option of this
-    name: a third less traffic, under accumulation yet less, for the memory of a whole model in the compute dtype."""
+    """false, with fsdp: gather parameters once a step and keep them to its end (FSDP2's option of this name). Saves a
+    third of the traffic, more under accumulation, and costs the memory of the whole model in the compute dtype."""
     bucket_mb: NotNegative = 0.0
-    """MB of gradients or parameters that are sent as one: bucket_cap_mb of DDP, XLA's combine thresholds on GPUs; FSDP2
-    sends block by block. 0: what either does by itself."""
+    """Size in MB up to which gradients or parameters are sent together: DDP's bucket_cap_mb, XLA's combine thresholds
+    on GPUs. FSDP2 sends block by block. 0: the backend's default."""
     overlap: bool = False
-    """Collectives begin early and are awaited late: on GPUs XLA's latency-hiding scheduler and pipelined collectives,
-    in FSDP2 the prefetch of the next block's weights. DDP overlaps always."""
+    """Overlap communication with computation: XLA's latency-hiding scheduler and pipelined collectives on GPUs, FSDP2's
+    prefetch of the next block's weights. DDP always overlaps."""
     sequence: bool = False
-    """Sequence parallelism: between products norms and residual are split over time on the axis tensor
-    (arXiv:2205.05198). The bytes of plain tensor parallelism, less memory."""
+    """Sequence parallelism (arXiv:2205.05198): norms and the residual stream are split over time on the axis tensor.
+    Sends the bytes of plain tensor parallelism, with less memory."""
     batch_norm: Literal["global", "replica"] = "global"
-    """Whose statistics a batch norm takes. global: those of the microbatch on all devices, as torch's SyncBatchNorm;
-    replica: each device those of its own rows, as under DDP without it, whose running statistics are the first's."""
+    """Statistics of a batch norm. global: over the microbatch on all devices (torch's SyncBatchNorm); replica: over
+    each device's own rows, as under plain DDP, with the first device's running statistics."""
     context: Literal["ring", "ulysses"] = "ring"
-    """How the mesh axis context, which splits sequences, attends. ring: keys and values go round (arXiv:2310.01889);
-    ulysses: heads are exchanged for times (arXiv:2309.14509), for which it must divide the kv heads."""
+    """Attention on the mesh axis context, which splits sequences. ring: keys and values are passed around
+    (arXiv:2310.01889); ulysses: an all-to-all exchanges heads for times (arXiv:2309.14509), and the axis must divide
+    the kv heads."""
     pipeline_schedule: Annotated[Literal["GPipe", "1F1B", "Interleaved1F1B"], pydantic.BeforeValidator(_schedule)] = (
         "1F1B"
     )
-    """In which order the stages of the mesh axis pipeline work on the train.accumulation microbatches, as
-    torch.distributed.pipelining calls it. GPipe: all forward passes first (arXiv:1811.06965); 1F1B: of each microbatch
-    the backward pass as soon as it can be, so that memory does not grow with their number (arXiv:2104.04473);
-    Interleaved1F1B: of each of a stage's virtual_stages."""
+    """Order of forward and backward passes of train.accumulation microbatches on the mesh axis pipeline, named as in
+    torch.distributed.pipelining. GPipe: all forward passes first (arXiv:1811.06965); 1F1B: each backward pass as early
+    as possible, so that memory does not grow with the number of microbatches (arXiv:2104.04473); Interleaved1F1B: 1F1B
+    over virtual_stages stages per device."""
     virtual_stages: Count = 1
-    """Interleaved1F1B: parts of the layers that a device has, apart from each other; the bubble is so many times
-    shorter."""
+    """Interleaved1F1B: number of stages on each device; divides the pipeline bubble by this number."""
 
     @model_validator(mode="after")
     def _fit_the_strategy(self) -> "Parallel":

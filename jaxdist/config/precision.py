@@ -35,23 +35,24 @@ class Precision(Section):
     """
 
     policy: Literal["fp32", "bf16", "fp16", "fp64", "O2", "bf16-true", "16-true"] = "fp32"
-    """fp32; bf16, fp16: compute in it, float32 master weights and gradient reduction; fp64: for proofs; O2: Apex's,
-    fp16 that reduces in float16; bf16-true, 16-true: all in it. Lightning's names and Apex's levels are known too."""
+    """Mixed-precision policy. fp32; bf16, fp16: compute in this dtype, with float32 master weights and gradient
+    reduction; fp64: for proofs; O2: Apex's, fp16 with reduction in float16; bf16-true, 16-true: everything in this
+    dtype. Lightning's names and Apex's levels are accepted too."""
     parameters: Dtype = _BY_POLICY
-    """Master weights, gradients and their accumulators, and optimizer state; unset: as the policy says."""
+    """Dtype of master weights, gradients, their accumulators and optimizer state; unset: the policy's."""
     compute: Dtype = _BY_POLICY
-    """Matrix products and activations; unset: as the policy says."""
+    """Dtype of matrix products and activations; unset: the policy's."""
     reduce: Dtype = _BY_POLICY
-    """Gradients on the wire; unset: as the policy says."""
+    """Dtype in which gradients are reduced between devices; unset: the policy's."""
     loss_scale: NotNegative = _BY_POLICY
-    """The loss times this goes backward, at first, and gradients are divided by it before the clip; 0: no scaling.
-    Unset: 65536 where float16 computes gradients of wider weights, else 0."""
+    """Initial loss scale: the loss is multiplied by it before the backward pass, and gradients are divided by it before
+    the clip. 0: no scaling; unset: 65536 where float16 computes gradients of wider weights, else 0."""
     growth_factor: Annotated[float, NUMBER, Field(gt=1, allow_inf_nan=False)] = 2.0
-    """The loss scale times this, after `growth_interval` steps without an overflow."""
+    """Factor on the loss scale after `growth_interval` steps without an overflow."""
     backoff_factor: Annotated[float, NUMBER, Field(gt=0, lt=1)] = 0.5
-    """The loss scale times this after a step whose gradients overflow, which is skipped."""
+    """Factor on the loss scale after a step whose gradients overflow; that step's update is skipped."""
     growth_interval: Count = 2000
-    """Steps in a row without an overflow before the loss scale grows."""
+    """Consecutive steps without an overflow after which the loss scale grows."""
 
     @model_validator(mode="wrap")
     @classmethod

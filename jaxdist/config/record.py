@@ -49,9 +49,10 @@ class Record(Section):
     """Tensors of single steps, kept for a comparison."""
 
     steps: Steps = ()
-    """Steps of which tensors are kept in record/<step>.safetensors, as 1,20; empty: none."""
+    """Steps whose tensors are saved in record/<step>.safetensors, as 1,20; empty: none."""
     tensors: Literal["gradients", "all"] = "gradients"
-    """gradients: each parameter's, before the clip; all: also batch, activations, moments and weights."""
+    """Tensors that are saved. gradients: every parameter's gradient, before the clip; all: also batch, activations,
+    moments and weights."""
 
 
 def write_record(folder: Path, step: int, arrays: Mapping[str, np.ndarray]) -> None:

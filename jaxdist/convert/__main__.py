@@ -192,56 +192,56 @@ def arguments(argv: Sequence[str]) -> Any:
         choices=TARGETS,
         help="kind of the target (default: torch for *.pt, hf from orbax, else orbax)",
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights (default: as they are)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the written weights (default: that of SOURCE)")
     parser.add_argument(
         "--model",
         type=user_path,
         metavar="CONFIG",
-        help="a TOML file or shipped config that the weights must fit; needed where SOURCE does not say its model",
+        help="a TOML file or shipped config that the weights must fit; needed if SOURCE does not state its model",
     )
     parser.add_argument(
         "--mapping",
         type=user_path,
         metavar="FILE",
-        help="convert a model of your own by this key mapping, a file or a shipped one "
+        help="convert a model of your own by this key mapping, a file or a shipped mapping "
         f"({', '.join(sorted(MAPPINGS))}): an Orbax checkpoint of a pytree <-> safetensors",
     )
     parser.add_argument(
         "--like",
         type=user_path,
         metavar="CHECKPOINT",
-        help="with --mapping: a checkpoint with the names and shapes to write, Orbax or safetensors as TARGET is; from "
-        "safetensors it is needed; from a folder config.json and tokenizer go along",
+        help="with --mapping: a checkpoint with the names and shapes to write, of the kind of TARGET (Orbax or "
+        "safetensors); required if SOURCE is safetensors; config.json and tokenizer of its folder are copied",
     )
     parser.add_argument(
         "--nonfinite",
         choices=get_args(NonFinite),
         default="refuse",
-        help="values that are NaN or infinite, and second moments below zero: refuse (default), keep, or write zero in "
-        "place of the former",
+        help="response to NaN or infinite values and negative second moments: refuse (default), keep, or write NaN and "
+        "infinity as zero",
     )
     parser.add_argument(
-        "--adapter", type=user_path, metavar="FOLDER", help="merge a LoRA adapter of PEFT into the weights of SOURCE"
+        "--adapter", type=user_path, metavar="FOLDER", help="merge a PEFT LoRA adapter into the weights of SOURCE"
     )
     parser.add_argument(
         "--peak",
         choices=get_args(Peak),
-        help="of an optimizer of torch's that has the learning rate of now alone: go on by the schedule of --model, or "
-        "of its own config, or make the rate of now its peak (default: the schedule where it has the rate of now)",
+        help="peak learning rate for a torch optimizer that states only its current rate: schedule, of --model or its "
+        "own config; now, the current rate (default: schedule, if it gives the current rate)",
     )
-    parser.add_argument("--ema", action="store_true", help="the moving average of the weights in place of the weights")
+    parser.add_argument("--ema", action="store_true", help="convert the moving average of the weights")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="compare a torch file with its checksums; read TARGET again: every bit, and logits, with all in memory",
+        help="verify the checksums of a torch file, read TARGET back, and compare every bit and the logits (in memory)",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check all but the numbers, and say what would be written"
+        "--dry-run", action="store_true", help="check everything except the numbers, and print what would be written"
     )
-    parser.add_argument("--force", action="store_true", help="replace TARGET if it exists, when the new one is whole")
+    parser.add_argument("--force", action="store_true", help="replace an existing TARGET, once the new one is complete")
     parser.add_argument("--inspect", action="store_true", help="list the tensors of SOURCE: name, shape, dtype, bytes")
     parser.add_argument(
-        "--json", action="store_true", help="with --inspect: print one JSON object, and all else to stderr"
+        "--json", action="store_true", help="with --inspect: print one JSON object; everything else goes to stderr"
     )
     add_plugins(parser)
     a = parser.parse_args(argv)

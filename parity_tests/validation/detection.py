@@ -278,7 +278,7 @@ def chosen(argv: Sequence[str]) -> tuple[Path, list[Mistake]]:
         metavar="DIR",
         help=f"folder for detection.json and the runs; what the same code found by {FOUND} there is not made again",
     )
-    parser.add_argument("--only", default="", metavar="NAME,...", help="some of the mistakes, all by default")
+    parser.add_argument("--only", default="", metavar="NAME,...", help="mistakes to plant (default: all)")
     a, rows = parser.parse_args(argv), table()
     names = [name.strip() for name in a.only.split(",")] if a.only else list(rows)
     for name in names:

@@ -219,7 +219,7 @@ def arguments(argv: Sequence[str]) -> tuple[Path, set[Case]]:
     )
     parser.add_argument("--seeds", default=str(SEEDS), metavar="N", help=f"seeds 0 to N - 1 (default {SEEDS})")
     names = "; ".join(f"{axis}: {', '.join(values)}" for axis, values in AXES.items())
-    parser.add_argument("--only", default="", metavar="NAME,...", help=f"some of the combinations ({names})")
+    parser.add_argument("--only", default="", metavar="NAME,...", help=f"combinations to run ({names}; default: all)")
     a = parser.parse_args(argv)
     if a.output is None:
         raise ConfigError(f"--output DIR is missing: the folder for {RESULTS}")

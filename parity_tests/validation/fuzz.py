@@ -438,7 +438,7 @@ def fuzz(name: str, folder: Path, examples: int, start: int) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m parity_tests.validation.fuzz", description="Read mutated files.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--examples", type=int, default=100, help="of each kind")
+    parser.add_argument("--examples", type=int, default=100, help="number of examples of each kind (default 100)")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=tuple(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()

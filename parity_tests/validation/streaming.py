@@ -155,13 +155,11 @@ def largest(*paths: Path) -> int:
 def main() -> None:
     """All pairs, in a table. Ends with 1 where one does not hold."""
     parser = argparse.ArgumentParser(prog="python -m parity_tests.validation.streaming", description=__doc__)
-    parser.add_argument("--bytes", type=float, default=8.5e9, help="of the synthetic checkpoint")
+    parser.add_argument("--bytes", type=float, default=8.5e9, help="size of the synthetic checkpoint")
     parser.add_argument(
-        "--turns", type=int, default=3, help="how often each conversion is compared with cp (default 3)"
+        "--turns", type=int, default=3, help="number of times that each conversion is compared with cp (default 3)"
     )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="a new folder, with room for five times as many bytes"
-    )
+    parser.add_argument("--output", type=Path, required=True, help="a new folder, with room for five times --bytes")
     a = parser.parse_args()
     check_new(a.output, f"--output {a.output}")
     a.output.mkdir(parents=True, exist_ok=True)
