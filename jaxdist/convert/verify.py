@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.config import ConfigError, Decoder, Experiment, Mixture, Model, ResNet, TrainingError
+from jaxdist.config import ConfigError, Decoder, Experiment, Model, TrainingError
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds.registry import Kind
 from jaxdist.convert.stream import Conversion, Resharder
@@ -135,7 +135,7 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
     exact = dtype is None and {*programs.values()} == {OURS}
     model = ends["SOURCE"][1].experiment.model
     # A router that is rounded may send a few tokens elsewhere.
-    each = isinstance(model, Mixture) and dtype is not None
+    each = has(model, "experts") and dtype is not None
     most, far = 0.0 if exact else bound(model.layers, dtype), apart(here, there, each)
     norm = "their norm, at half of the tokens" if each else "their norm"
     equal = np.array_equal(here, there, equal_nan=True)
@@ -153,14 +153,19 @@ def verify_logits(ends: Mapping[str, tuple[Path, Content]], dtype: str | None) -
             )
 
 
+def has(model: Model, field: str) -> bool:
+    """Whether the models of its family have a field."""
+    return field in type(model).model_fields
+
+
 def bits(array: np.ndarray) -> np.ndarray:
     """The same, as whole numbers: NaNs are compared like all others."""
     return array.view(f"u{array.itemsize}")
 
 
 def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, str]:
-    """The logits of `inputs` by a checkpoint, and by what they were computed: of a Hugging Face folder, transformers if
-    it is here.
+    """The logits of `inputs` by a checkpoint, and the program that computed them: transformers, where it is installed,
+    for a Hugging Face folder of a type that it knows.
 
     Raises TrainingError where transformers cannot read it.
     """
@@ -173,7 +178,9 @@ def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, 
         except ImportError as error:
             say(f"transformers cannot be imported: {error}; the logits of {path} are jaxdist's own")
         else:
-            return witness.logits(path, inputs), THEIRS
+            if witness.knows(path):
+                return witness.logits(path, inputs), THEIRS
+            say(f"transformers knows no model_type of {path}; the logits are jaxdist's own")
     return logits(content, inputs), OURS
 
 
@@ -204,7 +211,7 @@ def shared(models: Sequence[Model]) -> int | None:
 def probe(*models: Model) -> np.ndarray:
     """Two short sequences of tokens that all of the models have, or two images."""
     random, model = np.random.default_rng(0), cast(Any, models[0])
-    if isinstance(model, ResNet):
+    if model.input_kind == "images":
         return random.random((2, model.image, model.image, model.channels), np.float32)
     return random.integers(shared(models) or 0, size=(2, min(16, model.positions)), dtype=np.int32)
 
@@ -212,7 +219,7 @@ def probe(*models: Model) -> np.ndarray:
 def logits(content: Content, inputs: np.ndarray) -> np.ndarray:
     """Of `inputs`, by our program, in float32, on one device: [2, T, V]; of two images [2, V]."""
     model = content.experiment.model
-    if isinstance(model, Mixture):  # no weight's property, and transformers leaves out no token
+    if has(model, "capacity"):  # no weight depends on it, and transformers leaves out no token
         model = model.model_copy(update={"capacity": 0.0})
     values = experiment_for(model.model_dump(), "verify").model_dump() | {"parallel": {"mesh": "1x1"}}
     experiment = Experiment.parse(values, source="verify")

@@ -13,11 +13,17 @@ import torch
 import transformers
 
 from jaxdist.config import TrainingError
+from jaxdist.config.bounded import read_json
 
 MAJOR = 5  # of the releases that were tested
 if int(transformers.__version__.partition(".")[0]) < MAJOR:
     raise ModuleNotFoundError(f"transformers {transformers.__version__} is too old", name="transformers")
 INCOMPLETE = ("missing_keys", "mismatched_keys", "error_msgs")
+
+
+def knows(folder: Path) -> bool:
+    """Whether transformers has a class for the model_type of a folder; of a family from outside it need not."""
+    return read_json(folder / "config.json").get("model_type") in transformers.CONFIG_MAPPING
 
 
 def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:

@@ -1,0 +1,149 @@
+"""A family from outside converts from and to its own names, by the tables and the config.json that its row has."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxdist import Family, register_family
+from jaxdist.config import ConfigError, Decoder
+from jaxdist.config.registry import FAMILIES
+from jaxdist.convert.__main__ import main
+from jaxdist.convert.convert_test import draw, run_of, same
+from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.convert.stream import Conversion
+from jaxdist.formats.hf import model_types, read_model
+from jaxdist.formats.hf_decisions import DECODER, HuggingFace, ModelType, read
+from jaxdist.formats.hf_keys import COUNT, FLAG, Key, Settings, values
+from jaxdist.formats.tables import OWN, Table, embedding, linear, norm
+
+pytest.importorskip("torch")
+
+
+class Toy(Decoder):
+    """GPT-2's model under names and keys of its own."""
+
+    family: Literal["toy"]
+    gelu: ClassVar[str] = "tanh"
+    bias: ClassVar[bool] = True
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = True
+    mlp_bias: ClassVar[bool] = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+
+PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
+TABLES = {
+    "toy": Table(
+        [
+            *embedding("embed", "tokens"),
+            *embedding("positions", "places"),
+            *norm("layers.attention_norm", "blocks.{layer}.first"),
+            *[row for a, b in PROJECTIONS.items() for row in linear(f"layers.attention.{a}", f"blocks.{{layer}}.{b}")],
+            *norm("layers.mlp_norm", "blocks.{layer}.second"),
+            *linear("layers.mlp.up_proj", "blocks.{layer}.wide"),
+            *linear("layers.mlp.down_proj", "blocks.{layer}.narrow"),
+            *norm("norm", "last"),
+            *linear("lm_head", "scores"),
+        ],
+        head="scores.weight",
+    )
+}
+KEYS = {
+    "layers": Key("depth", COUNT), "dim": Key("width", COUNT), "heads": Key("heads", COUNT),
+    "hidden": Key("inner", COUNT), "vocab": Key("tokens", COUNT), "positions": Key("places", COUNT),
+    "tied": Key("tied", FLAG, False),
+}  # fmt: skip
+
+
+def written(model: Any) -> Settings:
+    return {"model_type": "toy", **{key.name: getattr(model, field) for field, key in KEYS.items()}}
+
+
+HUGGINGFACE = HuggingFace(
+    {"toy": ModelType("ToyModel", {**DECODER, **read(KEYS)}, partial(values, keys=KEYS), {"heads": "heads"})}, written
+)
+TOY = Toy(family="toy", layers=2, dim=8, heads=2, hidden=12, vocab=11, positions=16)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Registers the family with some pieces of its row, for one test."""
+    assert "llama" in FAMILIES  # ours are there before the copy
+    for name in ("_rows", "_owners"):
+        monkeypatch.setattr(FAMILIES, name, dict(getattr(FAMILIES, name)))
+    return lambda **pieces: register_family(Family("toy", Toy, "jaxdist.families.gpt2.model:GPT2", **pieces))
+
+
+def convert(*argv: object) -> None:
+    main([*map(str, argv)])
+
+
+def ours(path: Path, kind: str) -> dict[str, np.ndarray]:
+    content = KINDS[kind].format.opened(path)
+    return {name: array for _, name, array in Conversion(content, OWN).stream("parameters")}
+
+
+def test_it_converts_from_and_to_its_own_names(
+    registered: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    registered(tables=TABLES, huggingface=HUGGINGFACE)
+    run, weights = run_of(tmp_path / "run", TOY), draw(TOY)
+    for kind in ("hf", "torch", "dcp"):
+        there = tmp_path / (f"{kind}.pt" if kind == "torch" else kind)
+        convert(run, there, "--to", kind, "--verify")
+        convert(there, tmp_path / f"back from {kind}", "--to", "orbax", "--verify")
+        assert same(ours(tmp_path / f"back from {kind}", "orbax"), weights), kind
+    assert "transformers knows no model_type of" in capsys.readouterr().out
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    assert np.array_equal(tensors["blocks.1.query.weight"], weights["layers.attention.q_proj.kernel"][1].T)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["width"] == 8
+    assert read_model(tmp_path / "hf") == TOY
+    convert(tmp_path / "hf", "--inspect")
+    assert "family toy" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"width = 'x'; give a whole number"):
+        settings = json.loads((tmp_path / "hf/config.json").read_text()) | {"width": "x"}
+        (tmp_path / "hf/config.json").write_text(json.dumps(settings))
+        read_model(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kind", "says"),
+    [
+        ({"tables": TABLES}, "hf", "registers it without huggingface, so there is no config.json for it; "),
+        ({}, "torch", "registers it without tables, so its tensors have no names in other formats; "),
+        ({}, "dcp", "registers it without tables, so its tensors have no names in other formats; "),
+    ],
+)
+def test_a_piece_that_is_missing_is_named(
+    pieces: dict[str, Any], kind: str, says: str, registered: Callable[..., None], tmp_path: Path
+) -> None:
+    """In one message, which names the family, who registered it, the piece, and what works without: it does."""
+    registered(**pieces)
+    run = run_of(tmp_path / "run", TOY)
+    with pytest.raises(ConfigError) as error:
+        convert(run, tmp_path / "a.pt" if kind == "torch" else tmp_path / "a", "--to", kind)
+    message = str(error.value)
+    assert message.startswith(f"model.family = toy: {__name__} ") and says in message, message
+    assert message.endswith("or keep its weights as an Orbax checkpoint")
+    convert(run, tmp_path / "b", "--to", "orbax")
+    assert same(ours(tmp_path / "b", "orbax"), draw(TOY))
+
+
+def test_a_model_type_that_another_family_reads_is_refused(registered: Callable[..., None]) -> None:
+    registered(tables=TABLES, huggingface=HuggingFace({"gpt2": HUGGINGFACE.types["toy"]}, written))
+    with pytest.raises(ConfigError, match=r"family 'toy' reads a config.json of model_type 'gpt2', which .*'gpt2' rea"):
+        model_types()
