@@ -54,7 +54,7 @@ from parity_tests.port.trainers import (
     Values,
     base,
 )
-from parity_tests.proof import bisect, levels
+from parity_tests.proof import bisect, digits, levels
 from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.causes import of_parting
 from parity_tests.proof.verdict import Verdict
@@ -297,7 +297,8 @@ class Port:
         checks = [check for level, found in findings.items() for check in found.agreement(level)]
         still = [f"/{name}" for name in findings["mathematics"].still or ()]
         checks += levels.precision(single, double, "float32", still, self.rounding)
-        checks += [levels.digits(run, exact, "float32") for run, exact in zip(single, double, strict=True)]
+        kept = ((run.side, digits.states(run, exact, "float32")) for run, exact in zip(single, double, strict=True))
+        checks += [levels.digits(side, narrow) for side, narrow in kept]
         if self.sharded:
             checks += port_levels.memory(*single)
         checks += port_levels.traffic(*single)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdist.config import EMA, KEPT
-from parity_tests.proof.bisect import Divergence
+from parity_tests.proof import digits
+from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
 from parity_tests.proof.gradients import CLEAR, of_the_forward_pass, told
 from parity_tests.runs import compare
@@ -30,6 +31,7 @@ EACH = 0.5  # of the largest logarithm of a factor of gradients, from where they
 FIELDS = {FIRST: "beta1", SECOND: "beta2", "momentum_buffer": "momentum"}  # what the moments are made with
 LIKE = 0.1  # relative tolerance of a prediction
 SEVERAL = 4  # update rules that are named beside each other
+EXPLAINED = 32.0  # roundings of a narrower dtype that may be in the loss of a first step: of some sums of its numbers
 ROUNDED = 1e-5  # relative error of a sum of squares in float32, or by the 1e-6 that torch adds to the norm it clips by
 
 
@@ -337,8 +339,27 @@ def update(e: Evidence) -> Seen:
     return step, joined(how, f"the gradient norm first exceeds the clip of {limit:g} there" if first else "")
 
 
+def recorded(e: Evidence) -> Seen:
+    """In a narrower dtype than the config says: what the first step computes, or its weights."""
+    groups = [narrow for narrow in e.recorded.values() if not narrow.of_moments]
+    if not groups:
+        return None
+    if e.trained == NEVER:
+        return 1, f"{dtypes(e)}; losses and gradient norms agree, so it is only recorded so"
+    most = EXPLAINED * max(digits.ROUNDING[dtype] for narrow in groups for dtype in narrow.kinds)
+    off = e.at("loss", 1) if "loss" in e.apart else 0.0
+    return 1, joined(dtypes(e), f"the loss of step 1 differs by {off:.2g}, more than that explains" * (off > most))
+
+
+def dtypes(e: Evidence) -> str:
+    """What of theirs is recorded in a narrower dtype than its config says, in words."""
+    found = [f"{narrow}, config says {narrow.dtype}" for narrow in e.recorded.values()]
+    return f"{e.theirs.side} recorded {'; '.join(found)}" if found else ""
+
+
 def narrower(e: Evidence) -> Seen:
-    return (max(e.updates, 1), e.narrow) if e.narrow else None
+    how = joined(dtypes(e), e.narrow)
+    return (max(e.updates, 1), how) if how else None
 
 
 def policy(e: Evidence) -> Seen:
@@ -348,6 +369,7 @@ def policy(e: Evidence) -> Seen:
 BACKWARD = ("activation_gradient", "gradient", "grad_norm")
 UPDATED = ("weights", "ema")
 CAUSES: tuple[Cause, ...] = (
+    Cause("precision", tuple(STAGES), "in less than", recorded),
     Cause("other batches", ("batch",), "loss", lambda e: e.fed_otherwise),
     Cause("other starting weights", ("start",), "starting weights|loss", other_start),
     Cause("learning rate", ("learning_rate",), "learning.rate", learning_rate),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parity_tests.proof import digits
 from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.gradients import Alone, differing, multiples, standing_out
 from parity_tests.runs import compare
@@ -70,7 +71,7 @@ class Evidence:
     parting: Divergence | None = None
     rounded: Run | None = None  # ours in the precision of theirs, where that is less than float64
     other_model: str = ""  # that theirs is a run of a model with another value of one field, in words
-    narrow: str = ""  # what of theirs is in a narrower dtype than the policy says
+    narrow: str = ""  # what theirs computes in a narrower dtype than the policy says
     given: bool = False  # whether theirs is a run that was made from the given weights
     costly: str = ""  # what the policy costs one side more than the other, where the float64 runs agree
 
@@ -162,6 +163,12 @@ class Evidence:
         """The tensors whose moments at the end differ far more than all others' do."""
         tensors = {kind: list(self.states(kind)) for kind in ("exp_avg", "momentum_buffer", "exp_avg_sq")}
         return standing_out({kind: found for kind, found in tensors.items() if found})
+
+    @cached_property
+    def recorded(self) -> dict[str, digits.Narrow]:
+        """By group, what of theirs is recorded in a narrower dtype than its config says."""
+        found = digits.narrow(self.theirs, self.ours, self.theirs.experiment.precision)
+        return {narrow.group: narrow for narrow in found if narrow.kinds}
 
     @cached_property
     def fed_otherwise(self) -> Seen:

@@ -78,7 +78,8 @@ class Gathering:
             for c in verdict.failed
             if c.name == nearness.NEARER
         ]
-        narrow = [c.of for c in verdict.failed if "in less than" in c.name and c.name.startswith(proof.sides[1])]
+        computed = f"{proof.sides[1]}, {levels.COMPUTED} in less than"
+        narrow = [c.of for c in verdict.failed if c.name.startswith(computed)]
         started = proof.started if proof.init else {}
         rounded = proof.done[JAX, "policy"] if theirs[1] == "policy" and not proof.exact else None
         return Evidence(

@@ -12,6 +12,7 @@ from jaxdist.config import Experiment
 from jaxdist.config.optimizer import EMA, TAKEN
 from parity_tests.expected.collectives import Counts
 from parity_tests.expected.memory_model import Scratch, state
+from parity_tests.proof.digits import ROUNDING, Narrow
 from parity_tests.proof.verdict import Check
 from parity_tests.runs import compare
 from parity_tests.runs.compare import K
@@ -29,7 +30,6 @@ WIDEST = {"mathematics": 1e-6, "distribution": 1e-6, "precision": 1e-3}
 # A policy in less has none: its noise is more from the first step on, and the verdict says what that may hide.
 WIDEST_NOISY = {level: limit for level, limit in WIDEST.items() if level != "precision"}
 NUMBERS = 256  # bytes of the few scalars that cross devices
-ROUNDING = {dtype: compare.rounding(dtype) for dtype in ("float64", "float32", "float16", "bfloat16")}
 COUNTED = (
     "one a parameter or block each time it is needed, and a few single numbers (parity_tests/expected/collectives.py)"
 )
@@ -52,6 +52,7 @@ FEWEST = 4  # steps of which a curve's cost is judged: that of one step may be n
 LOSES = "times what the other side loses, each against its own float64 run; chosen between equal runs and mistakes"
 ALONE = "times what ours loses against the same float64 run; chosen between equal runs and mistakes"
 DRIFTS = "times what the other side loses, twice a number by chance: F(3, 3) exceeds it once in 10,000 times"
+COMPUTED = "of softmax, norms, rotation and loss"
 DIGITS = "of some thousand numbers kept in a dtype hardly one is by chance a number of a narrower one"
 LONGER = "prove more steps or a larger learning rate, or give a run of it in fp64"
 UNEQUAL = "NaN and infinity are equal to nothing"
@@ -330,27 +331,10 @@ def numbers(run: Run) -> Check:
     return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 
 
-def digits(run: Run, run64: Run, parameters: str) -> Check:
-    """Weights and moments that are all numbers of a narrower dtype than they are kept in: no noise makes them so.
-
-    Of matrices alone, since a norm may be too large to move at all; what the float64 run keeps in as little, as
-    weights of such a checkpoint that did not train, tells nothing.
-    """
-
-    def fit(run: Run, kind: str, dtype: str) -> bool:
-        matrices = [a for a in run.kept_states(kind).values() if a.ndim >= 2]
-        with np.errstate(over="ignore"):
-            return bool(matrices) and all(np.array_equal(a, a.astype(dtype)) for a in matrices)
-
-    narrower = [dtype for dtype in ROUNDING if ROUNDING[dtype] > ROUNDING[parameters]]
-    found = [
-        f"{kind} in {dtype}"
-        for kind in run.state_kinds
-        for dtype in narrower
-        if fit(run, kind, dtype) and not fit(run64, kind, dtype)
-    ]
-    name = f"{run.side}, states in less than {parameters}"
-    return Check("precision", name, len(found), 0, DIGITS, of=", ".join(found))
+def digits(side: str, narrow: Narrow) -> Check:
+    """Tensors or curves that are all numbers of a narrower dtype than they are kept in: no noise makes them so."""
+    name = f"{side}, {narrow.group} in less than {narrow.dtype}"
+    return Check("precision", name, sum(map(len, narrow.kinds.values())), 0, DIGITS, of=str(narrow))
 
 
 def arithmetic(run: Run, compute: str) -> Iterator[Check]:
@@ -360,7 +344,7 @@ def arithmetic(run: Run, compute: str) -> Iterator[Check]:
         narrow = [
             f"{function} in {dtype}" for function, dtype in dtypes.items() if ROUNDING.get(dtype, 1) > ROUNDING[least]
         ]
-        name = f"{run.side}, of softmax, norms, rotation and loss in less than {least}"
+        name = f"{run.side}, {COMPUTED} in less than {least}"
         yield Check("precision", name, len(narrow), 0, DELICATE, of=", ".join(narrow))
 
 

@@ -12,6 +12,7 @@ from scipy import stats
 
 from jaxdist.config import Optimizer
 from parity_tests.proof import levels
+from parity_tests.proof.digits import states
 from parity_tests.proof.levels import DRIFT, FEWEST, LIMIT, WIDEST, WIDEST_NOISY
 from parity_tests.proof.verdict import Check
 from parity_tests.runs import compare
@@ -268,11 +269,11 @@ def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
     def digits(kept: str, exact: str, parameters: str = "float32") -> Check:
         run: Any = Kept(dtype=kept)
         run64: Any = Kept(dtype=exact)
-        return levels.digits(run, run64, parameters)
+        return levels.digits(run.side, states(run, run64, parameters))
 
     assert digits("float32", "float64").holds
     wrong = digits(dtype, "float64")
-    assert not wrong.holds and wrong.value == 3 and f"weights in {dtype}" in wrong.of
+    assert not wrong.holds and wrong.value == 3 and wrong.of == f"weights, exp_avg, exp_avg_sq in {dtype}"
     assert digits(dtype, dtype).holds  # weights of such a checkpoint that did not train
     assert digits(dtype, "float64", dtype).holds  # as the policy says
 

@@ -18,7 +18,7 @@ from jaxdist.runs.folder import differences
 from parity_tests.expected import collectives, memory_model
 from parity_tests.expected.memory_causes import Cause
 from parity_tests.expected.memory_model import Scratch
-from parity_tests.proof import bisect, caveats, levels, nearness, starts
+from parity_tests.proof import bisect, caveats, digits, levels, nearness, starts
 from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.causes import diagnose
 from parity_tests.proof.caveats import GELU, OTHERS, RECORDED
@@ -328,7 +328,8 @@ class Proof:
             yield from nearness.nearer(policy, self.double[0], self.other_gelu, self.named_gelu, self.still)
         for run, run64 in zip(policy, self.double, strict=True):
             yield levels.numbers(run)
-            yield levels.digits(run, run64, self.experiment.precision.parameters)
+            for narrow in digits.narrow(run, run64, self.experiment.precision):
+                yield levels.digits(run.side, narrow)
             yield from levels.arithmetic(run, self.experiment.precision.compute)
         if self.measured("memory"):
             yield from levels.memory(*policy, self.experiment)

@@ -284,14 +284,27 @@ def test_what_a_run_leaves_out_is_told(tmp_path: Path) -> None:
     assert not any(note.startswith("mathematics") for note in notes)
 
 
+@pytest.mark.parametrize("kind", ["weights", "exp_avg", "gradient"])
+def test_a_dtype_that_the_config_does_not_say_is_the_cause(tmp_path: Path, kind: str) -> None:
+    found = against(tmp_path, "fp64", (1, 5))
+    theirs = found.done["run mine", "policy"]
+    for tensors in (theirs.states, *theirs.records.values()):
+        tensors |= {name: w.astype(np.float32) for name, w in tensors.items() if name.startswith(f"{kind}/")}
+    verdict = found.explained(found.verdict())
+    assert verdict.cause and verdict.cause.cause == "precision", verdict.sentence
+    what = f"{kind} of step 1, {kind} of step 5" if kind == "gradient" else kind
+    assert f"run mine recorded {what} in float32, config says float64" in verdict.sentence
+    assert against(tmp_path, "fp64", (1, 5)).verdict().word == "equivalent"
+
+
 def test_a_run_that_training_amplified_is_left_open(tmp_path: Path) -> None:
     """Of which 32 times what ours loses would let a wider clip pass, or weights of half their size."""
     widest = levels.WIDEST["precision"]
-    for off in (0.0, widest, 30 * 0.3):
+    for off in (0.0, widest, 30 * 0.31):
         verdict = against(tmp_path, ours=off / 30 or 1.1 * widest / levels.DRIFT, off=off).verdict()
         assert verdict.word == "undecided" and "precision" in verdict.open and "amplifies" in verdict.sentence
     assert against(tmp_path, ours=0.9 * widest / levels.DRIFT).verdict().word == "equivalent"
-    assert against(tmp_path, ours=0.1, off=30 * 0.3).verdict().word == "not_equivalent"
+    assert against(tmp_path, ours=0.1, off=30 * 0.31).verdict().word == "not_equivalent"
 
 
 def test_a_run_that_hardly_trained_is_left_open(tmp_path: Path) -> None:
