@@ -24,6 +24,7 @@ from jaxdist.formats.folders import (
     CONFIG,
     DEEPSPEED_MODEL,
     DEEPSPEED_OPTIMIZER,
+    DEEPSPEED_UNIVERSAL,
     DEEPSPEED_WHOLE,
     deepspeed_tag,
 )
@@ -32,7 +33,6 @@ from jaxdist.formats.refusals import loading
 from jaxdist.formats.tables import Shape
 from jaxdist.formats.torch_files import is_tensor
 
-UNIVERSAL = "zero"  # the folder of a universal checkpoint
 COPY = "use a whole copy of its folder"  # where what tells its layout is of another form than DeepSpeed's
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")  # of stages 1 and 2, and of stage 3
 
@@ -74,7 +74,7 @@ def is_whole(path: Path) -> bool:
 def is_universal(path: Path) -> bool:
     """Whether a checkpoint is a universal one, as `ds_to_universal` makes it of another."""
     folder = deepspeed_tag(path) or path
-    return (folder / DEEPSPEED_WHOLE).is_file() and (folder / UNIVERSAL).is_dir()
+    return (folder / DEEPSPEED_UNIVERSAL).is_dir() and any(folder.glob(DEEPSPEED_MODEL))
 
 
 class Saved:
@@ -100,6 +100,34 @@ class Saved:
     def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:
         return ConfigError(f"{self.path}: {reason}; {fix}")
 
+    def refuse_others(self, of_zero: bool = True) -> None:
+        """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
+        load = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
+        merge = (
+            "merge them by python -m deepspeed.checkpoint.ds_to_universal, with --inject_missing_state where there is "
+            "no universal_checkpoint_info, as those of the plain engine, and give its --output_folder"
+        )
+        there = {
+            "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
+            "layer_*_expert_*_model_states.pt": ("experts of DeepSpeed's mixtures", load),
+            "expp_rank_*_optim_states.pt": ("experts of DeepSpeed's mixtures", load),
+            "*mp_rank_01_model_states.pt": ("tensors cut by model parallelism", merge if of_zero else load),
+        }
+        for pattern, (what, fix) in there.items():
+            if any(self.folder.glob(pattern)):
+                raise self.wrong(f"{pattern} are {what}, which are not read", fix)
+
+    def ranked(self, pattern: str) -> list[Path]:
+        """Files in the order of their ranks. Raises ConfigError for links that lead outside."""
+
+        def rank(file: Path) -> list[int]:
+            return [int(number) for number in re.findall(r"\d+", file.name.partition("rank")[2])]
+
+        try:
+            return sorted((within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
+        except ValueError as error:
+            raise self.wrong(str(error)) from None
+
     def loaded(self, file: Path) -> dict[Any, Any]:
         """The dict that a file holds. Raises ConfigError."""
         tree = self.reader.load(file)
@@ -122,6 +150,7 @@ class Whole(Saved):
     def __init__(self, path: Path, reader: Reader) -> None:
         """Raises ConfigError where the files of ZeRO are missing."""
         super().__init__(path, reader)
+        self.refuse_others(of_zero=False)
         self.file = self.folder / DEEPSPEED_WHOLE
         self.model_files, self.models = [self.file], [self.loaded(self.file)]
         if self.model.get("param_shapes"):
@@ -214,34 +243,6 @@ class Zero(Saved):
         self.stage = (3 if MASTERS[1] in self.states[0] else 2) if self.stage is None else self.stage
         self.count_ranks()
 
-    def refuse_others(self) -> None:
-        """Raises ConfigError for parallelism that cuts tensors or layers in ways that are not read here."""
-        load = "load it by DeepSpeed, save all weights under the names of a Hugging Face model, and give that folder"
-        merge = (
-            "merge them by python -m deepspeed.checkpoint.ds_to_universal, with --inject_missing_state where there is "
-            "no universal_checkpoint_info, as those of the plain engine, and give its --output_folder"
-        )
-        there = {
-            "layer_*-model_states.pt": ("layers of DeepSpeed's pipeline", load),
-            "layer_*_expert_*_model_states.pt": ("experts of DeepSpeed's mixtures", load),
-            "expp_rank_*_optim_states.pt": ("experts of DeepSpeed's mixtures", load),
-            "*mp_rank_01_model_states.pt": ("tensors cut by model parallelism", merge),
-        }
-        for pattern, (what, fix) in there.items():
-            if any(self.folder.glob(pattern)):
-                raise self.wrong(f"{pattern} are {what}, which are not read", fix)
-
-    def ranked(self, pattern: str) -> list[Path]:
-        """Files in the order of their ranks. Raises ConfigError for links that lead outside."""
-
-        def rank(file: Path) -> list[int]:
-            return [int(number) for number in re.findall(r"\d+", file.name.partition("rank")[2])]
-
-        try:
-            return sorted((within(self.folder, file.name) for file in self.folder.glob(pattern)), key=rank)
-        except ValueError as error:
-            raise self.wrong(str(error)) from None
-
     def count_ranks(self) -> None:
         """Raises ConfigError where there are more or fewer files than ranks wrote some."""
         count = self.states[0].get("partition_count")
@@ -250,6 +251,11 @@ class Zero(Saved):
             raise self.wrong(f"{ranks} ranks wrote it, and it has {len(self.files)} {DEEPSPEED_OPTIMIZER}")
         if self.stage == 3 and len(self.models) != len(self.files):
             raise self.wrong(f"{len(self.files)} ranks wrote it, and it has {len(self.models)} {DEEPSPEED_MODEL}")
+
+    @property
+    def ranks(self) -> int:
+        """How many share each tensor."""
+        return len(self.states)
 
     @property
     def shapes(self) -> list[dict[str, Shape]]:
@@ -369,36 +375,57 @@ class Zero(Saved):
 
 class Universal(Zero):
     """A checkpoint with a folder of each parameter in `zero`: fp32.pt, a file of each moment, step.pt; and with
-    optimizer_state.pt, which has the groups."""
+    optimizer_state.pt, which has the groups. Tensors cut by model parallelism are whole there.
+
+    Of stages 1 and 2 files hold a dict with the tensor as `param`. Of stage 3 they hold a flat tensor, and the steps
+    are in optimizer_state.pt, which is all of the first rank's optimizer.
+    """
 
     def __init__(self, path: Path, reader: Reader) -> None:
         """Raises ConfigError where a file is missing."""
         Saved.__init__(self, path, reader)
-        self.model_files = [self.folder / DEEPSPEED_WHOLE]
-        self.models = [self.loaded(self.model_files[0])]
-        self.files = [self.folder / UNIVERSAL / "optimizer_state.pt"]
+        self.model_files = self.ranked(DEEPSPEED_MODEL)
+        self.models = [self.loaded(file) for file in self.model_files]
+        if self.model.get("module", True) is None:
+            raise self.wrong(
+                f"it has layers of DeepSpeed's pipeline: {self.model_files[0].name} has no module",
+                "load the checkpoint that it was made of by DeepSpeed, save all weights under the names of a Hugging "
+                "Face model, and give that folder",
+            )
+        self.files = [self.folder / DEEPSPEED_UNIVERSAL / "optimizer_state.pt"]
         self.states = [self.loaded(self.files[0])]
-        self.stage = 2  # its groups are those of param_shapes
+        self.stage = 3 if MASTERS[1] in self.states[0] else 2
+
+    @property
+    def ranks(self) -> int:
+        """Those of the first part of the model, where tensors were cut by model parallelism too."""
+        return sum("mp_rank_00" in file.name for file in self.model_files)
 
     def file(self, name: str, kind: str) -> Path:
         """The file with that kind of numbers of a parameter. Raises ConfigError."""
         try:
-            found = within(self.folder, f"{UNIVERSAL}/{name}/{kind}.pt")
+            found = within(self.folder, f"{DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt")
         except ValueError as error:
             raise self.wrong(str(error)) from None
         if not found.is_file():
-            raise self.wrong(f"it has no {UNIVERSAL}/{name}/{kind}.pt")
+            alone = "" if kind == "fp32" else ", or take the weights alone, --to hf"
+            raise self.wrong(f"it has no {DEEPSPEED_UNIVERSAL}/{name}/{kind}.pt", f"give the whole folder{alone}")
         return found
 
     def kept(self, kind: str) -> dict[str, Leaf]:
         """Name -> that kind of numbers of each trained parameter. Raises ConfigError."""
-        found: dict[str, Leaf] = {}
-        for name in (name for group in self.shapes for name in group):
-            file = self.file(name, kind)
-            if not is_tensor(tensor := self.loaded(file).get("param")):
-                raise self.wrong(f"{UNIVERSAL}/{name}/{kind}.pt has no tensor param")
-            found[name] = self.reader.leaf(file, f"{kind} of {name}", tensor)
-        return found
+        shapes = {name: shape for group in self.shapes for name, shape in group.items()}
+        return {name: self.whole(self.file(name, kind), kind, name, shape) for name, shape in shapes.items()}
+
+    def whole(self, file: Path, kind: str, name: str, shape: Shape) -> Leaf:
+        """The tensor of a file. Raises ConfigError."""
+        held = self.reader.load(file)
+        tensor = held.get("param") if isinstance(held, dict) else held
+        place = f"{DEEPSPEED_UNIVERSAL}/{name}/{file.name}"
+        if not is_tensor(tensor):
+            raise self.wrong(f"{place} has no tensor param")
+        leaf = self.reader.leaf(file, f"{kind} of {name}", tensor)
+        return leaf if isinstance(held, dict) else self.joined(name, shape, [leaf])
 
     def trained(self) -> dict[str, Leaf]:
         """The fp32 weights. Raises ConfigError."""

@@ -53,6 +53,11 @@ def beside(file: Path) -> list[str]:
 
 LATEST, DEEPSPEED_WHOLE = "latest", "mp_rank_00_model_states.pt"
 DEEPSPEED_MODEL, DEEPSPEED_OPTIMIZER = "*mp_rank_*_model_states.pt", "*_optim_states.pt"
+DEEPSPEED_UNIVERSAL = "zero"  # the folder with the parameters of a universal checkpoint
+DEEPSPEED_PARTS = (
+    *(DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt"),
+    f"{DEEPSPEED_UNIVERSAL}/optimizer_state.pt",
+)
 DEEPSPEED = f"all {DEEPSPEED_MODEL} and {DEEPSPEED_OPTIMIZER}"
 LONGEST = 255  # bytes of the name of a folder, in `latest`
 
@@ -74,8 +79,7 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def _is_deepspeed_tag(path: Path) -> bool:
-    whole = (DEEPSPEED_OPTIMIZER, DEEPSPEED_WHOLE, "layer_*-model_states.pt")
-    return any(any(path.glob(pattern)) for pattern in whole)
+    return any(any(path.glob(pattern)) for pattern in DEEPSPEED_PARTS)
 
 
 class PartFile(NamedTuple):

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -177,8 +177,7 @@ class TrainedZero(Zero):
         sub-group, which DeepSpeed fills with whole parameters in their order. Raises ConfigError."""
         if self.stage != 3:
             return [list(group) for group in self.shapes]
-        ranks = len(self.states)
-        sizes = {name: math.ceil(math.prod(s) / ranks) for group in self.shapes for name, s in group.items()}
+        sizes = {name: math.ceil(math.prod(s) / self.ranks) for group in self.shapes for name, s in group.items()}
         ends = list(accumulate(len(vector.tensor) for vector in self.masters[0]))
         held: list[list[str]] = [[] for _ in ends]
         for name, end in zip(sizes, accumulate(sizes.values()), strict=True):
@@ -257,13 +256,19 @@ class TrainedUniversal(Universal, TrainedZero):
         with reading(self.files[0], "optimizer"):
             groups = self.groups(self.states[0], weights)
             rule = rules.rule_of(str(self.path), kinds, groups)
-            steps = [self.file(name, "step") for name in names] if rule.counts else []
-            counts = [torch_files.number(file, torch_files.load(file)) for file in steps]
+            counts = [torch_files.number(file, count) for file, count in self.steps(names)] if rule.counts else []
         moments: dict[str, Leaves] = {
             kind: {weights.full_name(name): leaf for name, leaf in self.kept(kind).items()}
             for kind in rule.kinds(groups)
         }
         return State(rule, moments, groups, counts, weights.shapes)
+
+    def steps(self, names: Sequence[str]) -> list[tuple[Path, Any]]:
+        """How many each parameter has made, and where it is kept. Raises ConfigError."""
+        if self.stage == 3:
+            return [(self.files[0], count) for count in rules.steps_of(self.optimizer(0))]
+        files = [self.file(name, "step") for name in names]
+        return [(file, torch_files.load(file)) for file in files]
 
     def left(self, training: bool) -> list[str]:
         """What is not read, in words."""
