@@ -31,7 +31,7 @@ SECOND = 1.0  # between two looks at whether a rank is stopped
 SILENT_SECONDS = 40  # for which a rank may be
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
-# What collectives of gloo and NCCL, and torch's store, say when another rank does not answer, or has ended.
+# Error texts of gloo's and NCCL's collectives, and of torch's store, when another rank does not answer or has ended.
 SILENCE = ("Timed out waiting", "timed out", "Application timeout", "wait timeout")
 LOSS = (
     "Connection closed by peer",
@@ -45,7 +45,7 @@ LOSS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will run on."""
+    """Description of the devices of a run."""
 
     axes: dict[str, int]
     device: str  # "cpu" or "cuda"
