@@ -1,8 +1,8 @@
-"""In which dtype a step computes what cannot bear few bits: softmax, norms, rotation and the loss.
+"""Narrowest dtype of a step's precision-sensitive operations: softmax, norms, rotation and the loss.
 
 Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
 train worse for it. The program shows it at once, where it is written with these functions: a norm that divides by a
-square root is not told from Adam, which does too.
+square root can't be told apart from Adam, which does the same.
 """
 
 from typing import Any

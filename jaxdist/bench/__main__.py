@@ -80,7 +80,7 @@ def result(file: Path, option: str) -> Sections:
 
 
 def known(folder: Path) -> Sections:
-    """What an earlier run left in `folder`, which is made. Raises ConfigError where it is no place for results."""
+    """Results of an earlier run in `folder`, which is created. Raises ConfigError if results can't be written there."""
     make(folder, f"--output {folder}")
     found = figures.read(folder / RESULTS, "--output") if (folder / RESULTS).exists() else {}
     return {name: section for name, section in found.items() if name in SECTIONS}  # not those of an older benchmark
@@ -148,7 +148,7 @@ def show(title: str, section: Section) -> None:
 
 
 def show_differences(differences: Sequence[figures.Difference], then: Sections, now: Sections) -> None:
-    """What became of the figures of an earlier result, and which by more than their spread."""
+    """Changes of figures since an earlier result, and which of them exceed the spread."""
     if any(not figures.same_machine(then[name], now[name]) for name in then.keys() & now.keys()):
         say("measured on another machine or with other versions: seconds are not compared")
     table = Table(Column("", overflow="fold"), "then", "now", "now / then", "", title="compared", title_justify="left")

@@ -51,7 +51,7 @@ ROWS = (Row("llama-1b", tokens=16384), Row("mistral-7b", tokens=8192, share=SHAR
 
 
 def measure(bench: Bench) -> Iterator[Figure]:
-    """Of each row and length three figures. Without a GPU whose memory is known there is nothing to measure."""
+    """Three figures for each row and length; none without a GPU of known memory."""
     device = None if bench.device == "cpu" else here()
     if device is None:
         bench.notes.append("left out by --device cpu" if bench.device == "cpu" else UNKNOWN)
@@ -134,7 +134,7 @@ def share(name: str, row: Row, length: int, runs: Sequence[Run], ceiling: float)
 
 
 def beside_torch(name: str, goal: Goal, runs: Runs, quantity: Callable[[Run], float], unit: str) -> Figure:
-    """Of each pair JAX's quantity over torch's."""
+    """JAX's quantity over torch's, for each pair."""
     found = {side: [*map(quantity, runs[side])] for side in (JAX, COMPILED)}
     beside = {f"{side}, {unit}": statistics.median(values) for side, values in found.items()}
     return Figure(name, ratios(found[JAX], found[COMPILED]), goal=goal, beside=beside)

@@ -35,11 +35,11 @@ class Bench:
     folder: Path
     say: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
-    """What is to be known of the figures, such as rows that were left out."""
+    """Notes on the figures, such as rows that were left out."""
 
     @property
     def on(self) -> list[str]:
-        """The device, as both sides are told it."""
+        """Device arguments of both sides."""
         return ["--device", self.device]
 
     @property

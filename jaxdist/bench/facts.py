@@ -14,7 +14,7 @@ from jaxdist.bench.runs import apart
 TRAFFIC, MEMORY = Goal("at most", 1.02), Goal("at most", 1.10)
 MIXTURE = {"model": {"family": "mixtral", "layers": 4, "dim": 128, "heads": 8, "kv_heads": 4, "head_dim": 16,
                      "hidden": 384, "vocab": 256, "experts": 8, "top_k": 2}}  # fmt: skip
-# The default config on 8 devices: what is told of it otherwise, section by section.
+# The default config on 8 devices; each section states its own changes.
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "ddp": {"parallel": {"mesh": "8x1", "strategy": "ddp"}},
     "zero1": {"parallel": {"mesh": "8x1", "strategy": "zero1"}},

@@ -1,4 +1,4 @@
-"""What is measured: figures with their spread and their goal, and how two results compare."""
+"""Measured figures with their spread and goal, and the comparison of two results."""
 
 import reprlib
 import statistics
@@ -19,7 +19,7 @@ EXACT = "facts"  # the section in which nothing is timed
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure's median is to be."""
+    """Goal of a figure's median."""
 
     side: Literal["at least", "at most"]
     value: FiniteFloat

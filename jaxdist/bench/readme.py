@@ -31,7 +31,7 @@ def write(file: Path, sections: Sections) -> None:
 
 
 def block(sections: Sections) -> str:
-    """What it was measured on, and a table or two of each section, with what is to be known of it."""
+    """The machine, then one or two tables per section, with their notes."""
     parts = ["\n".join(origins(sections)) + "\n"]
     for name, (heading, make) in TABLES.items():
         if name in sections:
@@ -64,7 +64,7 @@ def origins(sections: Sections) -> Iterator[str]:
 
 
 def goal(figure: Figure) -> str:
-    """What was to be reached, and whether it was."""
+    """The goal, and whether it was met."""
     return "" if figure.goal is None else str(figure.goal) + ("" if figure.met else " **missed**")
 
 

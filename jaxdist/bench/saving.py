@@ -1,4 +1,4 @@
-"""What checkpoints cost a run of JAX, at ten times the parameters of the default config.
+"""Cost of checkpoints in a JAX run, with ten times the parameters of the default config.
 
 It is trained in pairs, saving every 50 steps and never. *Blocked* is the time that the loop spends in `keep`, over that
 of all steps from the 51st; *slower* is what a pair shows besides: writing and checksums take cores from the devices
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 def command(arguments: Sequence[str], every: int, output: Path) -> list[str]:
-    """The command line of a run that saves `every` so many steps."""
+    """Command line of a run that saves every `every` steps."""
     ours = ["--steps", str(STEPS), "--train.validation_batches", "0", "--checkpoint.every", str(every)]
     return [*TENFOLD, *arguments, *ours, "--output", str(output)]
 
@@ -55,7 +55,7 @@ def train(line: Sequence[str], start: int) -> Cost:
 
 
 def measure(bench: Bench) -> Iterator[Figure]:
-    """Of each pair the share that is blocked, and by how much saving is slower, in percent."""
+    """Blocked share of the time, and slowdown by saving, in percent, for each pair."""
     pairs = bench.effort.savings
     mesh = "1x1" if bench.device == "gpu" else "2x4"
     blocked, slower = [], []

@@ -16,7 +16,7 @@ VERSIONS = ("jax", "jaxlib", "torch")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine says of itself, its memory in bytes, and the device that was asked for."""
+    """Description of the machine, its memory in bytes, and the requested device."""
 
     cores: int | None
     cpu: str
@@ -50,15 +50,15 @@ def stamp(device: str) -> Stamp:
 
 
 class Others:
-    """What other processes took of the machine since this was made: under them a run is slower, and torch's, whose
-    threads wait for each other after each operation, more than JAX's."""
+    """Share of the machine that other processes used since construction. They slow runs down, torch's more than JAX's,
+    because torch's threads wait for each other after each operation."""
 
     def __init__(self) -> None:
         self._before = self._seconds()
 
     @property
     def share(self) -> float | None:
-        """Of the time of all cores, from 0 to 1; None where the system does not tell."""
+        """Share of the time of all cores, from 0 to 1; None if the system does not report it."""
         if self._before is None or (now := self._seconds()) is None:
             return None
         wall, used = (b - a for a, b in zip(self._before, now, strict=True))
@@ -115,7 +115,7 @@ def cpu() -> str:
 
 
 def said(*command: str) -> str:
-    """What a command prints; nothing where there is none, or it fails."""
+    """Output of a command; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """The operations by which a model communicates over the mesh, and the bytes that each sends.
 
-Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which
-mesh axes it differs, and the transpose of each verb is the communication of the backward pass. Costs are bytes that a
+Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which mesh
+axes it differs, and the transpose of each operation is the communication of the backward pass. Costs are bytes that a
 device sends with ring algorithms; n is the size of the axis, w and x the bytes of the whole weight or activation. What
 a strategy shards over fsdp it shards over expert and context too, but for experts, which expert has given out already.
 

@@ -32,7 +32,7 @@ def offloaded(shardings: Any) -> Any:
 
 
 def on_device(arrays: Any, after: jax.Array | None = None) -> Any:
-    """`arrays` in their devices' memory: a copy of what lies on the host, what does not as it is.
+    """`arrays` in device memory: arrays on the host are copied, others returned.
 
     No copy begins before `after` is known. XLA for GPUs has them begin with the step else, and holds them to its end.
     """

@@ -81,7 +81,8 @@ ON_MESH = {"mesh-float64": ("mesh", "float64", False), "mesh-float32": ("mesh", 
 
 @dataclass
 class Port:
-    """What a user has. `jax_parameters` is any pytree; each batch maps names to arrays; a step takes one batch.
+    """A pair of models to compare. `jax_parameters` is any pytree; each batch maps names to arrays; a step takes one
+    batch.
 
     Without a `mapping` it is suggested from names and shapes. Where that leaves names over, or rows unsure,
     `suggest(shapes(parameters), torch_shapes(module)).save(path)` writes the file to edit.
@@ -139,7 +140,7 @@ class Port:
 
     @property
     def kinds(self) -> dict[str, tuple[str, str, bool]]:
-        """Of the runs to be made."""
+        """The runs to make: name -> (framework, dtype, whether on a mesh)."""
         return {k: run for k, run in RUNS.items() if k != "jax-float32"} | ON_MESH if self.sharded else RUNS
 
     @cached_property
@@ -264,12 +265,12 @@ class Port:
         return PortRun(name, folder)
 
     def before(self, side: Side, batch: Batch) -> dict[str, np.ndarray]:
-        """What is seen of a step before it is taken."""
+        """Records of a step, before it is taken."""
         fields = {f"batch/{n}": wide(np.asarray(a)) for n, a in batch.items()}
         return fields | {f"start/{n}": w for n, w in side.weights().items()} | side.observe(batch)
 
     def after(self, side: Side, values: Values) -> dict[str, np.ndarray]:
-        """What a step has come to, in the order in which it does."""
+        """Results of a step, in the order in which they arise."""
         told = {f"scalar/{name}": np.asarray(value) for name, value in values.items() if value is not None}
         rate = {"scalar/learning_rate": told.pop("scalar/learning_rate")} if "scalar/learning_rate" in told else {}
         return told | side.moments() | rate | {f"weights/{name}": w for name, w in side.weights().items()}
@@ -345,7 +346,7 @@ class Port:
         exit_codes(command)
 
     def not_compared(self) -> Iterator[str]:
-        """What steps of one's own do not show."""
+        """Parts of the user's own steps that can't be seen."""
         if self.jax_step is not None:
             yield from ("the optimizer's moments", "gradient norm", "learning rate")
         if not (self.shows_inside and self.torch_loss):
@@ -426,8 +427,8 @@ class Port:
 
 @contextmanager
 def told_of(what: str) -> Iterator[None]:
-    """What the user's own code raises within keeps its traceback, which says `what` it was at; a file that it lacks is
-    told as a ConfigError."""
+    """Errors of the user's code keep their traceback, with a note on `what` it was doing; a missing file becomes a
+    ConfigError."""
     try:
         yield
     except (ConfigError, TrainingError):

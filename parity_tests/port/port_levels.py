@@ -1,4 +1,4 @@
-"""What the runs of a port show, from their files: the levels, as far as one of them applies, and the bisection."""
+"""Evidence from the files of a port's runs: the levels that apply, and the bisection."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Findings:
         return found
 
     def bounds(self, step: int) -> dict[str, float]:
-        """What each tensor may differ by, from what rounding has done to those of its kind."""
+        """Bound on each tensor's difference, from the effect of rounding on tensors of its kind."""
         kinds: dict[str, dict[str, float]] = {}
         for name, error in self.errors(self.a, self.perturbed, step).items():
             kinds.setdefault(name.partition("/")[0], {})[name] = error
@@ -83,7 +83,7 @@ class Findings:
         return {name: max(bound, self.least) for name, bound in found.items()}
 
     def most(self, step: int) -> float:
-        """What any gradient of a step may differ by."""
+        """Bound on the difference of any gradient of a step."""
         gradients = [bound for name, bound in self.bounds(step).items() if name.startswith("gradient/")]
         return max(gradients, default=compare.STATE)
 
@@ -116,7 +116,7 @@ class Findings:
         return EXACT if bound == floor else ROUNDED if bound == self.least else AMPLIFIED
 
     def hardly_moved(self, decay: float | None) -> str:
-        """Why the weights decide nothing, in words; empty where they do. `decay`: None where it is not told."""
+        """Reason why the weights decide nothing; "" if they do. `decay`: None if unknown."""
         last = max(self.a.records)
         started, ended = self.a.kinds(min(self.a.records), "start"), self.a.kinds(last, "weights")
         allowed = self.bounds(last)
@@ -125,7 +125,7 @@ class Findings:
         apart = compare.length(allowed[f"weights/{n}"] * w for n, (_, w) in pairs.items())
         steps = [w - start for start, w in pairs.values()]
         moved = compare.length(steps)
-        if decay is None:  # rates are not told either: an optimizer like Adam moves a number by about their sum
+        if decay is None:  # rates are unknown too: an optimizer like Adam moves a number by about their sum
             decay, rates = DECAY, moved / sum(step.size for step in steps) ** 0.5 if moved else 0.0
         else:
             rates = sum(record["learning_rate"] for record in self.a.metrics)
@@ -174,7 +174,7 @@ def traffic(*runs: PortRun) -> Iterator[Check]:
 
 
 def untraced(run: PortRun) -> Iterator[str]:
-    """Of a step whose traffic could not be counted."""
+    """Note on a step whose traffic could not be counted."""
     if "sent_bytes" not in run.summary and run.summary["devices"] == 1:
         yield (
             "What a step sends is not counted, and whether it computes in less than float64 not known: jax_step cannot "

@@ -84,7 +84,8 @@ class Sharded:
         return models.layouts(self.model)
 
     def experiment(self, rows: int | None = None, **sections: Any) -> Experiment:
-        """The sections, of a step of so many rows or of the fewest; a family's model of as many layers stands in."""
+        """Sections of an experiment with a step of that many rows, or of the fewest; a family's model with as many
+        layers is a placeholder."""
         stacked = [layout.shape[0] for layout in self.layouts.values() if "layers" in layout.axes]
         values: dict[str, Any] = {name: dict(section) for name, section in self.sections.items()} | sections
         values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
@@ -242,7 +243,7 @@ class ShardedSide(JaxSide):
         }
 
     def measured(self, batch: Batch) -> dict[str, Any]:
-        """What a run's summary.json says of memory and traffic."""
+        """Memory and traffic, as in a run's summary.json."""
         program, mesh = self.program, axes_of(self.program.mesh)
         return {
             "devices": program.mesh.size,

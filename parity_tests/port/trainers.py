@@ -70,7 +70,7 @@ class Side(Protocol):
     def step(self, batch: Batch) -> Values: ...
     def weights(self) -> Arrays: ...
     def moments(self) -> Arrays:
-        """What the optimizer keeps, as `exp_avg/<parameter>`; nothing of a user's own."""
+        """The optimizer's state, as `exp_avg/<parameter>`; empty for a user's own step."""
 
     def observe(self, batch: Batch) -> Arrays:
         """`activation/<module>`, `scalar/loss`, `activation_gradient/<module>` backward, `gradient/<parameter>`."""
@@ -79,7 +79,7 @@ class Side(Protocol):
         """The shapes of the activations that `observe` would find, by module."""
 
     def measured(self, batch: Batch) -> dict[str, Any]:
-        """What summary.json says of a mesh, or of the bytes that a step sends; nothing where it could not send any."""
+        """Entries of summary.json on the mesh, or on the bytes that a step sends; empty if it can't send any."""
 
     def narrow(self, batch: Batch) -> dict[str, Narrow]:
         """`loss`, and `step` of a user's own -> its first operation in the dtype of the fewest digits, where that has
@@ -422,8 +422,8 @@ def check_loss(name: str, loss: Any) -> None:
 
 
 def narrower(jaxpr: Any, dtype: str, axes: int = 0) -> Narrow | None:
-    """The first operation in the dtype of the fewest digits among those of a jaxpr whose results have so many axes or
-    more; None where none has fewer than `dtype`."""
+    """The first operation in the dtype of the fewest digits among those of a jaxpr whose results have at least that
+    many axes; None if none has fewer than `dtype`."""
     eps, narrow = jnp.finfo(dtype).eps, None
     for equation, *_ in traffic.walk(jaxpr, 1, {}):
         for aval in (variable.aval for variable in equation.outvars):

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from jaxdist.runs.drawing import STYLE, WIDTH, inline
 
-SIDES = (  # colour, line, hatch: told apart without colour as well
+SIDES = (  # colour, line, hatch: distinguishable without colour too
     ("#1f5fa8", "-", ""),
     ("#c2571a", (0, (3, 2)), "////"),
 )
@@ -31,7 +31,7 @@ EPSILON = 1e-17  # below the rounding of float64
 
 @dataclass(frozen=True)
 class Curve:
-    """What one side measured: `values` over `steps`; what is not finite is left out of the line."""
+    """One side's curve: `values` over `steps`; values that are not finite are left out of the line."""
 
     side: str
     steps: Sequence[int]

@@ -37,7 +37,7 @@ TEMPLATE = "report.html.j2"
 
 
 class Run(Protocol):
-    """What the report reads of a `parity_tests.runs.run.Run`."""
+    """The part of a `parity_tests.runs.run.Run` that the report reads."""
 
     @property
     def side(self) -> str: ...
@@ -168,7 +168,8 @@ def in_float64(kind: str, runs: Pair) -> bool:
 
 
 def _bound(field: str, exact: bool, runs: Sequence[compare.Records]) -> tuple[np.ndarray | None, str]:
-    """What the two sides' `runs` may differ by, derived from their float64 runs if these follow, and why."""
+    """Bounds on the difference of the two sides' `runs`, derived from their float64 runs if there are any, and the
+    reasons."""
     floor = compare.FLOOR[field]
     if exact:
         return np.full(len(runs[0]), floor), f"{short(floor)}, in float64"
@@ -405,7 +406,7 @@ def _cells(sent: float | None, least: float, unit: str) -> tuple[str, str, str]:
 
 
 def environment_rows(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """What each side says of where and how it ran: name -> one cell per side, a dash where it says nothing."""
+    """Environment and settings of each side's run: name -> one cell per side, a dash if it is not recorded."""
     keys = ("devices", "mesh", "strategy", "precision", "parameters", "tokens_per_second")
     rows: dict[str, list[str]] = {key.replace("_", " "): [_cell(run.summary.get(key)) for run in runs] for key in keys}
     versions = [run.summary.get("versions") or {} for run in runs]

@@ -1,4 +1,4 @@
-"""What is compared: models, the meshes and strategies, accumulation and rematerialization."""
+"""Cases to compare: models, meshes and strategies, accumulation and rematerialization."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# Of eight experts three, so that none is even; where all are as good as chosen, balance and order matter.
+# Three of eight experts, an uneven share; if nearly all were chosen, balance and order would not matter.
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {
         "family": "mixtral", "layers": 2, "dim": 40, "heads": 12, "kv_heads": 4, "head_dim": 8, "hidden": 24,
@@ -72,7 +72,7 @@ EXPERT_MESHES: dict[str, dict[str, Any]] = {
     "kept": {"mesh": "fsdp=2,expert=4", "parallel.reshard_after_forward": False},
 }
 
-# Of four layers, so that each of two stages can have two parts.
+# Four layers, so that each of two stages can have two parts.
 DEEP = {f"{name}, 4 layers": MODELS[name] | {"layers": 4, "tied": name == "gpt2"} for name in ("llama", "gpt2")}
 
 INTERLEAVED = {"parallel.pipeline_schedule": "Interleaved1F1B", "parallel.virtual_stages": 2}

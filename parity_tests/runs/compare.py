@@ -56,9 +56,10 @@ def curve(a: Records, b: Records, field: str) -> np.ndarray:
 
 
 def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str = "loss") -> np.ndarray:
-    """What a and b may differ by at each step: K times the most that both lost until then against a64 and b64.
+    """Bound on the difference of a and b at each step: K times the sum of their largest errors so far against a64 and
+    b64.
 
-    NaN, which nothing is at most, from the first step at which a run cannot be compared with its own float64 run.
+    NaN, which no difference satisfies, from the first step at which a run can't be compared with its float64 run.
     """
     lost = curve(a, a64, field), curve(b, b64, field)
     if len(lost[0]) != len(lost[1]):
@@ -68,10 +69,11 @@ def derived_bound(a: Records, a64: Records, b: Records, b64: Records, field: str
 
 
 def amplified(errors: Mapping[str, float]) -> dict[str, float]:
-    """What each tensor of one kind may differ by in float64: K times what a change by rounding has become in it.
+    """Bound on each tensor's difference in float64, for tensors of one kind: K times the effect of a rounding change on
+    it.
 
-    Or in the middle one, since a tensor may agree by chance; not in the largest, since one that is rounding alone would
-    excuse all others. At least STATE; a tensor of zeros, whose error has no scale, has the bound of the middle one.
+    Or on the median tensor, since a tensor may agree by chance; not on the largest, since a tensor of rounding errors
+    alone would excuse all others. At least STATE; a tensor of zeros, whose error has no scale, has the median's bound.
     """
     known = [error for error in errors.values() if error < np.inf]
     least = max(STATE, K * float(np.median(known))) if known else STATE

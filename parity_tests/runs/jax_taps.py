@@ -1,4 +1,4 @@
-"""What the modules of a JAX model (flax nnx and linen) put out, without a change to the model. Twin: torch_taps.py.
+"""Record outputs of the modules of a JAX model (flax nnx and linen), without changing the model. Twin: torch_taps.py.
 
 Modules are named by their path; a function without modules names what it computes by `note`. An output that is a tuple,
 a list or one of transformers' outputs counts as its first array. A module that is called again is named `path#2`. In

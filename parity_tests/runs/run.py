@@ -26,7 +26,8 @@ from parity_tests.runs import compare, forkserver, names
 METRICS = tuple(compare.FLOOR)
 TEXT, NUMBER, PERHAPS = (str,), (int, float), (int, float, type(None))
 EVERY = "value"  # stands for all names of a mapping
-# What is read of summary.json, where it is there: the kind of each field, and what a mapping or each row of it holds.
+# Fields of summary.json that are read, if present: the type of each, and of the values in a mapping or of the fields in
+# each row.
 SUMMARY: dict[str, tuple[type, dict[str, tuple[type, ...]]]] = {
     "memory": (dict, dict.fromkeys(("parameters", "gradients", "optimizer_state"), NUMBER) | {EVERY: PERHAPS}),
     "collectives": (list, {"op": TEXT, "axis": TEXT, "dtype": TEXT, "count": NUMBER, "bytes": NUMBER}),
@@ -149,7 +150,7 @@ class Run:
             raise ConfigError(f"{self.path}: {what} is no number, which is equal to nothing; mend the run first")
 
     def no_numbers(self) -> Iterator[str]:
-        """What of a run is no number, in its curves and in all that it kept, but for steps that overflowed."""
+        """Values of a run that are not finite, in its curves and recorded tensors, except in steps that overflowed."""
         for record in self.metrics:
             for name in METRICS:
                 if record["step"] not in self.overflown and not one_of(value := record.get(name), NUMBER):
@@ -161,7 +162,7 @@ class Run:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """What it reports of its memory; nothing where it does not."""
+        """Reported memory; empty if the run has none."""
         return self.summary.get("memory") or {}
 
     @cached_property
@@ -172,8 +173,8 @@ class Run:
         return {name: w.shape for name, w in names.as_torch(zeros).items()}
 
     def shapes_of(self, what: str) -> dict[str, tuple[int, ...]]:
-        """Of those that have a kind of tensors: running statistics are weights alone, and what an optimizer keeps may
-        be of some, and a number of each row or column."""
+        """Shapes of the tensors of a kind: running statistics are weights only, and optimizer state may exist for some
+        parameters, with one number per row or column."""
         kind = what.partition(" ")[0]
         if kind == "weights":
             return self.shapes
@@ -188,7 +189,7 @@ class Run:
         return {what: {n.partition("/")[2]: a for n, a in tensors.items()} for what, tensors in kinds.items()}
 
     def lacking(self, recorded: Iterable[int]) -> Iterator[str]:
-        """What of a run of ours is missing, that kept gradients of these steps."""
+        """Missing files and tensors of a jaxdist or torch_ref run that recorded gradients of these steps."""
         for name in FIGURES:
             found = self.summary.get(name)
             if found is None or (name != SENT and not found):
@@ -277,7 +278,7 @@ def settings() -> dict[str, str]:
 
 
 def environment(xla_flags: str = "") -> dict[str, str]:
-    """Of a process that runs as this one would, with another number of devices."""
+    """Environment of a process like this one, with another number of devices."""
     dropped = {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS", "PYTEST_CURRENT_TEST"}  # the last changes with every test
     inherited = {k: v for k, v in os.environ.items() if k not in dropped}
     flags = f"{settings().get('XLA_FLAGS', '')} {xla_flags}".strip()

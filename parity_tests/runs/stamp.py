@@ -1,4 +1,4 @@
-"""Of which code a measured figure is: what is kept in `parity_tests/validation/measured/` says so."""
+"""Stamps of the code that measured a figure, kept in `parity_tests/validation/measured/`."""
 
 import hashlib
 import sys

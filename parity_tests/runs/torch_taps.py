@@ -1,4 +1,4 @@
-"""What the modules of a torch model put out, without a change to it. Twin: jax_taps.py, which tells the names."""
+"""Record outputs of the modules of a torch model, without changing it. Twin: jax_taps.py, which defines the names."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

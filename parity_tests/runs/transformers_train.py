@@ -342,7 +342,7 @@ class Average:
 
 
 class Keeping:
-    """What of one step goes into its record: gradients, or all; the last step's states in any case."""
+    """Tensors of a step for its record: gradients, or all; the last step's state in any case."""
 
     model: Any  # transformers' PreTrainedModel
 
@@ -392,7 +392,7 @@ class Keeping:
             rows = [torch.empty_like(local) for _ in range(mesh.size())]
             dist.all_gather(rows, local.contiguous())
             every = array(torch.cat(rows))
-            # What learned positions put out has no rows of the batch.
+            # The output of learned positions has no batch axis.
             self.arrays[name] = every[self.order] if len(every) == len(self.order) else every
         if self.every or self.last:
             parameters = dict(self.model.named_parameters())
@@ -405,7 +405,7 @@ class Keeping:
 def summary(
     experiment: Experiment, model: nn.Module, mesh: DeviceMesh, held: dict[str, int | None], traffic: Traffic
 ) -> dict[str, Any]:
-    """What of summary.json this run knows."""
+    """Entries of summary.json that this run can state."""
     import transformers
 
     return {

@@ -47,7 +47,7 @@ def inherit(cls: type[Any], key: Callable[[Any], Hashable]) -> None:
 
 
 def compiled_from(experiment: Experiment) -> str:
-    """What a compiled program depends on: all but the data and their order."""
+    """Fields that a compiled program depends on: all except the data and their order."""
     values = experiment.model_dump(exclude={"data": {"path", "fingerprint"}, "train": {"seed"}})
     return json.dumps(values, sort_keys=True, default=str)
 

@@ -221,7 +221,7 @@ def read(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the proof found of a mistake: the checks that fail, by level, and the culprit that it names."""
+    """The proof's result for a mistake: failing checks, by level, and the named culprit."""
 
     mistake: str
     side: str
@@ -297,8 +297,8 @@ def benchmark_of(output: Path) -> Benchmark:
 
 
 def find_all(output: Path, names: Sequence[str], stamp: str) -> list[Finding]:
-    """What is found of these mistakes, each told and kept when it is. Raises TrainingError where the right code is
-    found wrong."""
+    """Results for these mistakes, each printed and saved as soon as it is known. Raises TrainingError if the correct
+    code fails the proof."""
     findings = []
     for name in names:
         findings.append(f := benchmark_of(output).find(table()[name]))
@@ -309,7 +309,7 @@ def find_all(output: Path, names: Sequence[str], stamp: str) -> list[Finding]:
 
 
 def found_before(output: Path, stamp: str) -> Iterator[Finding]:
-    """What the same code has found already; a line cut short by a kill is left out."""
+    """Results that the same code has saved already, without a last line cut short by a kill."""
     text = (output / FOUND).read_text(encoding="utf-8") if (output / FOUND).exists() else ""
     for line in text.split("\n")[:-1]:
         values = json.loads(line)

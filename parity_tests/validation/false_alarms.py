@@ -66,7 +66,8 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one: the verdict, and how much of its bound the closest check of each level took, 1 being all."""
+    """Result of a combination: the verdict, and the largest share of a bound used in each level; 1 is the whole
+    bound."""
 
     case: Case
     verdict: str
@@ -125,7 +126,7 @@ class SharedProof(Proof):
         self.pending.append((module, self.workers.submit(module, arguments)))
 
     def verdict(self) -> Verdict:
-        """What the runs show when they have ended. Raises ConfigError or TrainingError where one failed."""
+        """Result of the finished runs. Raises ConfigError or TrainingError if one failed."""
         assert self.workers is not None
         for module, future in self.pending:
             self.workers.wait(module, future)

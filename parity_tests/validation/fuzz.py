@@ -81,7 +81,7 @@ def links(folder: Path) -> None:
     (folder / "loop").symlink_to(folder / "loop")
 
 
-# What lies around the file to mutate, and valid contents of it; all readers take the first.
+# Files around the one to mutate, and valid contents of it; all readers accept the first.
 
 
 def around_safetensors(folder: Path) -> list[bytes]:

@@ -40,7 +40,7 @@ def experiment(documents: Path, model: str, clip: float, **train: Any) -> Experi
 
 @dataclass
 class Finished:
-    """What the evidence reads of a run."""
+    """The part of a run that the evidence reads."""
 
     side: str
     experiment: Experiment
@@ -91,7 +91,7 @@ class Loop:
         return o.learning_rate * (o.final + (1 - o.final) * (1 + math.cos(math.pi * part)) / 2)
 
     def settings(self, step: int) -> dict[str, float]:
-        """Of all parameter groups at a step."""
+        """Settings of all parameter groups at a step."""
         return {"lr": self.rate(step)}
 
     def logged_rate(self, step: int) -> float:

@@ -1,9 +1,9 @@
 """The planner against runs that others published: `python -m parity_tests.validation.published`.
 
-What the planner says of their shapes, meshes and devices, beside what they measured. No constant of the planner was
-fitted to these runs: its shares of the data sheets' rates are an H200's. A run of theirs is another program, with
-kernels of its own. Two things are not known of them, and told beside: the rate of torchtitan's GPUs, for which the
-middle is taken of what it may be, and how much of what these programs send is hidden, which is taken for nothing.
+Predictions for their shapes, meshes and devices, beside their measurements. No constant of the planner was fitted to
+these runs: its shares of the data sheets' rates are an H200's. A run of theirs is another program, with kernels of its
+own. Two facts are unknown and stated beside: the rate of torchtitan's GPUs, for which the middle is taken of what it
+may be, and how much of what these programs send is hidden, which is taken for nothing.
 """
 
 from collections.abc import Iterator

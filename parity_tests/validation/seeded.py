@@ -19,7 +19,7 @@ def worst(a: Run, b: Run) -> float:
 
 
 def misplaced(made: Run) -> list[str]:
-    """Of what a run has sent, what is not as the closed form says."""
+    """Differences between the bytes that a run sent and the closed form."""
     e, mesh = made.experiment, made.mesh
     layouts = models.layouts(models.build(e.model))
     least = collectives.least(made.side, e, layouts, mesh)

@@ -1,10 +1,10 @@
 """Memory and pace of conversions, each paired with `cp`: `python -m parity_tests.validation.streaming`.
 
 A synthetic Llama in bfloat16 is written as a Hugging Face folder, converted to every kind and back; and a run's own
-checkpoint, with moments in float32, to torch's kinds. Of each conversion the peak of resident memory is compared with
-1 GB and twice the largest tensor, and its bytes a second with those of `cp -r` of the same source to the same disk.
-They take turns, several times; the median of the ratios counts. Either reads the source from the disk, as one that is
-larger than memory is: the page cache is told to forget it.
+checkpoint, with moments in float32, to torch's kinds. Each conversion's peak resident memory is compared with 1 GB and
+twice the largest tensor, and its bytes per second with those of `cp -r` of the same source to the same disk. They take
+turns, several times; the median of the ratios counts. Either reads the source from the disk, as one that is larger than
+memory is: the page cache is told to forget it.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from jaxdist.runs.folder import check_new
 MEMORY, SPEED = 1e9, 0.6  # bytes beside two of the largest tensor; share of the pace of cp
 BLOCK = 10_000_000  # numbers that are drawn at a time
 SETTLE = 5  # seconds: memory that was just freed is at hand faster, in a virtual machine above all
-SHAPES = {4e9: (4096, 14336, 128256), 1e9: (2048, 5632, 32000), 0: (512, 1792, 16032)}  # from so many bytes on
+SHAPES = {4e9: (4096, 14336, 128256), 1e9: (2048, 5632, 32000), 0: (512, 1792, 16032)}  # smallest size, in bytes
 PATHS = (  # source, target, its kind
     ("hf", "orbax", "orbax"), ("orbax", "dcp", "dcp"), ("dcp", "torch.pt", "torch"), ("torch.pt", "orbax2", "orbax"),
     ("orbax2", "hf2", "hf"), ("run", "dcp2", "dcp"), ("run", "torch2.pt", "torch"),

@@ -50,7 +50,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(c.experts, outputs, inputs))
 
     def forward(self, x_NI: Tensor, counts: list[int]) -> Tensor:
-        """Of rows sorted by expert, so many for each of this rank's."""
+        """Outputs for rows sorted by expert, with a count of rows for each of this rank's experts."""
         parts = zip(x_NI.split(counts), own(self.weight), strict=True)
         return torch.cat([functional.linear(x, weight) for x, weight in parts])
 
@@ -68,12 +68,12 @@ class Experts(nn.Module):
         self.config = c
 
     def rows(self, x_ND: Tensor, counts: list[int]) -> Tensor:
-        """Of rows sorted by expert."""
+        """Outputs for rows sorted by expert."""
         h_NF = functional.silu(self.gate_proj(x_ND, counts)) * self.up_proj(x_ND, counts)
         return self.down_proj(h_NF, counts)
 
     def taken(self, chosen_BTk: Tensor, valid_BT: Tensor) -> Tensor:
-        """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
+        """Whether an expert has capacity for a token [B, T, k]: per sequence, in order of time."""
         if not self.config.capacity:
             return torch.ones_like(chosen_BTk, dtype=torch.bool)
         E = self.config.experts

@@ -117,8 +117,8 @@ def microbatches(batch: Rows, parts: int) -> Iterator[Rows]:
 
 
 def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | int]:
-    """Sum of cross-entropy over a rank's rows, nats, in so many chunks of its tokens; and this rank's part of what the
-    model adds to the loss: a mixture its balance, others 0."""
+    """Sum of cross-entropy over a rank's rows, nats, over chunks of its tokens; and this rank's part of the auxiliary
+    loss: a mixture's balance, else 0."""
     given = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
     if isinstance(parts_of(model)[0], Mixtral):
         given["valid_BT"] = rows.targets != IGNORED
