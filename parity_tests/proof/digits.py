@@ -14,7 +14,7 @@ Tensors = Mapping[str, np.ndarray]
 
 ROUNDING = {dtype: compare.rounding(dtype) for dtype in ("float64", "float32", "float16", "bfloat16")}
 CURVES = ("loss", "grad_norm")
-FEWEST = 4  # steps of which a curve's digits are judged
+FEWEST = 4  # numbers of a curve that are judged: a norm after the clip may be the same at every step
 MOMENTS = set(KEPT)
 RECORDED = ("start", "gradient", "clipped")
 
@@ -40,7 +40,7 @@ def narrow(run: Run, run64: Run, precision: Precision) -> Iterator[Narrow]:
     yield states(run, run64, precision.parameters)
     dtypes = (precision.parameters, precision.compute, precision.reduce)
     yield grouped("gradients", max(dtypes, key=ROUNDING.__getitem__), by_step(run), by_step(run64))
-    if ROUNDING[precision.compute] <= ROUNDING["float32"] and len(run.metrics) >= FEWEST:
+    if ROUNDING[precision.compute] <= ROUNDING["float32"]:
         yield grouped("curves", precision.compute, curves(run), curves(run64))
 
 
@@ -91,4 +91,5 @@ def by_step(run: Run) -> dict[str, Tensors]:
 
 def curves(run: Run) -> dict[str, Tensors]:
     """Loss and gradient norm, each as a matrix of one row."""
-    return {name: {f"{name}/": np.array([[record[name] for record in run.metrics]], np.float64)} for name in CURVES}
+    rows = {name: np.array([[record[name] for record in run.metrics]], np.float64) for name in CURVES}
+    return {name: {f"{name}/": row} for name, row in rows.items() if len(np.unique(row)) >= FEWEST}

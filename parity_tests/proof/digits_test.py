@@ -134,6 +134,12 @@ def test_a_curve_alone_in_float32_is_named(runs: Any, curve: str) -> None:
     assert found and found.cause == "precision" and f"recorded {curve} in float32, config says float64" in found.how
 
 
+def test_a_norm_that_is_the_clip_at_every_step_has_no_dtype(runs: Any) -> None:
+    ours = runs(Recorded, "fp64")
+    clipped = replace(ours, metrics=[record | {"grad_norm": 0.5} for record in ours.metrics])
+    assert not evidence_of(clipped, ours).recorded
+
+
 def test_what_is_kept_as_the_config_says_is_not_named(runs: Any) -> None:
     ours, single = runs(Recorded, "fp64"), runs(Float32, "fp32")
     bounds = levels.float_bounds(single, ours, "float32")
