@@ -1,4 +1,4 @@
-"""Memory of a rank: its share of the state, and the peak of a step, measured."""
+"""What a rank holds: its share of the state, measured, and the most that a step takes."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack

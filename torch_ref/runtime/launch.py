@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -29,9 +29,10 @@ Result = TypeVar("Result")
 
 SECOND = 1.0  # between two looks at whether a rank is stopped
 SILENT_SECONDS = 40  # for which a rank may be
+STORE_SECONDS = 5  # within which torch's store answers
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
-# Error texts of gloo's and NCCL's collectives, and of torch's store, when another rank does not answer or has ended.
+# What collectives of gloo and NCCL, and torch's store, say when another rank does not answer, or has ended.
 SILENCE = ("Timed out waiting", "timed out", "Application timeout", "wait timeout")
 LOSS = (
     "Connection closed by peer",
@@ -45,7 +46,7 @@ LOSS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Description of the devices of a run."""
+    """What a run will run on."""
 
     axes: dict[str, int]
     device: str  # "cpu" or "cuda"
@@ -141,8 +142,8 @@ def meeting(rank: int) -> Iterator[None]:
 def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
     """Around collectives: where one fails for want of another rank, one line in place of the backend's stack trace.
 
-    Raises TrainingError, which the first rank says; the second does so as well, as the first may be the one that is
-    gone. Of ranks `of_start`, one that ends says why itself, or `start` does.
+    One of the ranks that are left says it, and each ends with 1. Of ranks `of_start`, one that ends says why itself, or
+    `start` does.
     """
     try:
         yield
@@ -155,13 +156,46 @@ def without_the_others(rank: int, of_start: bool) -> Iterator[None]:
         if of_start and not silent:
             sys.exit(1)
         what = "does not answer: it stands still, or its machine cannot be reached" if silent else "is gone"
-        lost = TrainingError(
-            f"rank {rank} waited in a collective for another rank, which {what}; the run ends, and --resume goes on "
-            "from its newest checkpoint"
-        )
-        if rank == 1:
-            print(f"error: {lost}", file=sys.stderr, flush=True)
-        raise lost from None
+        if speaks(rank):
+            print(
+                f"error: rank {rank} waited in a collective for another rank, which {what}; the run ends, and --resume "
+                "goes on from its newest checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        if rank == 0:  # which may hold the store: the others would find it gone
+            asked(wait_for_others)
+        sys.exit(1)
+
+
+def speaks(rank: int) -> bool:
+    """Whether this rank says what all that are left have met: the first that comes to the store does.
+
+    Where the store is gone, with the first rank that held it, the second does.
+    """
+    place = asked(lambda store: store.add("lost", 1))
+    return rank in (0, 1) if place is None else place == 1
+
+
+def wait_for_others(store: dist.Store) -> None:
+    """Until all but one have come to the store, or do not come."""
+    until = time.monotonic() + 2 * SECOND
+    while store.add("lost", 0) < dist.get_world_size() - 1 and time.monotonic() < until:
+        time.sleep(SECOND / 20)
+
+
+def asked(function: Callable[[dist.Store], Result]) -> Result | None:
+    """What `function` finds in torch's store; None where that does not answer, or this rank has joined no others."""
+    found: list[Result] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):
+            found.append(function(dist.distributed_c10d._get_default_store()))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
+    return found[0] if found else None
 
 
 @contextmanager

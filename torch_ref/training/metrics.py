@@ -1,4 +1,4 @@
-"""A run's report: arithmetic, and summary.json."""
+"""What a run reports of itself: arithmetic, and the summary of the contract."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:
-    """Learning rates at steps that identify a schedule, including steps that are not run: `{step: rate}`."""
+    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
     return {step: optim.learning_rate(o, steps, step) for step in o.landmarks(steps)}
 
 

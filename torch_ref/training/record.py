@@ -1,4 +1,4 @@
-"""Record a step's tensors, for a comparison with another run (`jaxdist/config/record.py`).
+"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
 
 Forward hooks note what every module returns, and hooks on those tensors their gradients; gradients of parameters are
 taken before and after the clip, moments and weights after the update. Every rank notes its part; the first one joins
@@ -36,8 +36,8 @@ from torch_ref.training.step import Rows, Watch
 
 Arrays = dict[str, np.ndarray]
 
-# Tensors that tensor parallelism leaves in slices along dimension 2: columns or heads. The others sequence parallelism
-# may leave times, along dimension 1.
+# What tensor parallelism leaves in slices, along dimension 2: columns or heads. Of the rest sequence parallelism may
+# leave times, along dimension 1.
 COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
 SPLIT = 2
@@ -291,7 +291,7 @@ class Recorder:
         return {name: join(name)[order] for name in names}
 
     def moments(self) -> dict[str, Arrays]:
-        """The optimizer's state, by kind and parameter; under ZeRO-1 gathered from the ranks that hold it."""
+        """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""
         state = self.optimizer.state_dict()
         held = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
         return {kind: whole(tensors) for kind, tensors in held.items()}
