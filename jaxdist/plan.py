@@ -24,6 +24,7 @@ from jaxdist.planner.compiled import Compiled, compile_plan
 from jaxdist.planner.overlap import Overlap
 from jaxdist.planner.plans import USABLE, Plan, flags, neighbours, smallest_change
 from jaxdist.planner.recommend import reasons, recommend
+from jaxdist.planner.time import Time
 from jaxdist.runs.display import aside, console, megabytes, microbatches, say
 from jaxdist.runs.folder import make
 
@@ -57,18 +58,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def planned(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str, Any]]:
-    """One plan, shown and drawn: whether it fits, and what --json prints."""
+    """One plan, shown and drawn: whether it may fit, and what --json prints. Raises ConfigError where what is to be
+    drawn is unknown."""
     plan = Plan(e, device)
     compiled = compile_plan(e, device) if a.compiled else None
-    change = None if plan.fits else smallest_change(plan)
+    fits = plan.if_known("fits")
+    change = smallest_change(plan) if fits is False else None
     found = told(plan) | ({"compiled": asdict(compiled)} if compiled else {})
     found["smallest_change"] = flags(change.experiment, e) if change else ""
-    said = verdict(plan, change)
+    said = [unknown(plan, compiled)] if plan.unknown else []
+    found |= {"unknown": plan.unknown} if plan.unknown else {}
+    said += [verdict(plan, change)] if fits is not None else []
     if not a.json:
         show(plan, compiled, said)
     if a.output:
-        draw(a.output, neighbours(plan), [said], found)
-    return plan.fits, found
+        draw(a.output, neighbours(plan), said, found)
+    return fits is not False, found
 
 
 def recommended(e: Experiment, device: Hardware, a: Any) -> tuple[bool, dict[str, Any]]:
@@ -107,8 +112,8 @@ def drawn(folder: Path, plans: Sequence[Plan], notes: Sequence[str], found: Any)
 
 
 def told(plan: Plan) -> dict[str, Any]:
-    """A plan as --json prints it: bytes of a device, seconds of a step."""
-    e = plan.experiment
+    """A plan as --json prints it: bytes of a device, seconds of a step; null what no closed form tells."""
+    e, time = plan.experiment, plan.if_known("time")
     return {
         "hardware": plan.hardware.name,
         "devices": plan.devices,
@@ -118,14 +123,14 @@ def told(plan: Plan) -> dict[str, Any]:
         "remat": e.memory.remat,
         "accumulation": e.train.accumulation,
         "precision": e.precision.policy,
-        "memory": plan.memory,
-        "fits": plan.fits,
-        "least_bytes": plan.traffic,
-        "flops_per_token": plan.flops_per_token,
-        "time": vars(plan.time),
-        "step_seconds": plan.time.step,
-        "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.mfu,
+        "memory": memory(plan),
+        "fits": plan.if_known("fits"),
+        "least_bytes": plan.if_known("traffic"),
+        "flops_per_token": plan.if_known("flops_per_token"),
+        "time": time and vars(time),
+        "step_seconds": time and time.step,
+        "tokens_per_second": plan.if_known("tokens_per_second"),
+        "mfu": plan.if_known("mfu"),
     }
 
 
@@ -141,8 +146,17 @@ def verdict(plan: Plan, change: Plan | None) -> str:
     return f"does not fit: {held} of {limit}; {fix}"
 
 
-def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
-    """Three tables, and whether it fits."""
+def unknown(plan: Plan, compiled: Compiled | None) -> str:
+    """Which closed forms the family lacks, and where to read the measured numbers."""
+    told = {"footprint": "memory and time", "exchanges": "traffic and time", "flops": "MFU"}
+    lacking = ", ".join(f"{form} ({told[form]})" for form in plan.unknown)
+    measured = "the compiled step is measured above" if compiled else "--compiled measures the compiled step"
+    family = plan.experiment.model.family
+    return f"the closed form of family {family} is unknown: its accounting lacks {lacking}; {measured}"
+
+
+def show(plan: Plan, compiled: Compiled | None, said: Sequence[str]) -> None:
+    """Three tables of what is known, and whether it fits."""
     e = plan.experiment
     say(
         f"{e.model.family}, {' × '.join(f'{a} {n}' for a, n in plan.mesh.items() if n > 1) or 'one device'}, "
@@ -151,31 +165,55 @@ def show(plan: Plan, compiled: Compiled | None, said: str) -> None:
     )
     target = plan.hardware.known_as if compiled and compiled.platform == "gpu" else "CPUs"
     held = Table("memory of a device", "closed form", *[f"compiled for {target}"] * bool(compiled))
-    for name, size in plan.memory.items():
-        if size or name == "peak":
-            held.add_row(name.replace("_", " "), megabytes(size), *beside(compiled.memory if compiled else None, name))
+    for name, size in memory(plan).items():
+        if size != 0 or name == "peak":
+            held.add_row(name.replace("_", " "), bytes_of(size), *beside(compiled.memory if compiled else None, name))
     console.print(held)
     if compiled and compiled.platform != plan.hardware.platform:
         more = "; jaxdist[cuda12] compiles for NVIDIA GPUs" if plan.hardware.platform == "gpu" else ""
         say(f"CPUs keep attention's scores, and hold 16 bits as 32{more}")
-    sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
-    for axis, size in plan.traffic.items():
-        sent.add_row(axis, str(plan.mesh[axis]), megabytes(size), *beside(compiled.traffic if compiled else None, axis))
-    if plan.traffic:
+    if sends := traffic(plan, compiled):
+        sent = Table("mesh axis", "devices", "sends a step", *["compiled"] * bool(compiled))
+        for axis, size in sends.items():
+            cells = beside(compiled.traffic if compiled else None, axis)
+            sent.add_row(axis, str(plan.mesh[axis]), bytes_of(size), *cells)
         console.print(sent)
     if compiled and compiled.overlaps:
         show_overlaps(compiled.overlaps)
+    if time := plan.if_known("time"):
+        show_time(plan, time)
+    for line in said:
+        say(line)
+
+
+def memory(plan: Plan) -> Mapping[str, float | None]:
+    """Bytes by category; where the closed form is unknown those of the state alone, and no peak."""
+    found: Mapping[str, float | None] = plan.if_known("memory") or plan.state | {"peak": None}
+    return found
+
+
+def traffic(plan: Plan, compiled: Compiled | None) -> Mapping[str, float | None]:
+    """Bytes by mesh axis; where the closed form is unknown, the axes over which the compiled step sends."""
+    known: Mapping[str, float | None] | None = plan.if_known("traffic")
+    return dict.fromkeys(compiled.traffic if compiled else ()) if known is None else known
+
+
+def bytes_of(size: float | None) -> str:
+    """A cell of bytes by a closed form."""
+    return "unknown" if size is None else megabytes(size)
+
+
+def show_time(plan: Plan, time: Time) -> None:
+    """Where the time of a step goes, and the pace."""
     taken = Table("time of a step", "seconds")
     for name, title in TIMES.items():
-        if (seconds := getattr(plan.time, name)) > 1e-9:  # less is what rounding leaves
+        if (seconds := getattr(time, name)) > 1e-9:  # less is what rounding leaves
             taken.add_row(title, f"{-seconds if name == 'hidden' else seconds:.4g}")
-    taken.add_row("all", f"{plan.time.step:.4g}")
+    taken.add_row("all", f"{time.step:.4g}")
     console.print(taken)
-    say(
-        f"{plan.tokens_per_second:,.0f} {e.model.input_kind}/s, {plan.tokens_per_second / plan.devices:,.0f} a device, "
-        f"{plan.mfu:.1%} of the data sheet's rate (MFU)"
-    )
-    say(said)
+    pace, mfu = plan.tokens_per_second, plan.if_known("mfu")
+    share = "MFU unknown" if mfu is None else f"{mfu:.1%} of the data sheet's rate (MFU)"
+    say(f"{pace:,.0f} {plan.experiment.model.input_kind}/s, {pace / plan.devices:,.0f} a device, {share}")
 
 
 def show_overlaps(overlaps: Sequence[Overlap]) -> None:

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import jax
 import jax.numpy as jnp
 
-from jaxdist.accounting.scratch import scratch
 from jaxdist.command_line.arguments import parse
 from jaxdist.config import check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
@@ -38,6 +37,7 @@ from jaxdist.training.finite import check_resumed
 from jaxdist.training.optim import learning_rate
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
+from jaxdist.training.scratch import scratch
 from jaxdist.training.step import TrainState
 from jaxdist.training.validation import pass_over
 

@@ -1,4 +1,4 @@
-"""Traffic and temporary memory by closed forms, and counts read from traced programs.
+"""Closed forms of FLOPs, memory and traffic that families build on, and counts read from traced programs.
 
-Imports `config`, `runtime`, `parallel`, `families`.
+A family adds its own as the `accounting` of its row (`forms.py`). Imports `config`, `ops`, `parallel`.
 """

@@ -1,8 +1,9 @@
-"""Bytes on the wire: counted from the program that runs, and the least that its strategy could send.
+"""Bytes on the wire: counted from the program that runs, and the least that parameters take in any family.
 
-Both are bytes that one device sends per step with ring algorithms over n devices: all-gather and reduce-scatter
-(n-1)/n of the whole array, all-reduce twice that. The count is taken from the jaxpr, not from compiled HLO, because
-XLA's CPU backend widens bfloat16 collectives to float32; in float32 both agree to the byte (`traffic_test.py`).
+What else a step of a family sends is told by its `exchanges` (`forms.py`). Bytes are those that one device sends per
+step with ring algorithms over n devices: all-gather and reduce-scatter (n-1)/n of the whole array, all-reduce twice
+that. The count is taken from the jaxpr, not from compiled HLO, because XLA's CPU backend widens bfloat16 collectives to
+float32; in float32 both agree to the byte (`traffic_test.py`).
 """
 
 import math
@@ -14,11 +15,10 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
-from jaxdist.config import Experiment, Mixture, ResNet
+from jaxdist.config import Experiment
 from jaxdist.parallel.pipeline import Timetable
 from jaxdist.parallel.sharding import BLOCKS, TOKENS, Layout, strategy
 
-Attends = Any  # a decoder's config
 KINDS = {
     "psum": "all_reduce",
     "psum_invariant": "all_reduce",
@@ -126,157 +126,15 @@ def passes(experiment: Experiment, mesh: Mapping[str, int]) -> Passes:
     return Passes(layers, table.ticks, table.ticks, told=e.parallel.pipeline_schedule == "GPipe")
 
 
-def least(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
-    """Least bytes a device must send per step, by mesh axis: for parameters, and over tensor for activations.
-
-    What all times need of each other is told at `least_of_attention`, what experts need at `least_of_experts`, what
-    stages send each other at `least_of_stages`, what an update rule needs of whole parameters at `least_of_update`, and
-    what batch norms do, the only activations of a ResNet that meet, at `least_of_statistics`.
-
-    Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
-    one for the embedding, one for the head, and three numbers a token for the loss. Under sequence parallelism each is
-    a reduce-scatter and an all-gather, 2A(n-1)/n as before, and a block computed again gathers two more, A(n-1)/n each.
-    A stage's forward pass by itself has two a block, and the embedding's; the loss computed again takes two numbers.
-    """
-    e, model, tensor, p = experiment, experiment.model, mesh["tensor"], passes(experiment, mesh)
-    always = Counter(least_of_parameters(e, layouts, mesh)) + Counter(least_of_update(e, layouts, mesh))
-    if isinstance(model, ResNet):
-        return dict(always + Counter(least_of_statistics(e, layouts, mesh)))
-    compute = ITEMSIZE[str(e.precision.compute)]
-    tokens = tokens_of(e, mesh)
-    again = recomputed(e) * p.layers
-    summed_again = again if e.memory.remat == "full" else 0
-    activation = tokens * model.dim * compute
-    sums = p.both * (4 * p.layers + summed_again + 2) + p.forward * (2 * p.layers + 1)
-    if not e.parallel.sequence:
-        total = ring_bytes("all_reduce", activation * sums, tensor)
-    else:
-        entered = p.both * (4 * p.layers + 2 * again + 2) + p.forward * (2 * p.layers + p.told)
-        total = ring_bytes("reduce_scatter", activation * sums, tensor)
-        total += ring_bytes("all_gather", activation * entered, tensor)
-    numbers = 3 * p.losses - p.both * p.told
-    total += ring_bytes("all_reduce", numbers * tokens * max(compute, 4), tensor)
-    used = {"positions": e.data.sequence, "layers": p.layers}  # all of any other axis
-    summed = sum(
-        math.prod(used.get(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True))
-        for layout in layouts.values()
-        if partial_over_tensor(e, layout)
-    )
-    total += ring_bytes("all_reduce", summed * max(compute, 4) * p.both, tensor)
-    found = always + Counter({"tensor": total})
-    found += Counter({"context": least_of_attention(e, model, mesh)})
-    found += Counter({"pipeline": least_of_stages(e, model, mesh)})
-    return dict(found + Counter(least_of_experts(e, mesh)))
-
-
 def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
     """Tokens of a microbatch on one device, or images."""
     e = experiment
     return e.train.batch * e.per_row / math.prod(mesh[axis] for axis in TOKENS) / e.train.accumulation
 
 
-def least_of_stages(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:
-    """Least bytes a device must send per step for microbatches to go through the stages, and their gradients back:
-    those of the residual once a tick of either pass, 2(Mv + S-1)·B·T·D; a mixture's tally goes along."""
-    e, m = experiment, model
-    if mesh["pipeline"] == 1:
-        return 0.0
-    compute, p = ITEMSIZE[str(e.precision.compute)], passes(experiment, mesh)
-    numbers = tokens_of(e, mesh) * m.dim / (mesh["tensor"] if e.parallel.sequence else 1)
-    tally = 2 * m.experts * max(compute, 4) if isinstance(m, Mixture) else 0
-    return (p.both + p.forward) * (numbers * compute + tally)
-
-
-def least_of_statistics(
-    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
-) -> dict[str, float]:
-    """Least bytes a device must send per step for batch norms, by mesh axis.
-
-    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
-    own the first's running statistics are sent to the others, once a step.
-    """
-    e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
-    running = max(ITEMSIZE[str(e.precision.parameters)], 4)
-    statistics = [math.prod(layout.shape) for layout in layouts.values() if layout.statistic]
-    counts = statistics.count(1)
-    sums = 2 * (sum(statistics) - counts) * wide * e.train.accumulation
-    kept = (sum(statistics) - counts) * running + counts * 4
-    size = sums if e.parallel.batch_norm == "global" else kept
-    return {first(mesh, TOKENS): ring_bytes("all_reduce", size, math.prod(mesh[axis] for axis in TOKENS))}
-
-
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
     """Of axes that are crossed at once, the one that it counts as."""
     return next((axis for axis in axes if mesh[axis] > 1), axes[0])
-
-
-def least_of_attention(experiment: Experiment, model: Attends, mesh: Mapping[str, int]) -> float:
-    """Least bytes a device must send per step for all times to meet, as `parallel/context.py` says of each block.
-
-    What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
-    """
-    e, m, n, p = experiment, model, mesh["context"], passes(experiment, mesh)
-    if n == 1:
-        return 0.0
-    compute, again = ITEMSIZE[str(e.precision.compute)], recomputed(e) * p.layers
-    tokens = tokens_of(e, mesh) * n
-    queries, keys = (tokens * heads * m.head_dim / mesh["tensor"] for heads in (m.heads, 2 * m.kv_heads))
-    times = p.both * (2 * p.layers + again) + p.forward * p.layers
-    if e.parallel.context == "ulysses":
-        return times * ring_bytes("all_to_all", (2 * queries + keys) / n * compute, n)
-    return times * ring_bytes("all_gather", keys * compute, n) + p.both * p.layers * keys * max(compute, 4)
-
-
-def least_of_experts(experiment: Experiment, mesh: Mapping[str, int]) -> dict[str, float]:
-    """Least bytes a device must send per step for tokens and experts to meet, by mesh axis.
-
-    Over expert, n devices, what `parallel/experts.py` says of each block: x of the group's tokens and their k weights
-    and choices are gathered, results scattered; backward x, weights and results again. Where it is computed again, x,
-    weights and choices are gathered once more. With a capacity, boxes there and back, forward, backward and again, and
-    over context the choices of all times.
-
-    Over tensor the gradients of the k weights are summed, or under sequence parallelism weights and choices gathered
-    and gradients scattered. A microbatch's tallies cross all axes: E counts, and over tensor 2E sums under sequence.
-    """
-    e, m, n, tensor, p = experiment, experiment.model, mesh["expert"], mesh["tensor"], passes(experiment, mesh)
-    if not isinstance(m, Mixture):
-        return {}
-    compute, tokens = ITEMSIZE[str(e.precision.compute)], tokens_of(e, mesh)
-    wide, blocks, forward = max(compute, 4), p.both * p.layers, p.forward * p.layers
-    again = recomputed(e) * blocks + forward
-    x, weights, chosen = tokens * m.dim * compute, tokens * m.top_k * wide, tokens * m.top_k * 4
-    if m.capacity:
-        times = e.data.sequence // mesh["context"]
-        boxes = tokens / times * m.experts * min(m.room(e.data.sequence), times) * m.dim * compute
-        dispatched = ring_bytes("all_to_all", (4 * blocks + 2 * again) * boxes, n)
-    else:
-        gathered = (blocks + again) * (x + weights + chosen) + (blocks + forward) * x
-        dispatched = ring_bytes("all_gather", (gathered + blocks * (2 * x + weights)) * n, n)
-    tallies = 2 * m.experts * wide * p.losses
-    everywhere = ring_bytes("all_reduce", tallies / 2, math.prod(mesh[axis] for axis in TOKENS))
-    if e.parallel.sequence:
-        entered = ring_bytes("all_gather", (blocks + again) * (weights + chosen) + blocks * weights, tensor)
-        entered += ring_bytes("all_reduce", tallies, tensor)
-    else:
-        entered = ring_bytes("all_reduce", blocks * weights, tensor)
-    found = Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
-    return dict(found + Counter({"context": least_of_choices(e, mesh)}))
-
-
-def least_of_choices(experiment: Experiment, mesh: Mapping[str, int]) -> float:
-    """Least bytes a device must send per step over context where an expert has room for so many of a whole sequence:
-    a number of 4 bytes for each of a token's experts, forward and where it is computed again."""
-    m, n, p = experiment.model, mesh["context"], passes(experiment, mesh)
-    if not isinstance(m, Mixture) or not m.capacity:
-        return 0.0
-    times = p.both * p.layers * (1 + recomputed(experiment)) + p.forward * p.layers
-    return times * ring_bytes("all_gather", tokens_of(experiment, mesh) * n * m.top_k * 4, n)
-
-
-def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:
-    """Whether a parameter is whole on each tensor device, which uses it for its own heads or times alone."""
-    sequence = experiment.parallel.sequence and "tensor" not in layout.mesh_axes(False)
-    return sequence or "head_dim" in layout.axes
 
 
 def recomputed(experiment: Experiment) -> float:

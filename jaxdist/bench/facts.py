@@ -1,7 +1,7 @@
 """Traffic of a compiled step over the least by a closed form, and its memory over the sum of its causes.
 
 Traffic is counted in the compiled program, by mesh axis (`jaxdist/accounting/traffic.py`). Memory is the peak that the
-compiler reports, over the sum of its causes (`jaxdist/planner/memory.py`); nothing is run.
+compiler reports, over the sum of its causes (`jaxdist/accounting/memory.py`); nothing is run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def rows(figures: Sequence[Figure]) -> dict[str, tuple[Figure, Figure]]:
 
 def of_row(name: str) -> Ratios:
     """Compile a row on 8 virtual devices, and compare. Raises KeyError for no row."""
-    from jaxdist.accounting import traffic
+    from jaxdist.accounting.forms import least_bytes
     from jaxdist.command_line.arguments import load
     from jaxdist.config.experiment import Experiment
     from jaxdist.planner.compiled import compile_plan
@@ -78,7 +78,7 @@ def of_row(name: str) -> Ratios:
     e = Experiment.parse(values, source=f"row {name}")
     mesh, declared = e.parallel.axes(), layouts(e.model)
     compiled = compile_plan(e)
-    least = {axis: size for axis, size in traffic.least(e, declared, mesh).items() if size}
+    least = {axis: size for axis, size in (least_bytes(e, declared, mesh) or {}).items() if size}
     sent = [compiled.traffic.get(axis, 0.0) / size for axis, size in least.items()]
     return Ratios(
         max(sum(compiled.traffic.values()) / sum(least.values()), *sent),

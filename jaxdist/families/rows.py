@@ -15,6 +15,7 @@ for row in (
         model=f"{HERE}.llama.model:Llama",
         tables=f"{HERE}.llama.huggingface:TABLES",
         huggingface=f"{HERE}.llama.huggingface:HUGGINGFACE",
+        accounting=f"{HERE}.llama.accounting:ACCOUNTING",
     ),
     Family(
         "gpt2",
@@ -22,6 +23,7 @@ for row in (
         model=f"{HERE}.gpt2.model:GPT2",
         tables=f"{HERE}.gpt2.huggingface:TABLES",
         huggingface=f"{HERE}.gpt2.huggingface:HUGGINGFACE",
+        accounting=f"{HERE}.gpt2.accounting:ACCOUNTING",
     ),
     Family(
         "mixtral",
@@ -29,6 +31,7 @@ for row in (
         model=f"{HERE}.mixtral.model:Mixtral",
         tables=f"{HERE}.mixtral.huggingface:MIXTRAL_TABLES",
         huggingface=f"{HERE}.mixtral.huggingface:MIXTRAL_HUGGINGFACE",
+        accounting=f"{HERE}.mixtral.accounting:ACCOUNTING",
     ),
     Family(
         "qwen3_moe",
@@ -36,6 +39,7 @@ for row in (
         model=f"{HERE}.mixtral.model:Mixtral",
         tables=f"{HERE}.mixtral.huggingface:QWEN3_MOE_TABLES",
         huggingface=f"{HERE}.mixtral.huggingface:QWEN3_MOE_HUGGINGFACE",
+        accounting=f"{HERE}.mixtral.accounting:ACCOUNTING",
     ),
     Family(
         "resnet",
@@ -43,6 +47,7 @@ for row in (
         model=f"{HERE}.resnet.model:ResNet",
         tables=f"{HERE}.resnet.huggingface:TABLES",
         huggingface=f"{HERE}.resnet.huggingface:HUGGINGFACE",
+        accounting=f"{HERE}.resnet.accounting:ACCOUNTING",
     ),
 ):
     register_family(row)

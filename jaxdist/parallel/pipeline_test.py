@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxdist.accounting import traffic
+from jaxdist.accounting import exchanges
 from jaxdist.accounting.traffic_test import BOUND, ratios
 from jaxdist.config import Checkpoint, ConfigError, Llama
 from jaxdist.conftest import GPT2, often, tiny
@@ -120,7 +120,7 @@ def test_activations_once_a_tick() -> None:
     e, model = p.experiment, p.experiment.model
     assert isinstance(model, Llama)
     ticks, numbers = 2 * (4 * 2 + 1), e.train.batch // 4 * e.data.sequence * model.dim
-    assert traffic.least_of_stages(e, model, axes_of(p.mesh)) == ticks * numbers * 8
+    assert exchanges.stages(e, p.layouts, axes_of(p.mesh)) == {"pipeline": ticks * numbers * 8}
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxdist.accounting.decoder import DecoderFootprint
 from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
 from jaxdist.config.hardware import shipped
@@ -16,7 +17,6 @@ from jaxdist.conftest import often, tiny
 from jaxdist.planner import gpus
 from jaxdist.planner.compiled import compile_plan
 from jaxdist.planner.plans import Plan
-from jaxdist.planner.tokens import TokenFootprint
 
 
 @pytest.mark.parametrize("name", [name for name, device in shipped().items() if device.platform == "gpu"])
@@ -176,7 +176,7 @@ def test_where_it_tells_too_little_or_too_much(row: tuple[str, dict[str, str], f
 
 def test_logits_that_are_held_twice_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of a loss that keeps its softmax."""
-    monkeypatch.setattr(TokenFootprint, "logits", property(lambda f: f.arrays({"V": (1, 1)})))
+    monkeypatch.setattr(DecoderFootprint, "logits", property(lambda f: f.arrays({"V": (1, 1)})))
     assert max(abs(ratio(*row) - 1) for row in PEAKS) > 0.15
 
 

@@ -4,22 +4,20 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxdist.accounting import traffic
-from jaxdist.config import ConfigError, Experiment, Model, ResNet
+from jaxdist.accounting import forms, memory
+from jaxdist.accounting.memory import Footprint, State
+from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.hardware import USABLE, Hardware, rate
 from jaxdist.families import models
 from jaxdist.parallel import sharding
 from jaxdist.parallel.sharding import Layout
-from jaxdist.planner import memory, time
-from jaxdist.planner.images import ImageFootprint
-from jaxdist.planner.memory import Footprint
-from jaxdist.planner.tokens import TokenFootprint
-from jaxdist.training.metrics import flops_per_token
+from jaxdist.planner import time
 
+Value = TypeVar("Value")
 CHUNKS = 8  # of the loss, as torchtune's default has it
-# What `memory` tells of, in this order: the causes of `jaxdist.planner.memory` by what a user knows them as.
+# What `memory` tells of, in this order: the causes of `jaxdist.accounting.memory` by what a user knows them as.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gradients": (memory.GRADIENTS, memory.FRESH),
     "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED, memory.TURNED, memory.COPIED),
@@ -36,17 +34,24 @@ def layouts(model: Model) -> dict[str, Layout]:
 
 
 def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:
-    """The closed form for a model of this kind."""
-    if mesh["tensor"] == 1 and experiment.parallel.sequence:  # it splits nothing, and gathers nothing
-        parallel = experiment.parallel.model_copy(update={"sequence": False})
-        experiment = experiment.model_copy(update={"parallel": parallel})
-    form = ImageFootprint if isinstance(experiment.model, ResNet) else TokenFootprint
-    return form(experiment, layouts(experiment.model), mesh, platform)
+    """The closed form of what a device holds. Raises Unknown for a family that has none."""
+    form = forms.footprint(experiment, layouts(experiment.model), mesh, platform)
+    return known(form, experiment, "footprint")
+
+
+def known(value: Value | None, experiment: Experiment, form: str) -> Value:
+    """A value of a closed form. Raises Unknown where there is none."""
+    if value is None:
+        raise forms.unknown(experiment.model, form)
+    return value
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The closed form. Building it checks that the mesh divides what it must (ConfigError) and allocates nothing."""
+    """The closed form. Building it checks that the mesh divides what it must (ConfigError) and allocates nothing.
+
+    Properties that need a closed form which the family lacks raise Unknown.
+    """
 
     experiment: Experiment
     hardware: Hardware
@@ -70,13 +75,19 @@ class Plan:
     # ---- memory, bytes on one device
 
     @cached_property
+    def state(self) -> dict[str, float]:
+        """What lies between steps of any family; `host` in the host's memory."""
+        f = State(self.experiment, layouts(self.experiment.model), self.mesh, self.hardware.platform)
+        offload = self.experiment.memory.offload
+        host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
+        return {"parameters": f.parameters, "optimizer_state": f.optimizer_state, "host": host}
+
+    @cached_property
     def memory(self) -> dict[str, float]:
         """By category, at the moment of a step that takes the most; `host` lies in the host's memory, `peak` is all
         that lies on the device."""
-        f, causes = self.footprint, self.footprint.peak
-        offload = self.experiment.memory.offload
-        state = {"parameters": f.parameters, "optimizer_state": f.optimizer_state}
-        host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
+        causes, state = self.footprint.peak, dict(self.state)
+        host = state.pop("host")
         found = state | {kind: sum(causes.get(name, 0.0) for name in names) for kind, names in KINDS.items()}
         return found | {"host": host, "peak": sum(found.values()) - host}
 
@@ -93,8 +104,8 @@ class Plan:
     @cached_property
     def traffic(self) -> dict[str, float]:
         """Bytes that a device sends, by mesh axis."""
-        least = traffic.least(self.experiment, layouts(self.experiment.model), self.mesh)
-        return {axis: size for axis, size in least.items() if size}
+        least = forms.least_bytes(self.experiment, layouts(self.experiment.model), self.mesh)
+        return {axis: size for axis, size in known(least, self.experiment, "exchanges").items() if size}
 
     @cached_property
     def time(self) -> time.Time:
@@ -106,13 +117,27 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        return flops_per_token(self.experiment, layouts(self.experiment.model))
+        flops = forms.flops_per_token(self.experiment, layouts(self.experiment.model))
+        return known(flops, self.experiment, "flops")
 
     @property
     def mfu(self) -> float:
         """Share of the data sheet's rate at which the model's arithmetic is done, nothing of it twice."""
         flops = rate(self.hardware, self.experiment.precision.compute)
         return self.tokens_per_second * self.flops_per_token / self.devices / flops
+
+    @property
+    def unknown(self) -> list[str]:
+        """The closed forms that the family lacks, by their names in its `Accounting`."""
+        forms_of = forms.accounting_of(self.experiment.model)
+        return [name for name in ("footprint", "exchanges", "flops") if getattr(forms_of, name) is None]
+
+    def if_known(self, name: str) -> Any:
+        """A property of the plan; None where its closed form is unknown."""
+        try:
+            return getattr(self, name)
+        except forms.Unknown:
+            return None
 
     def changed(self, **fields: Any) -> "Plan":
         """The plan with fields by `section__field`. Raises ConfigError."""
@@ -183,10 +208,11 @@ def written(axes: Mapping[str, int]) -> str:
 
 
 def smallest_change(plan: Plan) -> Plan | None:
-    """The plan that fits by a single change and whose step is the fastest, on as many devices if that can be; None
-    where no single change suffices."""
+    """The plan that fits by a single change and whose step is the fastest, on as many devices if that can be; the
+    first, where the time of a step is unknown. None where no single change suffices."""
     fitting = (other for fields in changes(plan) if (other := plan.if_valid(**fields)) and other.fits)
-    return min(fitting, key=lambda other: (other.devices, other.time.step), default=None)
+    timed = plan.if_known("time") is not None
+    return min(fitting, key=lambda other: (other.devices, other.time.step if timed else 0.0), default=None)
 
 
 def neighbours(plan: Plan) -> list[Plan]:

@@ -8,72 +8,15 @@ shares of the data sheets' rates that kernels reach were measured on one H200; n
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from jaxdist.accounting import traffic
+from jaxdist.accounting.memory import Footprint
 from jaxdist.config import AXES
 from jaxdist.config.hardware import Hardware, rate
 from jaxdist.parallel.sharding import strategy
-from jaxdist.planner.images import ImageFootprint
-from jaxdist.planner.memory import Arrays, Footprint
-from jaxdist.planner.tokens import TokenFootprint
 
 PRODUCTS, MOVED = 0.80, 0.90  # of the data sheet: 790 TFLOP/s of large bf16 products, 4.3 TB/s
 ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 than at 4096, with heads of 64 alone
-# How often what a block keeps goes through memory: written and read forward, read backward, its gradient written and
-# read; and what is computed again written and read once more. Logits are passed over so often in all.
-PASSES, AGAIN, LOGITS = 5, 2, 7
-# The same of what a ResNet's convolutions put out, C: written, read for its mean, its variance and to be normalized;
-# backward read for sums and for the gradient, as is the gradient of what batch norm puts out, and the gradient written
-# and read by two products. And of what goes on, A: written and read forward, read backward, its gradient written.
-IMAGES: Arrays = {"C": (11, 0), "A": (4, 0)}
-BACKWARD = 2.5  # FLOPs of attention's backward pass, its forward pass being 1: five products to two
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one device does in a step: FLOPs of matrix products and of attention, bytes that all else moves."""
-
-    products: float
-    attention: float
-    moved: float
-
-
-def work(f: Footprint) -> Work:
-    """The closed form of it."""
-    return of_images(f) if isinstance(f, ImageFootprint) else of_tokens(cast(TokenFootprint, f))
-
-
-def of_images(f: ImageFootprint) -> Work:
-    """Of a ResNet. There is no gradient of images, so the stem has but one product backward."""
-    microbatches = f.experiment.train.accumulation
-    products = f.images * 2 * (3 * f.multiplying - f.applied("stem.conv.kernel"))
-    moved = sum(f.arrays(IMAGES, sizes) for sizes in f.blocks)
-    moved += f.held(False) * (2 * f.compute + 3 * f.at_rest)  # as of tokens
-    return Work(microbatches * products, 0.0, microbatches * moved + f.update)
-
-
-def of_tokens(f: TokenFootprint) -> Work:
-    """Of a decoder, what is computed again and the idle ticks of a pipeline included."""
-    e, p = f.experiment, traffic.passes(f.experiment, f.mesh)
-    recomputed = traffic.recomputed(e)
-    full = recomputed * (e.memory.remat == "full")
-    blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
-    chunks = e.memory.loss_chunks
-    chunked = chunks > 1
-    heads = p.both * (3 + chunked) + p.forward * p.told
-    block, head = f.multiplying
-    attended = p.layers * (p.both * (1 + BACKWARD + recomputed) + p.forward)
-    kept, least = f.arrays(f.formulas), f.arrays(f.least)
-    moved = p.layers * (p.both * (PASSES * kept + AGAIN * recomputed * (kept - least)) + p.forward * AGAIN * kept)
-    if chunked:  # each reads the head for its logits, for them again and for their gradient, and adds to its own
-        moved += p.both * chunks * head * (2 * max(f.compute, 4) + 3 * f.compute)
-    moved += (p.both * (LOGITS + AGAIN * chunked) + p.forward * p.told * LOGITS) * f.arrays({"V": (0, 1)})
-    # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
-    weights = p.layers / f.decoder.layers * f.weights(True) + f.weights(False)
-    moved += p.both * weights * (2 * f.compute + 3 * f.at_rest) + p.forward * weights * f.compute
-    moved += f.update
-    return Work(2 * f.tokens * (blocks * block + heads * head), f.tokens * attended * f.attention_flops, moved)
 
 
 @dataclass(frozen=True)
@@ -133,7 +76,7 @@ class Time:
 
 def predict(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> Time:
     """Of a device that sends `total` bytes, by mesh axis. Raises ConfigError where it has no rate for the dtype."""
-    done, flops, sent = work(f), rate(hardware, f.experiment.precision.compute), links(f, total, hardware)
+    done, flops, sent = f.work, rate(hardware, f.experiment.precision.compute), links(f, total, hardware)
     products, attention = done.products / flops / PRODUCTS, done.attention / flops / ATTENTION
     moved = done.moved / hardware.bandwidth / MOVED
     parameters = sum(link.parameters / link.bandwidth for link in sent)

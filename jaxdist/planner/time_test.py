@@ -9,7 +9,7 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError, Llama
 from jaxdist.config.hardware import hardware
 from jaxdist.planner.plans import Plan
-from jaxdist.planner.time import reach, work
+from jaxdist.planner.time import reach
 
 pytestmark = pytest.mark.long
 
@@ -42,11 +42,11 @@ def test_arithmetic_is_what_a_run_reports() -> None:
     """Where nothing is computed again, the products and attention of all devices are `flops_per_token`'s, but for the
     fifth product of attention's backward pass."""
     one = plan("llama-1b", memory__remat="none", train__batch=8)
-    done, tokens = work(one.footprint), 8 * 4096
+    done, tokens = one.footprint.work, 8 * 4096
     assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
     many = plan("llama-1b", memory__remat="none", train__batch=8, parallel__mesh="4x2")
-    assert work(many.footprint).products == pytest.approx(done.products / 8, rel=1e-3)
-    assert work(plan("llama-1b", memory__remat="full", train__batch=8).footprint).products > 1.2 * done.products
+    assert many.footprint.work.products == pytest.approx(done.products / 8, rel=1e-3)
+    assert plan("llama-1b", memory__remat="full", train__batch=8).footprint.work.products > 1.2 * done.products
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 8, 20])
@@ -64,7 +64,7 @@ def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
     whole, windowed = (plan("mistral-7b", train__batch=8, model__window=w, **fields) for w in (0, 4096))
     tokens = 8 * 32768
     for one in whole, windowed:
-        done = work(one.footprint)
+        done = one.footprint.work
         assert done.products + done.attention * 6 / 7 == pytest.approx(one.flops_per_token * tokens, rel=1e-3)
         assert one.mfu < 0.8
     layers = 12 * 32 * 32 * 128
@@ -74,19 +74,19 @@ def test_a_window_is_less_arithmetic_in_a_run_and_in_a_plan() -> None:
 def test_of_experts_those_multiply_that_a_token_goes_to() -> None:
     """On a TPU; elsewhere by blocks of rows, the last of which are half empty."""
     e = plan("mixtral-8x7b", memory__remat="none", parallel__mesh="expert=8", train__batch=8)
-    own = work(replace(e.footprint, platform="tpu"))
+    own = replace(e.footprint, platform="tpu").work
     assert own.products + own.attention * 6 / 7 == pytest.approx(e.flops_per_token * 8 * 4096 / 8, rel=1e-2)
-    assert 1.1 * own.products < work(e.footprint).products < 1.25 * own.products
+    assert 1.1 * own.products < e.footprint.work.products < 1.25 * own.products
 
 
 def test_arithmetic_of_images() -> None:
     """All that a run reports, but for the gradient of the images themselves; the same on more devices."""
     one = plan("resnet-50", train__batch=64)
     stem = 7 * 7 * 3 * 64 * 112**2
-    assert work(one.footprint).products == pytest.approx((one.flops_per_token - 2 * stem) * 64)
+    assert one.footprint.work.products == pytest.approx((one.flops_per_token - 2 * stem) * 64)
     assert one.flops_per_token == pytest.approx(6 * 4.09e9, rel=1e-2)  # as arXiv:1512.03385 counts, the stride in 3×3
     many = plan("resnet-50", train__batch=64, train__accumulation=2, parallel__mesh="4x1")
-    assert work(many.footprint).products == pytest.approx(work(one.footprint).products / 4)
+    assert many.footprint.work.products == pytest.approx(one.footprint.work.products / 4)
     time = plan("resnet-50", precision__policy="bf16").time
     assert time.attention == 0 < time.products < time.moved  # batch norms are bound by memory
 

@@ -12,7 +12,7 @@ FAULTS = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
 import jax
-from jaxdist.accounting.scratch import scratch
+from jaxdist.training.scratch import scratch
 from jaxdist.command_line.arguments import load
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.runtime import malloc

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jaxdist import __version__
 from jaxdist.accounting import arithmetic, traffic
-from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
+from jaxdist.accounting.forms import flops_per_token, least_bytes
+from jaxdist.config import Optimizer
 from jaxdist.config.hardware import peak_flops
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import Pipeline
@@ -30,35 +31,12 @@ def parameter_count(layouts: Mapping[str, Layout]) -> int:
     return sum(math.prod(layout.shape) for layout in layouts.values() if not layout.statistic)
 
 
-def flops_per_token(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
-    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
-
-    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
-    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
-    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
-    every place of what it puts out.
-    """
-    model: Any = experiment.model
-    if isinstance(model, ResNet):
-        kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
-        return 6.0 * sum(math.prod(k.shape) * model.places(path) for path, k in kernels.items())
-    looked_up = {"positions.embedding"} | (set() if model.tied else {"embed.embedding"})
-    chosen = model.top_k / model.experts if isinstance(model, Mixture) else 1.0
-    multiplying = sum(
-        math.prod(layout.shape) * (chosen if "experts" in layout.axes else 1.0)
-        for name, layout in layouts.items()
-        if name not in looked_up
-    )
-    return 6.0 * multiplying + 12.0 * model.layers * model.heads * model.head_dim * model.keys(experiment.data.sequence)
-
-
 def utilization(program: Program, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: arithmetic done over the devices' peak in the dtype of products; None where that is
+    """Model FLOPs utilization: arithmetic done over the devices' peak in the dtype of products; None where either is
     unknown."""
-    kind = program.mesh.devices.flat[0].device_kind
-    if (peak := peak_flops(kind, program.experiment.precision.compute)) is None:
-        return None
-    return tokens_per_second * flops_per_token(program.experiment, program.layouts) / (peak * program.mesh.devices.size)
+    kind, experiment = program.mesh.devices.flat[0].device_kind, program.experiment
+    flops, peak = flops_per_token(experiment, program.layouts), peak_flops(kind, experiment.precision.compute)
+    return None if flops is None or peak is None else tokens_per_second * flops / (peak * program.mesh.devices.size)
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:
@@ -171,7 +149,7 @@ def summary(
         "precision": program.experiment.precision.policy,
         "memory": memory(program, traced, compiled, state) | allocated(program),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
-        "least_bytes": traffic.least(program.experiment, program.layouts, axes_of(program.mesh)),
+        "least_bytes": least_bytes(program.experiment, program.layouts, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),
         **pipeline(program),
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),

@@ -7,14 +7,16 @@ ZeroRedundancyOptimizer each updated parameter.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from jaxdist.accounting import traffic
-from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, passes, ring_bytes
-from jaxdist.config import Experiment, Mixture, ResNet
+from jaxdist.accounting.exchanges import partial_over_tensor
+from jaxdist.accounting.forms import accounting_of, least_bytes
+from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, passes, ring_bytes
+from jaxdist.config import Experiment
 from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
 from parity_tests.expected import pipeline_traffic
 from parity_tests.expected.pipeline_traffic import Range
@@ -29,23 +31,50 @@ Sent = tuple[str, dict[str, Range]]  # an axis, and by op how many
 Counts = dict[str, dict[str, Range]]
 
 
+class Step(NamedTuple):
+    """A step of a side, as its collectives depend on it."""
+
+    side: str
+    experiment: Experiment
+    layouts: Mapping[str, Layout]
+    mesh: Mapping[str, int]
+    platform: str
+
+    @property
+    def ring(self) -> bool:
+        """Whether torch's own ring attends."""
+        return self.side == TORCH and rings(self.experiment, self.platform)
+
+    @property
+    def statistics(self) -> int:
+        """How many parameters are none that are trained."""
+        return sum(layout.statistic for layout in self.layouts.values())
+
+
+def known(e: Experiment) -> bool:
+    """Whether the family has a closed form of what its steps send."""
+    return accounting_of(e.model).exchanges is not None
+
+
 def expected(
     side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
-) -> Counts:
-    """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's."""
+) -> Counts | None:
+    """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's.
+
+    None where the family has no closed form, or one with an exchange that is not in EXCHANGES.
+    """
+    exchanges = accounting_of(e.model).exchanges
+    if exchanges is None or not exchanges.keys() <= EXCHANGES.keys():
+        return None
+    step = Step(side, e, layouts, mesh, platform)
     trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
     update = of_update(side, e, trained, mesh)
-    attention = of_attention(side, e, mesh, rotates(side, e, platform))
     if side != JAX and mesh["pipeline"] > 1:
-        return together(pipeline_traffic.expected(e, layouts, mesh), (("context", attention), *update))
+        return together(pipeline_traffic.expected(e, layouts, mesh), (*of_attention(step), *update))
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
-    found: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
-    if isinstance(e.model, ResNet):
-        activations: Iterable[Sent] = [of_batch_norms(side, e, len(layouts) - len(trained), mesh)]
-    else:
-        activations = ("tensor", of_activations(side, e, layouts, mesh)), ("context", attention)
-    others = ("pipeline", of_stages(e, mesh)), *of_experts(side, e, mesh), *of_norm(side, e, mesh), *update
-    return together(found, (*activations, *others, *parameters))
+    activations = (sent for name in exchanges for sent in EXCHANGES[name](step))
+    empty: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
+    return together(empty, (*activations, *of_norm(side, e, mesh), *update, *parameters))
 
 
 def together(found: Counts, sent: Iterable[Sent]) -> Counts:
@@ -59,8 +88,8 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
 
 def least(
     side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
-) -> dict[str, float]:
-    """The least bytes that a side could send, by axis.
+) -> dict[str, float] | None:
+    """The least bytes that a side could send, by axis; None where the family has no closed form.
 
     torch: keys and values are gathered, their gradients reduce-scattered, or by its ring on GPUs keys and values
     gathered once more and gradients sent on in float32, n times; gathered are the logits of the routers too in mixtures
@@ -68,20 +97,25 @@ def least(
     zero1 DDP all-reduces whole gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
     How many rows torch sends to experts hangs on what the router chooses: see `unknown`.
     """
+    exchanges, total = accounting_of(e.model).exchanges, least_bytes(e, layouts, mesh)
+    if exchanges is None or total is None:
+        return None
+    found, step = defaultdict(float, total), Step(side, e, layouts, mesh, platform)
+    m: Any = e.model
     if side != JAX and mesh["pipeline"] > 1:
-        found = pipeline_traffic.least(e, layouts, mesh)
-        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
+        found = defaultdict(float, pipeline_traffic.least(e, layouts, mesh))
+        found["context"] += keys_and_values(step)
         return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
-    found, m = defaultdict(float, traffic.least(e, layouts, mesh)), e.model
     if checkpointed(side, e):
         numbers = 3 * e.train.accumulation * traffic.tokens_of(e, mesh)
         size = numbers * max(ITEMSIZE[str(e.precision.compute)], 4)
         found["tensor"] += ring_bytes("all_reduce", size, mesh["tensor"])
-    if side != JAX and mesh["context"] > 1 and not isinstance(m, ResNet):
-        found["context"] -= traffic.least_of_attention(e, m, mesh)
-        found["context"] += keys_and_values(e, mesh, rotates(side, e, platform))
-        found["context"] += traffic.least_of_choices(e, mesh)  # in 8 bytes each
-    if side == TRANSFORMERS and isinstance(m, Mixture) and m.balance:
+    if side != JAX and mesh["context"] > 1 and "attention" in exchanges:
+        found["context"] -= exchanges["attention"](e, layouts, mesh)["context"]
+        found["context"] += keys_and_values(step)
+        if "choices" in exchanges:  # in 8 bytes each
+            found["context"] += exchanges["choices"](e, layouts, mesh).get("context", 0.0)
+    if side == TRANSFORMERS and "experts" in exchanges and m.balance:
         tokens, ranks = e.train.batch * e.data.sequence, math.prod(mesh[axis] for axis in TOKENS)
         logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
         found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
@@ -124,26 +158,25 @@ def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Map
         yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))
 
 
-def of_stages(e: Experiment, mesh: Mapping[str, int]) -> dict[str, Range]:
-    """JAX: activations, and a mixture's tally, each tick of a pass."""
-    p = passes(e, mesh)
-    arrays = 2 if isinstance(e.model, Mixture) else 1
-    return {"permute": exactly(arrays * (p.both + p.forward) * (mesh["pipeline"] > 1))}
-
-
 def exactly(count: int) -> Range:
     return count, count
 
 
-def of_activations(
-    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
-) -> dict[str, Range]:
+def of_stages(step: Step) -> Iterator[Sent]:
+    """JAX: activations, and a mixture's tally, each tick of a pass."""
+    _, e, _, mesh, _ = step
+    p, arrays = passes(e, mesh), 2 if "experts" in (accounting_of(e.model).exchanges or ()) else 1
+    yield "pipeline", {"permute": exactly(arrays * (p.both + p.forward) * (mesh["pipeline"] > 1))}
+
+
+def of_activations(step: Step) -> Iterator[Sent]:
     """Over tensor: two sums a block forward and backward, one for embedding and head each, and three for the loss.
 
     Each chunk of the loss has its own three, and once more where it is checkpointed. Beside them the gradients of
     parameters that every tensor device has and uses in part. Under sequence parallelism a sum is a scatter and a
     gather, which a block that is computed again repeats where it enters a product.
     """
+    side, e, layouts, mesh, _ = step
     p, memory = passes(e, mesh), e.memory
     m, blocks = p.both, p.layers
     again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
@@ -159,12 +192,16 @@ def of_activations(
     reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared)
     reduced += memory.loss_chunks * (3 * losses - m * p.told)
     if not e.parallel.sequence:
-        return {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
-    return {
-        "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.told)),
-        "reduce_scatter": exactly(m * (sums + again_full) + alone),
-        "all_reduce": exactly(reduced),
-    }
+        yield "tensor", {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
+        return
+    yield (
+        "tensor",
+        {
+            "all_gather": exactly(m * (sums + 2 * again + gathered) + p.forward * (2 * blocks + p.told)),
+            "reduce_scatter": exactly(m * (sums + again_full) + alone),
+            "all_reduce": exactly(reduced),
+        },
+    )
 
 
 def checkpointed(side: str, e: Experiment) -> bool:
@@ -172,81 +209,80 @@ def checkpointed(side: str, e: Experiment) -> bool:
     return side != JAX and e.memory.loss_chunks > 1
 
 
-def rotates(side: str, e: Experiment, platform: str) -> bool:
-    """Whether torch's own ring attends, on the `platform` of a run's summary."""
-    return side == TORCH and rings(e, platform)
-
-
-def of_attention(side: str, e: Experiment, mesh: Mapping[str, int], ring: bool) -> dict[str, Range]:
+def of_attention(step: Step) -> Iterator[Sent]:
     """Over context, for keys and values, and what is computed again once more: JAX's ring sends them on n-1 times, then
     again beside their gradients, which it sends home too; Ulysses exchanges four arrays, torch gathers two. torch's
     ring gathers both at once, also backward, where it sends their gradients on n times.
     """
-    if isinstance(e.model, ResNet):
-        return {}
+    side, e, _, mesh, _ = step
     p, memory, n = passes(e, mesh), e.memory, mesh["context"]
     if side != JAX:
-        m, (blocks, again) = e.train.accumulation, attended(e, mesh, ring)
-        if ring:
-            return {"all_gather": exactly(m * (2 * blocks + again)), "all_to_all": exactly(m * n * blocks)}
-        return {"all_gather": exactly(2 * m * (blocks + again)), "reduce_scatter": exactly(2 * m * blocks)}
+        m, (blocks, again) = e.train.accumulation, attended(step)
+        if step.ring:
+            found = {"all_gather": exactly(m * (2 * blocks + again)), "all_to_all": exactly(m * n * blocks)}
+        else:
+            found = {"all_gather": exactly(2 * m * (blocks + again)), "reduce_scatter": exactly(2 * m * blocks)}
+        yield "context", found
+        return
     blocks = p.both * p.layers
     again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
     forward = blocks + again + p.forward * p.layers
     if e.parallel.context == "ulysses":
-        return {"all_to_all": exactly(4 * (forward + blocks))}
-    return {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
+        yield "context", {"all_to_all": exactly(4 * (forward + blocks))}
+    else:
+        yield "context", {"permute": exactly(2 * (n - 1) * forward + (4 * (n - 1) + 2) * blocks)}
 
 
-def attended(e: Experiment, mesh: Mapping[str, int], ring: bool) -> tuple[int, int]:
+def attended(step: Step) -> tuple[int, int]:
     """A torch rank's blocks, and those whose attention it computes again: of each of its parts every so many, but for
     the ring's, which `selective` keeps."""
+    _, e, _, mesh, _ = step
     parts = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
     each = e.model.layers // mesh["pipeline"] // parts
-    kept = e.memory.remat == "none" or (ring and e.memory.remat == "selective")
+    kept = e.memory.remat == "none" or (step.ring and e.memory.remat == "selective")
     return parts * each, 0 if kept else parts * math.ceil(each / e.memory.remat_every)
 
 
-def keys_and_values(e: Experiment, mesh: Mapping[str, int], ring: bool) -> float:
+def keys_and_values(step: Step) -> float:
     """Bytes of them that a torch rank sends over context in a step, and of their gradients, which a ring has in
     float32."""
-    if isinstance(e.model, ResNet):
-        return 0.0
-    tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(e, mesh, ring)
-    own = math.prod(mesh[axis] for axis in (*BATCH, "tensor"))
+    _, e, _, mesh, _ = step
     m: Any = e.model
+    tokens, (blocks, again) = e.train.batch * e.data.sequence, attended(step)
+    own = math.prod(mesh[axis] for axis in (*BATCH, "tensor"))
     numbers, item = tokens * 2 * m.kv_heads * m.head_dim / own, ITEMSIZE[str(e.precision.compute)]
     gathered = (2 * blocks + again) * ring_bytes("all_gather", numbers * item, mesh["context"])
-    return gathered + ring * blocks * numbers * ITEMSIZE["float32"]
+    return gathered + step.ring * blocks * numbers * ITEMSIZE["float32"]
 
 
-def of_batch_norms(side: str, e: Experiment, statistics: int, mesh: Mapping[str, int]) -> Sent:
+def of_batch_norms(step: Step) -> Iterator[Sent]:
     """Of each, which has three statistics, mean and variance and backward their gradients; of replicas' own statistics
     the first's, in JAX all at once, as they are kept."""
+    side, e, _, mesh, _ = step
     if e.parallel.batch_norm == "global":
-        return first(mesh, TOKENS), {"all_reduce": exactly(4 * statistics // 3 * e.train.accumulation)}
-    return first(mesh, TOKENS), {"all_reduce": exactly(1)} if side == JAX else {"broadcast": exactly(statistics)}
+        yield first(mesh, TOKENS), {"all_reduce": exactly(4 * step.statistics // 3 * e.train.accumulation)}
+    else:
+        yield (
+            first(mesh, TOKENS),
+            {"all_reduce": exactly(1)} if side == JAX else {"broadcast": exactly(step.statistics)},
+        )
 
 
-def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
+def of_experts(step: Step) -> Iterator[Sent]:
     """JAX gathers tokens, weights and choices, and scatters results, or sends boxes there and back; torch sends
     rows, beside how many. Over tensor gradients of the weights are summed, or under sequence parallelism weights
     and choices gathered. Tallies cross all axes that tokens differ over, in torch one by one; of transformers'
-    experts, which each rank has, the routers' logits and a mask of the valid tokens do. Over context the choices of
-    all times are gathered where experts have a capacity.
+    experts, which each rank has, the routers' logits and a mask of the valid tokens do.
     """
-    p, memory, model = passes(e, mesh), e.memory, e.model
-    if not isinstance(model, Mixture):
-        return
+    side, e, _, mesh, _ = step
+    p, model = passes(e, mesh), cast(Any, e.model)
     if side == TRANSFORMERS:
         masks = p.losses * bool(model.balance)
         logits = masks * model.layers
         yield first(mesh, TOKENS), {"all_gather": exactly(logits + masks), "reduce_scatter": exactly(logits)}
         return
-    m, blocks, alone = p.losses, p.both * p.layers, p.forward * p.layers
-    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
-    forward, sequence = blocks + again + alone, e.parallel.sequence
-    yield "context", {"all_gather": exactly(forward * bool(model.capacity))}
+    m, blocks, alone, forward = p.losses, p.both * p.layers, p.forward * p.layers, routed(step)
+    sequence = e.parallel.sequence
     if side != JAX:
         yield "expert", {"all_to_all": exactly(3 * forward + 2 * blocks)}
         yield from ((axis, {"all_reduce": (0, m)}) for axis in (*TOKENS, *["tensor"] * sequence))
@@ -262,6 +298,31 @@ def of_experts(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Se
         yield "tensor", {"all_gather": exactly(2 * forward), "reduce_scatter": exactly(blocks)}
     else:
         yield "tensor", {"all_reduce": exactly(blocks)}
+
+
+def of_choices(step: Step) -> Iterator[Sent]:
+    """Over context the choices of all times are gathered where experts have a capacity, as transformers' have not."""
+    model: Any = step.experiment.model
+    if step.side != TRANSFORMERS:
+        yield "context", {"all_gather": exactly(routed(step) * bool(model.capacity))}
+
+
+def routed(step: Step) -> int:
+    """How often tokens are given to experts in a step: in each block, and where it is computed again."""
+    p, memory = passes(step.experiment, step.mesh), step.experiment.memory
+    again = p.both * math.ceil(p.layers / memory.remat_every) if memory.remat != "none" else 0
+    return p.both * p.layers + again + p.forward * p.layers
+
+
+# Name of an exchange, as a family's `exchanges` have it -> how many collectives it takes.
+EXCHANGES: Mapping[str, Callable[[Step], Iterable[Sent]]] = {
+    "sums": of_activations,
+    "attention": of_attention,
+    "stages": of_stages,
+    "experts": of_experts,
+    "choices": of_choices,
+    "statistics": of_batch_norms,
+}
 
 
 def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:

@@ -1,17 +1,17 @@
 """What a step takes beside parameters and moments: the closed forms of both sides' scratch memory, cause by cause.
 
-JAX's is the planner's, `jaxdist/planner/`; torch's, of the same causes, is read off `torch_ref/families/`.
+JAX's is the planner's, that of its family; torch's, of the same causes, is read off `torch_ref/families/`, of whose row
+it has the arrays that a block keeps.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxdist.accounting.traffic import ITEMSIZE
-from jaxdist.config import Experiment, Mixture, ResNet
-from jaxdist.parallel.sharding import Layout
-from jaxdist.planner.memory import (
+from jaxdist.accounting.decoder import NORM, DecoderFootprint
+from jaxdist.accounting.forms import footprint
+from jaxdist.accounting.memory import (
     AGAIN_ONE,
     BATCH,
     BLOCKS,
@@ -30,38 +30,23 @@ from jaxdist.planner.memory import (
     Arrays,
     Footprint,
 )
-from jaxdist.planner.plans import footprint
-from jaxdist.planner.tokens import NORM, TokenFootprint
+from jaxdist.accounting.traffic import ITEMSIZE
+from jaxdist.config import Experiment
+from jaxdist.parallel.sharding import Layout
 from parity_tests.expected.memory_causes import UNEXPLAINED, Cause
+from torch_ref.families.accounting import accounting_of
 
 JAX, TORCH = SIDES = "jaxdist", "torch_ref"
 
-# What a block keeps from forward to backward where nothing is computed again, as `jaxdist.planner.tokens.KEPT`.
-KEPT: Mapping[str, Arrays] = {
-    # Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
-    "llama": {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)},
-    "gpt2": {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)},
-}
 AT_WORK = (WEIGHTS, TAKEN_ONE, INSIDE, LOGITS, UPDATE, FETCHED)
 SLACK = 0.05  # of constants, numbers a token and padding that the closed form leaves out
 
 
 @dataclass(frozen=True)
-class TorchFootprint(TokenFootprint):
+class TorchFootprint(DecoderFootprint):
     """The closed form of torch_ref's step. `workspaces`: bytes of cuBLAS, the one part that is measured."""
 
     workspaces: float = 0.0
-
-    kept_by_family = KEPT
-
-    @property
-    def unknown(self) -> str:
-        """Why there is none; empty where there is."""
-        if isinstance(self.experiment.model, Mixture):
-            return "as experts have many or few rows, as the router chooses"
-        if isinstance(self.experiment.model, ResNet):
-            return "as none is told yet of what torch keeps of the images of a ResNet"
-        return "as none is told yet of a pipeline's stages" if self.mesh["pipeline"] > 1 else ""
 
     @property
     def compute(self) -> int:
@@ -88,7 +73,7 @@ class TorchFootprint(TokenFootprint):
 
     @property
     def whole(self) -> Arrays:
-        arrays = dict(self.attending(self.kept_by_family[self.family]))
+        arrays = dict(self.attending(self.tables.kept))
         if self.scores and self.gpu and not self.windowed:  # keys and values once for each head of queries
             arrays |= {"S": (0, 1), "Q": (arrays["Q"][0] + 2, arrays["Q"][1])}
         n = self.mesh["context"]  # keys and values of all times
@@ -164,20 +149,35 @@ class Scratch:
 
     @cached_property
     def sides(self) -> Mapping[str, Footprint]:
-        return {JAX: footprint(self.experiment, self.mesh, self.platform), TORCH: self.torch}
+        """By side; none of one whose form is unknown."""
+        found = {JAX: self.jax, TORCH: self.torch}
+        return {side: form for side, form in found.items() if form}
 
     @property
     def platform(self) -> str:
         return "gpu" if self.gpu else "cpu"
 
     @cached_property
-    def torch(self) -> TorchFootprint:
-        return TorchFootprint(self.experiment, self.layouts, self.mesh, self.platform, self.workspaces)
+    def jax(self) -> Footprint | None:
+        return footprint(self.experiment, self.layouts, self.mesh, self.platform)
+
+    @cached_property
+    def torch(self) -> TorchFootprint | None:
+        kept = accounting_of(self.experiment.model).kept
+        if not isinstance(self.jax, DecoderFootprint) or kept is None or self.mesh["pipeline"] > 1:
+            return None
+        tables = replace(self.jax.tables, kept=kept)
+        return TorchFootprint(
+            self.experiment, self.layouts, self.mesh, self.platform, workspaces=self.workspaces, tables=tables
+        )
 
     @property
     def unknown(self) -> str:
-        """Why there is none; empty where there is."""
-        return self.torch.unknown
+        """Why not both forms are there; empty where they are."""
+        if not self.jax:
+            return f"as that of family {self.experiment.model.family} is unknown"
+        why = accounting_of(self.experiment.model).why
+        return "" if self.torch else why or "as none is told yet of a pipeline's stages"
 
     def peak(self, side: str) -> Mapping[str, float]:
         """The causes at the moment that takes the most."""

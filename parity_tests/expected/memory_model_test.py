@@ -47,7 +47,7 @@ def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:
     return check.holds
 
 
-# Of many more the form itself is compared: `jaxdist/planner/memory_test.py`.
+# Of many more the form itself is compared: `jaxdist/accounting/memory_test.py`.
 CASES: list[dict[str, Any]] = [
     {"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.remat": "selective"},
     {"parallel.mesh": "2x4", "model.family": "gpt2"},

@@ -8,7 +8,8 @@ partial. A tied embedding's are summed over the first and the last rank.
 import math
 from collections.abc import Mapping
 
-from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, partial_over_tensor, ring_bytes, tokens_of
+from jaxdist.accounting.exchanges import partial_over_tensor
+from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, ring_bytes, tokens_of
 from jaxdist.config import Experiment
 from jaxdist.parallel.sharding import SHARDS, TOKENS, Layout
 

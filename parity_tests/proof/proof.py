@@ -343,7 +343,8 @@ class Proof:
             counts = collectives.expected(run.side, *asked) if known else None
             like = run.side if known else JAX if run.summary.get("backend") == "jax" else "torch_ref"
             least = collectives.least(like, *asked)
-            yield from levels.traffic(run, least, counts, collectives.unknown(like, mesh, self.experiment))
+            if least is not None:
+                yield from levels.traffic(run, least, counts, collectives.unknown(like, mesh, self.experiment))
 
     def measured(self, what: str) -> bool:
         """Whether the reference's run reports `memory` or `collectives`, on the same mesh as ours."""

@@ -1,5 +1,6 @@
 """What a proof runs, says and searches, over runs that are made up: no training."""
 
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxdist.config import ConfigError, Experiment, TrainingError
+from jaxdist.config.registry import FAMILIES
 from parity_tests.proof import bisect, levels, proof
 from parity_tests.proof.caveats import OTHERS
 from parity_tests.proof.proof import Proof
 from parity_tests.proof.verdict import Check, Verdict
 from parity_tests.runs.run import JAX, Run
+from torch_ref.families.registry import FAMILIES as TORCH_FAMILIES
 
 TORCH = "torch_ref"
 ONE = {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
@@ -89,6 +92,21 @@ def test_a_figure_that_a_run_of_ours_lacks_leaves_it_open(tmp_path: Path, figure
     summary = proof.done[TORCH, "policy"].summary
     proof.done[TORCH, "policy"].__dict__["summary"] = {name: x for name, x in summary.items() if name != figure}
     assert proof.verdict().open == {"torch_ref, policy": f"its run lacks {figure}; prove it anew"}
+
+
+def test_a_family_without_closed_forms_is_judged_by_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its peak nor its traffic, which the notes say; memory of both sides is compared as ever."""
+    known = judged(asked(tmp_path))
+    for table in (FAMILIES, TORCH_FAMILIES):
+        rows: Any = table._rows
+        monkeypatch.setitem(rows, "llama", replace(rows["llama"], accounting=None))
+    found = judged(asked(tmp_path))
+    assert found.word == known.word == "equivalent" and "traffic" in {check.level for check in known.checks}
+    left_out = [check.name for check in known.checks if check not in found.checks]
+    assert {check.level for check in found.checks} == {check.level for check in known.checks} - {"traffic"}
+    assert all("peak" in name or "bytes over other axes" in name for name in left_out)
+    notes = [note for note in found.notes if "closed form" in note]
+    assert [note.partition(":")[0] for note in notes] == ["memory", "traffic"] and "unknown" in notes[1]
 
 
 def emptied(run: Run, what: str) -> None:

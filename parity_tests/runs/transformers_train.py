@@ -36,10 +36,8 @@ from jaxdist.config import (
     EMA,
     ConfigError,
     Experiment,
-    Mixture,
     Optimizer,
     Parallel,
-    ResNet,
     check_finite,
     exit_codes,
     same_model,
@@ -111,19 +109,19 @@ def on_batch_axes(experiment: Experiment) -> Experiment:
             f"--precision {precision.policy} under --strategy ddp would be autocast's, not the policy's; use "
             "--strategy fsdp"
         )
-    if isinstance(experiment.model, Mixture) and experiment.model.capacity:
+    if capacity := getattr(experiment.model, "capacity", 0):
         raise ConfigError(
-            f"model.capacity = {experiment.model.capacity}: transformers leaves out no token; use model.capacity = 0, "
-            "or --against torch"
+            f"model.capacity = {capacity}: transformers leaves out no token; use model.capacity = 0, or --against torch"
         )
     if (chunks := experiment.memory.loss_chunks) > 1:
         raise ConfigError(
             f"memory.loss_chunks = {chunks}: transformers' models return all logits at once; leave it out, or use "
             "--against torch"
         )
-    if isinstance(experiment.model, ResNet):
+    if experiment.model.input_kind == "images":
         raise ConfigError(
-            "model.family = resnet: a loop of transformers' is proved with tokens alone; use --against torch"
+            f"model.family = {experiment.model.family}: a loop of transformers' is proved with tokens alone; use "
+            "--against torch"
         )
     if experiment.optimizer.asks_for_whole:
         raise ConfigError(

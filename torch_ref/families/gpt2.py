@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import GPT2 as Config
+from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, LayerNorm, attend
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
@@ -91,3 +92,8 @@ class GPT2(nn.Module):
     def embedded(self, tokens_BT: Tensor) -> Tensor:
         positions = torch.arange(self.context.size * tokens_BT.shape[1], device=tokens_BT.device)
         return self.embed(tokens_BT) + self.positions(self.context.rows(positions))
+
+
+# As Llama's, with one product into the MLP.
+KEPT = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)}
+ACCOUNTING = Accounting(flops_of_decoder, KEPT)

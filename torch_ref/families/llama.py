@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from jaxdist.config import Llama as Config
 from jaxdist.config import Rotary
+from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
@@ -95,3 +96,8 @@ class Llama(nn.Module):
         if self.norm is None:
             return x_BTD
         return head(self, self.norm(x_BTD), targets_SN)
+
+
+# Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
+KEPT = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)}
+ACCOUNTING = Accounting(flops_of_decoder, KEPT)

@@ -1,10 +1,14 @@
 """Mixtral (arXiv:2401.04088) and, by config, Qwen3-MoE. Twin: jaxdist/families/mixtral/model.py."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jaxdist.config import Experiment
 from jaxdist.config import Mixture as Config
+from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, RMSNorm, Rotation, at_least_f32, rotary
 from torch_ref.families.llama import Attention
 from torch_ref.families.loss import head
@@ -171,3 +175,12 @@ class Mixtral(nn.Module):
         count_E = self.dispatch.of_all_tokens(count_E)
         entries = (count_E.sum() / c.top_k).clamp_min(1)  # tokens of all blocks
         return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
+
+
+def flops(experiment: Experiment, model: nn.Module) -> float:
+    """FLOPs of a step per token: of E experts those k multiply that a token goes to, whatever a capacity leaves out."""
+    c: Any = experiment.model
+    return flops_of_decoder(experiment, model, {"experts": c.top_k / c.experts})
+
+
+ACCOUNTING = Accounting(flops, why="as experts have many or few rows, as the router chooses")

@@ -16,6 +16,8 @@ class Family:
     """Value of `model.family`."""
     model: Reference
     """The class of its module, which is built from a config: "package.module:name", or the class."""
+    accounting: Reference | None = None
+    """Closed forms of its FLOPs and memory; None: unknown."""
 
 
 FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families.rows")

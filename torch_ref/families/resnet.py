@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from jaxdist.config import Experiment
 from jaxdist.config import ResNet as Config
+from torch_ref.families.accounting import Accounting
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.images import Images
+from torch_ref.parallel.weights import named
 
 
 class Convolution(nn.Conv2d):
@@ -131,3 +134,13 @@ class ResNet(nn.Module):
                 x_BCYX = block(x_BCYX)
         x_BD = at_least_f32(x_BCYX).mean((2, 3)).to(x_BCYX.dtype)
         return self.head(x_BD)
+
+
+def flops(experiment: Experiment, model: nn.Module) -> float:
+    """FLOPs of a step per image: 6 a kernel's number at every place of what it puts out."""
+    c: Any = experiment.model
+    kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
+    return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
+
+
+ACCOUNTING = Accounting(flops, why="as none is told yet of what torch keeps of the images of a ResNet")

@@ -3,10 +3,10 @@
 from torch_ref.families.registry import Family, register_family
 
 for row in (
-    Family("llama", "torch_ref.families.llama:Llama"),
-    Family("gpt2", "torch_ref.families.gpt2:GPT2"),
-    Family("mixtral", "torch_ref.families.mixtral:Mixtral"),
-    Family("qwen3_moe", "torch_ref.families.mixtral:Mixtral"),
-    Family("resnet", "torch_ref.families.resnet:ResNet"),
+    Family("llama", "torch_ref.families.llama:Llama", "torch_ref.families.llama:ACCOUNTING"),
+    Family("gpt2", "torch_ref.families.gpt2:GPT2", "torch_ref.families.gpt2:ACCOUNTING"),
+    Family("mixtral", "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"),
+    Family("qwen3_moe", "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"),
+    Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING"),
 ):
     register_family(row)

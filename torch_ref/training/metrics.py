@@ -10,46 +10,25 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from jaxdist import __version__
-from jaxdist.config import Experiment, Mixture, Optimizer, ResNet
+from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.hardware import peak_flops
-from torch_ref.parallel.weights import named
+from torch_ref.families.accounting import flops_per_token
 from torch_ref.training import optim
 
 WARM_UP = 2  # steps left out of medians
 
 
 def utilization(experiment: Experiment, model: nn.Module, mesh: DeviceMesh, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: arithmetic done over the GPUs' peak in the dtype of products; None where that is
+    """Model FLOPs utilization: arithmetic done over the GPUs' peak in the dtype of products; None where either is
     unknown."""
     kind = torch.cuda.get_device_name() if mesh.device_type == "cuda" else "CPU"
-    if (peak := peak_flops(kind, experiment.precision.compute)) is None:
-        return None
-    return tokens_per_second * flops_per_token(experiment, model) / (peak * mesh.size())
+    flops, peak = flops_per_token(experiment, model), peak_flops(kind, experiment.precision.compute)
+    return None if flops is None or peak is None else tokens_per_second * flops / (peak * mesh.size())
 
 
 def parameter_count(model: nn.Module) -> int:
     """Numbers in the whole model, a tied one once."""
     return sum(p.numel() for p in model.parameters())
-
-
-def flops_per_token(experiment: Experiment, model: nn.Module) -> float:
-    """Multiply-adds × 2 of a step, per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
-
-    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
-    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. Of E experts those
-    k multiply that a token goes to, whatever a capacity leaves out. Of a ResNet, per image: a kernel multiplies at
-    every place of what it puts out.
-    """
-    c: Any = experiment.model
-    if isinstance(c, ResNet):
-        kernels = {name.removesuffix(".weight"): p for name, p in named(model) if p.ndim > 1}
-        return 6.0 * sum(p.numel() * c.places(path) for path, p in kernels.items())
-    looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
-    chosen = c.top_k / c.experts if isinstance(c, Mixture) else 1.0
-    multiplying = sum(
-        p.numel() * (chosen if ".experts." in name else 1.0) for name, p in named(model) if name not in looked_up
-    )
-    return 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:

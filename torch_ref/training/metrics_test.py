@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from jaxdist.config import Experiment
+from torch_ref.families.accounting import flops_per_token
 from torch_ref.families.models import build
 from torch_ref.train import notes
-from torch_ref.training.metrics import flops_per_token, utilization
+from torch_ref.training.metrics import utilization
 
 EXPERIMENT = Experiment()
 
@@ -23,7 +24,9 @@ def mfu(kind: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda", policy
 
 
 def test_utilization_is_of_all_devices_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    arithmetic = 1e6 * flops_per_token(EXPERIMENT, build(EXPERIMENT.model))
+    flops = flops_per_token(EXPERIMENT, build(EXPERIMENT.model))
+    assert flops is not None
+    arithmetic = 1e6 * flops
     assert mfu("NVIDIA H100 80GB HBM3", monkeypatch) == pytest.approx(arithmetic / (2 * 989e12))
     assert mfu("NVIDIA A100-SXM4-80GB", monkeypatch) == pytest.approx(arithmetic / (2 * 312e12))
     assert mfu("NVIDIA H100 80GB HBM3", monkeypatch, policy="fp32") == pytest.approx(arithmetic / (2 * 67e12))

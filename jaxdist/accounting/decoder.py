@@ -1,17 +1,12 @@
-"""What a decoder holds within a step: activations, logits, and what a mixture, a ring or a pipeline has at work."""
+"""What a decoder holds and computes within a step: activations, logits, and what a ring or a pipeline has at work."""
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import Any
 
-from jaxdist.accounting.traffic import ITEMSIZE, Attends, passes, tokens_of
-from jaxdist.config import Mixture
-from jaxdist.ops.attention import has_kernel
-from jaxdist.ops.grouped import rows_of
-from jaxdist.parallel.sharding import strategy
-from jaxdist.planner.memory import (
+from jaxdist.accounting.memory import (
     AGAIN_ONE,
     BATCH,
     BLOCKS,
@@ -32,59 +27,38 @@ from jaxdist.planner.memory import (
     Arrays,
     Footprint,
     Sizes,
+    Work,
     amount,
 )
+from jaxdist.accounting.traffic import ITEMSIZE, passes, recomputed, tokens_of
+from jaxdist.ops.attention import has_kernel
+from jaxdist.parallel.sharding import Layout, strategy
 
 # The tables are of numbers a token. D model, Q heads · C, K kv heads · C, S scores: heads · T, P those of a pair of the
 # ring's chunks, F hidden; of a mixture F and d, hidden and D of the rows that a device's experts have room for. The
 # mesh axis `tensor` splits all but D and d, and R under sequence parallelism alone: D between the products.
 
-# What a block keeps from forward to backward where nothing is computed again.
-KEPT: Mapping[str, Arrays] = {
-    # R: the input, and what attention adds to it. Q, K: queries and keys as their products leave them, values, the
-    # result. S: probabilities. F: gate and up.
-    "llama": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0)},
-    # F: what goes into GELU.
-    "gpt2": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (1, 0)},
-    # d: an expert's rows, and the result.
-    "mixture": {"R": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (2, 0), "d": (2, 0)},
-}
-# What a block keeps that is computed again: its input, or also the results of matrix products.
-AGAIN: Mapping[tuple[str, str], Arrays] = {
-    ("full", "llama"): {"R": (1, 0)},
-    ("full", "gpt2"): {"R": (1, 0)},
-    ("selective", "llama"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0), "F": (2, 0)},
-    ("selective", "gpt2"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0), "F": (1, 0)},
-    ("full", "mixture"): {"R": (1, 0)},
-    ("selective", "mixture"): {"R": (2, 0), "Q": (1, 0), "K": (2, 0)},  # grouped products are none of those
-}
-# What is there of a block that is computed again while its backward pass is.
-WORKING: Mapping[str, Arrays] = {
-    # R: the input and the sum after attention; each norm before its scale. D: and after it. Q, K: queries and keys as
-    # rotated, values, the result. S: probabilities. F: gate, its sigmoid s, 1 - s, gate · s, up, the product.
-    "llama": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0)},
-    # F: what goes into GELU by tanh, and what its formula makes of that on the way.
-    "gpt2": {"R": (0, 4), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 1), "F": (5, 1)},
-    # d: an expert's rows and results, and both with zeros for those of others.
-    "mixture": {"R": (2, 2), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 1), "F": (6, 0), "d": (4, 0)},
-}
-# The same on GPUs, where XLA makes formulas of one number at a time where they are read.
-ON_GPUS: Mapping[str, Arrays] = {
-    # R: the input, the sum after attention, and their gradients. D: what the products read. Q, K: as above, and their
-    # gradients. F: gate, up, the product and its gradient.
-    "llama": {"R": (4, 0), "D": (2, 0), "Q": (2, 0), "K": (2, 0), "S": (0, 1), "F": (4, 0)},
-}
-# And on several CPUs, where reductions make what they read, while the MLP is at work, whatever is computed again. R:
-# the input, and the sum after attention. D: what the products read, transposed. Q, K: as above. S: exponentials and
-# probabilities, or these in 16 bits.
-ON_CPUS: Mapping[str, Arrays] = {
-    # F: gate, up, the product and what makes it, and two gradients.
-    "llama": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (6, 0)},
-    # F: what goes into GELU, its tanh and its gradient, and the result, transposed.
-    "gpt2": {"R": (2, 0), "D": (0, 2), "Q": (1, 1), "K": (0, 2), "S": (0, 2), "F": (4, 0)},
-    # F, d: what grouped products read and write, beside BY_BLOCKS.
-    "mixture": {"R": (2, 0), "D": (0, 3), "Q": (1, 1), "K": (1, 1), "S": (0, 2), "F": (3, 0), "d": (2, 0)},
-}
+
+@dataclass(frozen=True)
+class Tables:
+    """What a block of a family has at work, as counts of the sizes above.
+
+    Those in the MLP are F and, of experts, d; R, D, Q, K and S are much the same in all blocks that attend.
+    """
+
+    kept: Arrays
+    """From forward to backward, where nothing is computed again."""
+    selective: Arrays
+    """Under rematerialization `selective`, which keeps results of matrix products; `full` keeps the block's INPUT."""
+    working: Arrays
+    """In the backward pass of a block that is computed again: what its formulas read and write, one by one."""
+    on_cpus: Arrays
+    """On several CPUs, where reductions make what they read, while the MLP is at work, whatever is computed again."""
+    on_gpus: Arrays | None = None
+    """On GPUs, where XLA makes formulas of one number at a time where they are read; None: as `working`."""
+
+
+INPUT: Arrays = {"R": (1, 0)}
 # While attention is, backward: R, D, Q, K as above. S: probabilities, their gradient and that of scores.
 ATTENTION_ON_CPUS: Arrays = {"R": (2, 0), "D": (0, 1), "Q": (1, 1), "K": (1, 1), "S": (0, 3)}
 # And forward. R: the input. K: values. S: scores, exponentials, probabilities and the mask, a byte each.
@@ -94,12 +68,6 @@ IN_STACKS = ("F", "S", "d")  # what a block has of these it reads where it is ke
 UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
 # What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
-# What grouped products have beside what a block does, on several CPUs apart: rows and results with room for one block
-# of rows more.
-PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
-# The same on several CPUs: what the loops over blocks of rows write. These, and the mixture's of ON_CPUS, have room for
-# one block of rows more.
-BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
 # Pairs of the ring's chunks: of a device's own, and with what it has received in one turn.
 OWN, RECEIVED = 3, 2
 # Scores of these where XLA schedules around collectives, all at once: of each scores and the gradient of probabilities,
@@ -107,20 +75,25 @@ OWN, RECEIVED = 3, 2
 PAIRS = ((OWN + RECEIVED) * 2, (OWN + RECEIVED) * 2)
 PADS = 16  # XLA pads a product's sizes to multiples of it for the tensor cores
 NORM: Arrays = {"R": (0, 2), "D": (1, 0)}  # what the last norm keeps
+# How often what a block keeps goes through memory: written and read forward, read backward, its gradient written and
+# read; and what is computed again written and read once more. Logits are passed over so often in all.
+PASSES, AGAIN, OVER_LOGITS = 5, 2, 7
+BACKWARD = 2.5  # FLOPs of attention's backward pass, its forward pass being 1: five products to two
 
 
 @dataclass(frozen=True)
-class TokenFootprint(Footprint):
-    """The closed form of a decoder. A GPU's fused attention keeps no scores."""
+class DecoderFootprint(Footprint):
+    """The closed form of a decoder of equal blocks, by the `tables` of its family. A GPU's fused attention keeps no
+    scores."""
 
-    kept_by_family = KEPT
+    tables: Tables = field(kw_only=True)
 
     # ---- sizes
 
     @property
-    def decoder(self) -> Attends:
-        """The model, which is no ResNet."""
-        return cast(Attends, self.experiment.model)
+    def decoder(self) -> Any:
+        """Its config."""
+        return self.experiment.model
 
     @property
     def tokens(self) -> float:
@@ -150,18 +123,8 @@ class TokenFootprint(Footprint):
 
     @property
     def rows(self) -> float:
-        """Rows of an MLP for each token of a device: one, or of a mixture what its experts have room for: of all tokens
-        of the group the k chosen, or an equal part of all experts' boxes."""
-        m, times = self.experiment.model, self.experiment.data.sequence
-        if not isinstance(m, Mixture):
-            return 1.0
-        return m.experts * m.room(times) / times if m.capacity else m.top_k * self.mesh["expert"]
-
-    @property
-    def rows_of_a_block(self) -> int:
-        """Rows that a mixture's grouped products multiply at a time."""
-        m = cast(Mixture, self.experiment.model)
-        return rows_of(int(self.tokens * self.rows), m.experts // self.mesh["expert"])
+        """Rows of an MLP for each token of a device."""
+        return 1.0
 
     @property
     def scores(self) -> bool:
@@ -169,20 +132,17 @@ class TokenFootprint(Footprint):
         fused = self.gpu and has_kernel(self.experiment.precision.compute, self.experiment.model.head_dim)
         return not self.ring and not fused
 
+    def applied(self, layout: Layout) -> float:
+        """How often a token is multiplied by each number of a parameter."""
+        return 1.0
+
     @cached_property
     def multiplying(self) -> tuple[float, float]:
-        """Numbers of a block, and of the head, that each token is multiplied by on a device; where experts go by blocks
-        of rows, with those that are no token's."""
+        """Numbers of a block, and of the head, that each token is multiplied by on a device."""
         m, t = self.experiment.model, self.mesh["tensor"]
         block = head = 0.0
-        spare = 1.0
-        if isinstance(m, Mixture) and self.platform != "tpu":
-            experts = m.experts // self.mesh["expert"]
-            own = self.tokens * (self.rows if m.capacity else m.top_k)
-            spare += experts * self.rows_of_a_block / 2 / own  # half of each last block
         for name, layout in self.layouts.items():
-            chosen = spare * m.top_k / m.experts if isinstance(m, Mixture) and "experts" in layout.axes else 1.0
-            share = chosen / (t if "tensor" in layout.model_axes else 1)
+            share = self.applied(layout) / (t if "tensor" in layout.model_axes else 1)
             if "layers" in layout.axes:
                 block += math.prod(layout.shape) * share / m.layers
             elif name.startswith("lm_head") or (m.tied and name.startswith("embed.")):
@@ -209,21 +169,21 @@ class TokenFootprint(Footprint):
     @property
     def whole(self) -> Arrays:
         """What a block keeps where nothing is computed again."""
-        return self.gathered(self.attending(self.kept_by_family[self.family]))
+        return self.gathered(self.attending(self.tables.kept))
 
     @property
     def formulas(self) -> Arrays:
         """What a block's formulas read and write, one by one."""
-        return self.gathered(self.attending(WORKING[self.family]))
+        return self.gathered(self.attending(self.tables.working))
 
     @property
     def working(self) -> Arrays:
         """What is there of a block that is computed again; on several CPUs of any, while its MLP is at work."""
         if self.several_cpus:
-            return self.gathered(self.attending(ON_CPUS[self.family]))
-        if not self.gpu or self.family not in ON_GPUS:
+            return self.gathered(self.attending(self.tables.on_cpus))
+        if not self.gpu or self.tables.on_gpus is None:
             return self.formulas
-        table = ON_GPUS[self.family]
+        table = self.tables.on_gpus
         if self.mesh["tensor"] > 1:
             table = {w: (n + UNDER_WAY.get(w, (0, 0))[0], wide) for w, (n, wide) in table.items()}
         return self.gathered(self.attending(table))
@@ -243,13 +203,12 @@ class TokenFootprint(Footprint):
     @property
     def least(self) -> Arrays:
         """What a block keeps that is computed again; all, where none is."""
-        memory = self.experiment.memory
-        return AGAIN.get((memory.remat, self.family), self.whole)
+        return {"full": INPUT, "selective": self.tables.selective}.get(self.experiment.memory.remat, self.whole)
 
     @property
-    def family(self) -> str:
-        m = self.experiment.model
-        return "mixture" if isinstance(m, Mixture) else m.family
+    def grouped(self) -> float:
+        """Bytes at work in products by blocks of rows, where a family has such."""
+        return 0.0
 
     @property
     def kept(self) -> float:
@@ -435,17 +394,29 @@ class TokenFootprint(Footprint):
             return 0, 1 + (narrow or self.experiment.memory.remat == "selective")
         return narrow, 1.75
 
+    # ---- arithmetic
+
     @property
-    def grouped(self) -> float:
-        """Bytes at work in products by blocks of rows: what these have beside a block's, and gradients of two kernels
-        of all of a device's experts. What is kept in 16 bits is float32 by then, if it is not computed again."""
-        m, mesh = self.experiment.model, self.mesh
-        if not isinstance(m, Mixture) or self.platform == "tpu":
-            return 0.0
-        kernels = 2 * m.dim * m.hidden * m.experts / mesh["expert"] / mesh["tensor"] * max(self.compute, 4)
-        if not self.several_cpus:
-            return self.arrays(PADDED) + kernels
-        again = self.experiment.memory.remat != "none"
-        written = self.arrays(BY_BLOCKS, self.unwidened if again else self.compute)
-        with_room = {w: (ON_CPUS["mixture"][w][0] + n, 0) for w, (n, _) in BY_BLOCKS.items()}
-        return written + self.arrays(with_room) * self.rows_of_a_block / (self.tokens * self.rows) + kernels
+    def work(self) -> Work:
+        """What is computed again and the idle ticks of a pipeline included."""
+        e, p, again = self.experiment, passes(self.experiment, self.mesh), recomputed(self.experiment)
+        full = again * (e.memory.remat == "full")
+        blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
+        chunks = e.memory.loss_chunks
+        chunked = chunks > 1
+        heads = p.both * (3 + chunked) + p.forward * p.told
+        block, head = self.multiplying
+        attended = p.layers * (p.both * (1 + BACKWARD + again) + p.forward)
+        kept, least = self.arrays(self.formulas), self.arrays(self.least)
+        moved = p.layers * (p.both * (PASSES * kept + AGAIN * again * (kept - least)) + p.forward * AGAIN * kept)
+        if chunked:  # each reads the head for its logits, for them again and for their gradient, and adds to its own
+            moved += p.both * chunks * head * (2 * max(self.compute, 4) + 3 * self.compute)
+        moved += (p.both * (OVER_LOGITS + AGAIN * chunked) + p.forward * p.told * OVER_LOGITS) * self.arrays(
+            {"V": (0, 1)}
+        )
+        # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
+        weights = p.layers / self.decoder.layers * self.weights(True) + self.weights(False)
+        moved += p.both * weights * (2 * self.compute + 3 * self.at_rest) + p.forward * weights * self.compute
+        moved += self.update
+        products = 2 * self.tokens * (blocks * block + heads * head)
+        return Work(products, self.tokens * attended * self.attention_flops, moved)

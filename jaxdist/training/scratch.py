@@ -4,7 +4,6 @@ import math
 
 from jaxdist.accounting.traffic import ITEMSIZE, tokens_of
 from jaxdist.config import Experiment
-from jaxdist.config.model import Decoder
 from jaxdist.families import models
 from jaxdist.parallel import sharding
 from jaxdist.runtime.processes import world
@@ -16,7 +15,7 @@ def scratch(experiment: Experiment) -> float:
 
     It reads declared parameters alone, so it holds for any model: gradients, and for each token (or image) of a
     microbatch the results of all products, half of them with their gradient; with rematerialization those of three
-    blocks. Decoders add attention's scores. The planner's closed form is more exact, but knows certain families alone.
+    blocks. Heads add attention's scores. A family's closed form is more exact, where it has one.
     """
     e = experiment
     if not e.parallel.sized:
@@ -31,8 +30,7 @@ def scratch(experiment: Experiment) -> float:
         gradients += math.prod(layout.local_shape(mesh, row.gradients))
         stacked, *_, out = layout.local_shape(mesh, sharded=False)
         results += kept * stacked * out if "layers" in layout.axes else out
-    if isinstance(e.model, Decoder):
-        scores = e.model.layers * e.model.heads * e.data.sequence
-        results += kept * scores / (mesh["pipeline"] * mesh["tensor"] * mesh["context"])
+    scores = e.model.layers * getattr(e.model, "heads", 0) * e.data.sequence
+    results += kept * scores / (mesh["pipeline"] * mesh["tensor"] * mesh["context"])
     copies = 1 + (e.train.accumulation > 1)  # those of a microbatch, and their sum
     return ITEMSIZE["float32"] * (copies * gradients + 1.5 * tokens_of(e, mesh) * results)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxdist.accounting import scratch
 from jaxdist.command_line.arguments import load
 from jaxdist.runtime.malloc import HEAP
 from jaxdist.runtime.processes import World
+from jaxdist.training import scratch
 
 pytestmark = pytest.mark.long
 

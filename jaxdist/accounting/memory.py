@@ -1,9 +1,9 @@
 """What a device holds within a step: a closed form, cause by cause, from the declared parameters alone.
 
 A cause is there at some moments of a step and not at others; the peak is at the moment with the largest sum. Here is
-what all models have in common, parameters and what is kept of them; activations are those of a form of its own:
-`tokens.py` for decoders, `images.py` for ResNets. Their tables count the arrays that a block's formulas need for their
-derivatives, as `jaxdist/families/` has them. XLA leaves gaps between the arrays that it places; a closed form counts
+what all models have in common, parameters and what is kept of them; activations are those of a family's own form, of
+decoders by way of `decoder.py`. Their tables count the arrays that a block's formulas need for their derivatives, as
+`jaxdist/families/` has them. XLA leaves gaps between the arrays that it places; a closed form counts
 none.
 """
 
@@ -54,9 +54,18 @@ def amount(arrays: Arrays, sizes: Sizes, compute: int) -> float:
 
 
 @dataclass(frozen=True)
-class Footprint(ABC):
-    """The closed form for one experiment on one mesh, bytes on one device of a `platform`, JAX's name for it: cpu, gpu
-    or tpu."""
+class Work:
+    """What one device does in a step: FLOPs of matrix products and of attention, bytes that all else moves."""
+
+    products: float
+    attention: float
+    moved: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What any model has on a device for one experiment on one mesh: parameters and what is kept of them, in bytes on a
+    `platform`, JAX's name for it: cpu, gpu or tpu."""
 
     experiment: Experiment
     layouts: Mapping[str, Layout]
@@ -140,7 +149,15 @@ class Footprint(ABC):
         """A device's share of the gradients, as their accumulators are laid out."""
         return self.held(strategy(self.experiment.parallel).gradients) * self.at_rest
 
-    # ---- moments
+
+@dataclass(frozen=True)
+class Footprint(State, ABC):
+    """The closed form of a step: all that a device holds at each moment, and what it computes."""
+
+    @property
+    @abstractmethod
+    def work(self) -> Work:
+        """What one device does in a step."""
 
     @property
     @abstractmethod

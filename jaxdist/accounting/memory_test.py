@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from jaxdist.accounting.decoder import DecoderFootprint
+from jaxdist.accounting.memory import WORKSPACE, Footprint
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.experiment import read_toml
 from jaxdist.conftest import slow
 from jaxdist.parallel import rematerialization as rematerialization
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.planner.compiled import compile_plan
-from jaxdist.planner.memory import WORKSPACE, Footprint
 from jaxdist.planner.plans import footprint as form_of
-from jaxdist.planner.tokens import TokenFootprint
 from jaxdist.training import metrics
 from jaxdist.training.program import Program
 
@@ -246,7 +246,7 @@ def test_what_platforms_differ_in() -> None:
     """16 bits are 32 on CPUs; fused attention and its workspaces are a GPU's; TPUs have grouped products."""
     e = experiment(model=MIXTRAL, **{"parallel.mesh": "expert=2", "precision.policy": "bf16"})
     form = footprint(e)
-    assert isinstance(form, TokenFootprint)
+    assert isinstance(form, DecoderFootprint)
     cpu, gpu, tpu = (replace(form, platform=platform) for platform in ("cpu", "gpu", "tpu"))
     assert (cpu.compute, gpu.compute, tpu.compute) == (4, 2, 2)
     assert (cpu.scores, gpu.scores, tpu.scores) == (True, False, True)

@@ -1,4 +1,4 @@
-"""What a ResNet holds within a step: what its convolutions and relus put out, block by block.
+"""What a ResNet adds to FLOPs, memory and traffic of a step: by what its convolutions and relus put out.
 
 Its blocks are not stacked. XLA sees all of them at once, and merges what the backward pass of a block would gather or
 compute again with what the forward pass did: gathered weights are there for all of the step.
@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
-from jaxdist.accounting.traffic import ITEMSIZE, tokens_of
-from jaxdist.config import ResNet
-from jaxdist.config.model import halved
-from jaxdist.parallel.sharding import Layout, strategy
-from jaxdist.planner.memory import (
+from jaxdist.accounting.forms import Accounting
+from jaxdist.accounting.memory import (
     BATCH,
     BLOCKS,
     FRESH,
@@ -28,8 +25,13 @@ from jaxdist.planner.memory import (
     Arrays,
     Footprint,
     Sizes,
+    Work,
     amount,
 )
+from jaxdist.accounting.traffic import ITEMSIZE, first, ring_bytes, tokens_of
+from jaxdist.config import Experiment, ResNet
+from jaxdist.config.model import halved
+from jaxdist.parallel.sharding import TOKENS, Layout, strategy
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
 # put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
@@ -50,6 +52,11 @@ SEARCHED: Mapping[str, Arrays] = {
     "tpu": {"W": (1, 0), "O": (1, 1)},
     "cpu": {"W": (2, 4), "O": (1, 0), "P": (1, 4)},
 }
+# How often what convolutions put out, C, goes through memory: written, read for its mean, its variance and to be
+# normalized; backward read for sums and for the gradient, as is the gradient of what batch norm puts out, and the
+# gradient written and read by two products. And of what goes on, A: written and read forward, read backward, its
+# gradient written.
+MOVED: Arrays = {"C": (11, 0), "A": (4, 0)}
 BUCKET = 30 * 2**20  # bytes of gradients that XLA sends together on GPUs (xla_gpu_all_reduce_combine_threshold_bytes)
 
 BLOCK = re.compile(r"stages\.(\d+)\.(\d+)\.")  # of a parameter's name
@@ -175,6 +182,15 @@ class ImageFootprint(Footprint):
         return math.prod(self.layouts[name].shape) * self.model.places(name.removesuffix(".kernel"))
 
     @property
+    def work(self) -> Work:
+        """There is no gradient of images, so the stem has but one product backward."""
+        microbatches = self.experiment.train.accumulation
+        products = self.images * 2 * (3 * self.multiplying - self.applied("stem.conv.kernel"))
+        moved = sum(self.arrays(MOVED, sizes) for sizes in self.blocks)
+        moved += self.held(False) * (2 * self.compute + 3 * self.at_rest)  # as a decoder's
+        return Work(microbatches * products, 0.0, microbatches * moved + self.update)
+
+    @property
     def sums(self) -> int:
         """Mean and variance of each batch norm, and their gradients; or what the first device's have become."""
         e = self.experiment
@@ -203,3 +219,29 @@ class ImageFootprint(Footprint):
             )
         own = sum(own for own, _ in self.gradients_by_block)
         yield {BATCH: self.batch, GRADIENTS: accumulators or own} | self.updating
+
+
+def flops(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
+    """FLOPs of a step per image: 6 a kernel's number at every place of what it puts out."""
+    m = cast(ResNet, experiment.model)
+    kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
+    return 6.0 * sum(math.prod(k.shape) * m.places(path) for path, k in kernels.items())
+
+
+def statistics(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
+    """Least bytes a device must send per step for batch norms, the only activations that meet, by mesh axis.
+
+    Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
+    own the first's running statistics are sent to the others, once a step.
+    """
+    e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
+    running = max(ITEMSIZE[str(e.precision.parameters)], 4)
+    sizes = [math.prod(layout.shape) for layout in layouts.values() if layout.statistic]
+    counts = sizes.count(1)
+    sums = 2 * (sum(sizes) - counts) * wide * e.train.accumulation
+    kept = (sum(sizes) - counts) * running + counts * 4
+    size = sums if e.parallel.batch_norm == "global" else kept
+    return {first(mesh, TOKENS): ring_bytes("all_reduce", size, math.prod(mesh[axis] for axis in TOKENS))}
+
+
+ACCOUNTING = Accounting(flops, ImageFootprint, {"statistics": statistics})

@@ -1,0 +1,75 @@
+"""What a family adds to a step in FLOPs, memory and traffic: the closed forms of its row, as all others ask for them.
+
+A form that a row lacks is unknown, which is no error: what a step holds and sends can still be measured.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jaxdist.accounting import traffic
+from jaxdist.accounting.memory import Footprint
+from jaxdist.config import ConfigError, Experiment, Model
+from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.parallel.sharding import Layout
+
+Layouts = Mapping[str, Layout]
+Mesh = Mapping[str, int]  # sizes of the mesh axes
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Closed forms of a family; None: unknown."""
+
+    flops: Callable[[Experiment, Layouts], float] | None = None
+    """FLOPs of a step per token, or image: products and attention, nothing of it twice."""
+    footprint: Callable[[Experiment, Layouts, Mesh, str], Footprint] | None = None
+    """What one device holds and computes in a step, on a platform: cpu, gpu or tpu."""
+    exchanges: Mapping[str, Callable[[Experiment, Layouts, Mesh], Mapping[str, float]]] | None = None
+    """What a step sends beside parameters: name of an exchange -> its least bytes by mesh axis. By these names the
+    proof knows how many collectives each side takes (`parity_tests/expected/collectives.py`)."""
+
+
+class Unknown(ConfigError):
+    """A closed form that a family lacks."""
+
+
+def unknown(model: Model, form: str) -> Unknown:
+    """The error for a form of `Accounting` that is asked for and not there."""
+    return Unknown(
+        f"model.family = {model.family}: the closed form of its {form} is unknown; register it with an accounting that "
+        f"has {form}, or measure a step: python -m jaxdist.plan --compiled, without --recommend and --output"
+    )
+
+
+def accounting_of(model: Model) -> Accounting:
+    """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
+    return resolve(FAMILIES[model.family].accounting) or Accounting()
+
+
+def flops_per_token(experiment: Experiment, layouts: Layouts) -> float | None:
+    """Multiply-adds × 2 of a step, per token or image; None where unknown."""
+    form = accounting_of(experiment.model).flops
+    return form(experiment, layouts) if form else None
+
+
+def footprint(experiment: Experiment, layouts: Layouts, mesh: Mesh, platform: str = "cpu") -> Footprint | None:
+    """What one device holds and computes in a step; None where unknown."""
+    if mesh["tensor"] == 1 and experiment.parallel.sequence:  # it splits nothing, and gathers nothing
+        parallel = experiment.parallel.model_copy(update={"sequence": False})
+        experiment = experiment.model_copy(update={"parallel": parallel})
+    form = accounting_of(experiment.model).footprint
+    return form(experiment, layouts, mesh, platform) if form else None
+
+
+def least_bytes(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> dict[str, float] | None:
+    """Least bytes that a device must send per step, by mesh axis: for parameters, for what an update rule asks of whole
+    ones, and for the exchanges of the family; None where these are unknown."""
+    exchanges = accounting_of(experiment.model).exchanges
+    if exchanges is None:
+        return None
+    found = Counter(traffic.least_of_parameters(experiment, layouts, mesh))
+    found += Counter(traffic.least_of_update(experiment, layouts, mesh))
+    for exchange in exchanges.values():
+        found += Counter(exchange(experiment, layouts, mesh))
+    return dict(found)

@@ -1,0 +1,75 @@
+"""A family without closed forms: what a plan and a run tell of it, and what they call unknown."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxdist import plan
+from jaxdist.accounting.forms import Accounting, accounting_of, flops_per_token, least_bytes
+from jaxdist.command_line.arguments import load
+from jaxdist.config import ConfigError
+from jaxdist.config.hardware import hardware
+from jaxdist.config.registry import FAMILIES
+from jaxdist.planner.plans import Plan, layouts
+
+
+@pytest.fixture
+def forms(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives the default family other closed forms, or none."""
+
+    def register(accounting: Accounting | None) -> None:
+        row = replace(FAMILIES["llama"], accounting=accounting)
+        monkeypatch.setitem(FAMILIES._rows, "llama", row)
+
+    return register
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    plan.main([*arguments, "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_without_closed_forms_tells_the_state(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters and optimizer state are any family's; what a step holds, sends and takes is null, not an error."""
+    whole = told(capsys, "--mesh", "2x4")
+    forms(None)
+    found = told(capsys, "--mesh", "2x4")
+    assert found["unknown"] == ["footprint", "exchanges", "flops"] and "unknown" not in whole
+    same = {name: whole["memory"][name] for name in ("parameters", "optimizer_state", "host")}
+    assert found["memory"] == same | {"peak": None}
+    nothing = ("fits", "least_bytes", "flops_per_token", "time", "step_seconds", "tokens_per_second", "mfu")
+    assert [found[name] for name in nothing] == [None] * len(nothing)
+    plan.main(["--mesh", "2x4"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "closed form of family llama is unknown: its accounting lacks footprint (memory and time), exch" in said
+
+
+def test_a_compiled_plan_without_closed_forms_is_measured(forms: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    forms(None)
+    compiled = told(capsys, "--mesh", "2x4", "--compiled")["compiled"]
+    assert compiled["memory"]["peak"] > 0 and compiled["traffic"].keys() >= {"fsdp", "tensor"}
+
+
+@pytest.mark.parametrize("more", [["--recommend", "--devices", "8"], ["--mesh", "2x4", "--output", "OUT"]])
+def test_what_ranks_or_draws_needs_a_closed_form(more: list[str], forms: Any, tmp_path: Any) -> None:
+    forms(None)
+    arguments = [str(tmp_path) if word == "OUT" else word for word in more]
+    with pytest.raises(ConfigError, match=r"family = llama: the closed form of its footprint is unknown; register"):
+        plan.main(arguments)
+
+
+def test_each_form_is_known_by_itself(forms: Any) -> None:
+    """FLOPs without the rest; memory without traffic fits or not, and takes an unknown time."""
+    e = load(None, {"parallel.mesh": "2x4"})
+    own = accounting_of(e.model)
+    known = Plan(e, hardware("h100"))
+    forms(Accounting(flops=own.flops))
+    assert flops_per_token(e, layouts(e.model)) == known.flops_per_token
+    assert least_bytes(e, layouts(e.model), known.mesh) is None
+    forms(Accounting(footprint=own.footprint))
+    one = Plan(e, hardware("h100"))
+    assert one.memory == known.memory and one.fits and one.if_known("time") is None and one.if_known("mfu") is None
+    assert one.unknown == ["exchanges", "flops"]

@@ -1,0 +1,59 @@
+"""What a family adds to FLOPs and memory of a step on torch's side. Twin: jaxdist/accounting/forms.py.
+
+A form that a row lacks is unknown, which is no error: what a step holds and sends is measured.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from jaxdist.config import Experiment, Model
+from jaxdist.config.registry import resolve
+from torch_ref.families.registry import FAMILIES
+from torch_ref.parallel.weights import named
+
+Arrays = Mapping[str, tuple[float, float]]  # size -> so many numbers of it in the compute dtype, and in float32
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Closed forms of a family; None: unknown."""
+
+    flops: Callable[[Experiment, nn.Module], float] | None = None
+    """FLOPs of a step per token, or image: products and attention, nothing of it twice."""
+    kept: Arrays | None = None
+    """What a decoder's block keeps from forward to backward where nothing is computed again, by the sizes of
+    `jaxdist/accounting/decoder.py`."""
+    why: str = ""
+    """Why `kept` is unknown."""
+
+
+def accounting_of(model: Model) -> Accounting:
+    """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
+    row = FAMILIES.get(model.family)
+    return (row and resolve(row.accounting)) or Accounting(why=f"as that of family {model.family} is unknown")
+
+
+def flops_per_token(experiment: Experiment, model: nn.Module) -> float | None:
+    """Multiply-adds × 2 of a step, per token or image; None where unknown."""
+    form = accounting_of(experiment.model).flops
+    return form(experiment, model) if form else None
+
+
+def flops_of_decoder(experiment: Experiment, model: nn.Module, applied: Mapping[str, float] = {}) -> float:
+    """FLOPs of a step per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
+
+    Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
+    sees: T/2 under the causal mask (arXiv:2204.02311, appendix B, counts all T), less with a window. `applied`: module
+    -> share of the parameters below it that a token is multiplied by, 1 of the others.
+    """
+    c: Any = experiment.model
+    looked_up = {"positions.weight"} | (set() if c.tied else {"embed.weight"})
+    multiplying = sum(
+        p.numel() * next((share for module, share in applied.items() if f".{module}." in name), 1.0)
+        for name, p in named(model)
+        if name not in looked_up
+    )
+    return 6.0 * multiplying + 12.0 * c.layers * c.heads * c.head_dim * c.keys(experiment.data.sequence)
