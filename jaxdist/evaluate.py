@@ -14,6 +14,8 @@ from rich.progress import track
 from jaxdist.command_line.arguments import Parser, count, user_path
 from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, Decoder, Experiment, TrainingError
+from jaxdist.config.fitting import multiple
+from jaxdist.config.parallel import resized
 from jaxdist.convert.weights import load_weights, source_experiment
 from jaxdist.data import Split, dataset_of
 from jaxdist.formats.sources import located
@@ -152,19 +154,21 @@ def read_tokens(path: Path, experiment: Experiment, program: Program) -> np.ndar
         raise ConfigError(f"--tokens {path}: model.family = {experiment.model.family} takes images; leave it out")
     if tokens.min() < 0 or tokens.max() >= experiment.model.vocab:
         raise ConfigError(
-            f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}; "
-            f"model.vocab = {experiment.model.vocab} allows 0 to {experiment.model.vocab - 1}"
+            f"--tokens {path}: ids from {tokens.min()} to {tokens.max()}, beyond model.vocab = "
+            f"{experiment.model.vocab}; give ids from 0 to {experiment.model.vocab - 1}"
         )
     if tokens.shape[1] > experiment.model.positions:
         raise ConfigError(
-            f"--tokens {path}: {tokens.shape[1]} tokens are more than model.positions = {experiment.model.positions}"
+            f"--tokens {path}: {tokens.shape[1]} tokens a row are more than model.positions = "
+            f"{experiment.model.positions}; give at most {experiment.model.positions}"
         )
     experiment.check_times(tokens.shape[1], axes_of(program.mesh), f"--tokens {path}: tokens a row")
-    ways = math.prod(axes_of(program.mesh)[axis] for axis in BATCH)
-    if tokens.shape[0] % ways:
+    axes = axes_of(program.mesh)
+    ways = math.prod(axes[axis] for axis in BATCH)
+    if (rows := tokens.shape[0]) % ways:
         raise ConfigError(
-            f"--tokens {path}: {tokens.shape[0]} rows cannot be divided over {' × '.join(BATCH)} = {ways}; "
-            "change --mesh"
+            f"--tokens {path}: {rows} rows cannot be divided over {' × '.join(BATCH)} = {ways}; use --mesh "
+            f"{resized(axes, BATCH, math.gcd(rows, ways))}, or give {multiple(ways, rows)} rows"
         )
     return tokens.astype(np.int32)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +237,14 @@ BAD_EVALUATION: dict[str, tuple[list[str], str]] = {
     "empty file": (["--tokens", "empty.txt", "--logits", "l.npy"], r"--tokens empty.txt"),
     "several arrays": (["--tokens", "two.npz", "--logits", "l.npy"], r"two.npz: several arrays"),
     "no folder": (["--tokens", "ids.npy", "--logits", "nowhere/l.npy"], r"--logits nowhere/l.npy: no such folder"),
-    "id": (["--tokens", "ids.npy", "--logits", "l.npy"], r"ids from 0 to 299; model.vocab = 256"),
-    "rows": (["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "2x1"], r"1 rows cannot be divided .* = 2"),
+    "id": (
+        ["--tokens", "ids.npy", "--logits", "l.npy"],
+        r"ids from 0 to 299, beyond model.vocab = 256",
+    ),
+    "rows": (
+        ["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "2x1"],
+        r"1 rows cannot be divided .* = 2; use --mesh",
+    ),
     "times": (
         ["--tokens", "row.npy", "--logits", "l.npy", "--mesh", "context=4"],
         r"row.npy: tokens a row = 10 cannot be divided over the mesh axis context = 4",
@@ -257,6 +264,45 @@ def test_bad_evaluation(case: str, straight: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=says):
         evaluate(["--checkpoint", str(straight), "--device", "cpu", *argv])
     assert not Path("l.npy").exists()
+
+
+def ids(rows: int, times: int, last: int = 0) -> np.ndarray:
+    found = np.zeros((rows, times), np.int64)
+    found[0, 0] = last
+    return found
+
+
+# Token ids that are refused -> the mesh they are given with, and what follows the fix: other ids, or another mesh.
+REFUSED_TOKENS: dict[str, tuple[np.ndarray, str, Callable[[re.Match[str]], np.ndarray | str], str]] = {
+    "ids": (ids(1, 8, 299), "1x1", lambda m: ids(1, 8, int(m[1])), r"give ids from 0 to (\d+)$"),
+    "positions": (ids(1, 2000), "1x1", lambda m: ids(1, int(m[1])), r"give at most (\d+)$"),
+    "rows, by the mesh": (ids(3, 8), "2x1", lambda m: m[1], r"use --mesh (\S+), or"),
+    "rows": (ids(3, 8), "2x1", lambda m: ids(int(m[1]), 8), r"or give (\d+) rows$"),
+    "times, by the mesh": (ids(1, 12), "context=4", lambda m: m[1], r"use --mesh (\S+), or"),
+    "times": (ids(1, 12), "context=4", lambda m: ids(1, int(m[1])), r"as tokens a row = (\d+)$"),
+    "floats": (ids(1, 8) / 1, "1x1", lambda _: ids(1, 8), r"give one array of integers \[B, T\]$"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TOKENS)
+def test_the_fix_for_tokens_is_followed(
+    case: str, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given, mesh, follow, fix = REFUSED_TOKENS[case]
+
+    def asked(tokens: np.ndarray, mesh: str) -> None:
+        np.save("ids.npy", tokens)
+        files = ["--tokens", "ids.npy", "--logits", "l.npy"]
+        evaluate(["--checkpoint", str(straight), "--device", "cpu", *files, "--mesh", mesh])
+
+    with pytest.raises(ConfigError) as error:
+        asked(given, mesh)
+    found = re.search(fix, str(error.value))
+    assert found, str(error.value)
+    other = follow(found)
+    asked(*((given, other) if isinstance(other, str) else (other, mesh)))
+    assert np.load("l.npy").shape[:2] == np.load("ids.npy").shape
 
 
 def damaged(content: bytes, other: bytes) -> dict[str, bytes | None]:

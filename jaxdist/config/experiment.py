@@ -378,7 +378,9 @@ class Experiment(Section):
                 if field == "data.sequence":
                     fix = ways(self, axes, over, "sequence", parts)
                 else:
-                    mesh = resized(axes, over, 1 if times % chunks else times // chunks)
+                    sequence = math.gcd(times, self.data.sequence)  # the mesh divides that of the config too
+                    both = self.model_copy(update={"data": self.data.model_copy(update={"sequence": sequence})})
+                    mesh = written(shrunk(both, axes, over, "sequence"))
                     as_field = field.rpartition(": ")[2]
                     fix = f"use --mesh {mesh}, or a multiple of {parts}, as {as_field} = {multiple(parts, times)}"
                 raise ConfigError(

@@ -322,6 +322,17 @@ def test_both_refuse_it_in_the_same_words(name: str, damage: str, tmp_path: Path
     assert refused(read_by_torch_ref, path, model) == message
 
 
+def test_both_refuse_an_index_of_another_dtype_in_the_same_words(tmp_path: Path) -> None:
+    path = distributed("", buffers=False)(tmp_path, as_it_is)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    name, entry = next(iter(index.state_dict_metadata.items()))
+    entry.properties.dtype = torch.bfloat16
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    jax, ref = (refused(read, path, LLAMA) for read in (read_by_jaxdist, read_by_torch_ref))
+    assert jax == ref
+    assert f"tensor {name}: __0_0.distcp has float32[" in jax and "of it, not bfloat16[" in jax
+
+
 def test_a_layer_of_an_orbax_checkpoint_is_named_as_the_array_that_holds_all(tmp_path: Path) -> None:
     """As `jaxdist.train --init` names it, which has all layers in one array."""
     _, write, model, _ = SOURCES["the Trainer"]

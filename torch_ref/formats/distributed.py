@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -76,9 +77,24 @@ def _leaf(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any
 def _read(folder: Path, name: str, entry: TensorStorageMetadata, parts: list[Any]) -> np.ndarray:
     for part in parts:  # before torch says it in other words than jaxdist
         check_part(folder, name, part)
+        _check_dtype(folder, name, part, dtype_of(entry.properties.dtype))
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     read_whole(folder, {name: tensor})
     return to_numpy(tensor)
+
+
+def _check_dtype(folder: Path, name: str, part: Any, dtype: np.dtype) -> None:
+    """Raises ConfigError where a part of a tensor has another dtype than the index says, to which torch would cast it.
+    Its numbers are not read."""
+    file = folder / part.relative_path
+    with reading(folder), file.open("rb") as stream, FakeTensorMode():
+        held = torch.load(Reader(folder)._slice_file(stream, part), weights_only=True)
+    if (there := dtype_of(held.dtype)) != dtype:
+        shape = list(held.shape)
+        raise ConfigError(
+            f"{folder}: tensor {name}: {part.relative_path} has {there}{shape} of it, not {dtype}{shape}; use another "
+            "checkpoint, or a copy"
+        )
 
 
 def read_whole(folder: Path, tensors: dict[str, Any]) -> None:
