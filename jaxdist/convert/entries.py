@@ -92,10 +92,11 @@ def _entry(tensor: Stored, model: Model) -> Entry:
         )
     if model.input_kind == "images":
         return by_views(tensor.name, tensor.atoms, tensor.shape, lambda array, _: turned(array, tensor), row.transpose)
+    head_dim = model.head_dim if row.interleaved else 0
     return Entry(
         *tensor[:3],
-        lambda array: split_rows(row, array, model.head_dim),
-        lambda array, part, atom: put_rows(row, array, part, atom, model.head_dim),
+        lambda array: split_rows(row, array, head_dim),
+        lambda array, part, atom: put_rows(row, array, part, atom, head_dim),
         (row.transpose, row.interleaved),
     )
 

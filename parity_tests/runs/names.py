@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from posixpath import commonpath
 
 import numpy as np
 
@@ -26,20 +27,8 @@ LEAVES = {
 IMAGES = ("stem", "stages.")  # modules whose outputs are [B, Y, X, C] in JAX, [B, C, Y, X] in torch
 CONVOLUTION = (3, 2, 0, 1)  # the axes of a kernel [Y, X, in, out] in torch's order
 
-# Modules that hold others, beside those with parameters, by family: ours -> transformers'.
-CONTAINERS = {
-    "llama": {
-        "layers.#.attention": "model.layers.#.self_attn",
-        "layers.#.mlp": "model.layers.#.mlp",
-        "layers.#": "model.layers.#",
-    },
-    "gpt2": {
-        "layers.#.attention": "transformer.h.#.attn",
-        "layers.#.mlp": "transformer.h.#.mlp",
-        "layers.#": "transformer.h.#",
-    },
-}
-CONTAINERS["mixtral"] = CONTAINERS["qwen3_moe"] = CONTAINERS["llama"]
+BLOCK = "layers"
+CONTAINERS = (BLOCK, "layers.attention", "layers.mlp")  # modules that hold others, beside those with parameters
 
 
 def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
@@ -161,7 +150,9 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
     several: dict[str, list[str]] = {"": [LOGITS]}
     modules = {ours: row.theirs for row in tables_of(family)[HUGGINGFACE].rows for ours in row.ours}
     named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}
-    for ours, theirs in (named_so | CONTAINERS[family]).items():
+    for ours, theirs in containers(family).items():
+        named_so[ours.replace(BLOCK, f"{BLOCK}.#")] = theirs.replace("{layer}", "#")
+    for ours, theirs in named_so.items():
         several.setdefault(theirs, []).append(ours)
     named: Arrays = {}
     for name, array in arrays.items():
@@ -170,6 +161,17 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
         for new, part in zip(found, np.split(array, max(1, len(found)), axis=-1), strict=False):
             named[new.replace("#", layer)] = part
     return named
+
+
+def containers(family: str) -> dict[str, str]:
+    """Our modules that hold others -> transformers' with `{layer}`: the common part of the names within."""
+    tables, found = tables_of(family), dict[str, str]()
+    for ours in CONTAINERS:
+        rows = tables.get(IN_MEMORY, tables[HUGGINGFACE]).rows
+        within = [row.theirs.replace(".", "/") for row in rows if row.ours[0].startswith(f"{ours}.")]
+        if (theirs := commonpath(within).replace("/", ".")) not in found.values():
+            found[ours] = theirs
+    return found
 
 
 def _module(parameter: str, layer: str, number: str) -> str:

@@ -194,6 +194,20 @@ def test_a_run_inherits_all_but_the_number_of_devices(monkeypatch: pytest.Monkey
     assert all(inherited[name].startswith(value) for name, value in told.items())
 
 
+@pytest.mark.parametrize(
+    ("family", "block", "attention", "mlp"),
+    [
+        *((family, "model.layers.{layer}", "self_attn", "mlp") for family in ("llama", "mixtral", "qwen3_moe")),
+        ("gpt2", "transformer.h.{layer}", "attn", "mlp"),
+    ],
+)
+def test_modules_that_hold_others_have_the_names_of_transformers(
+    family: str, block: str, attention: str, mlp: str
+) -> None:
+    theirs = {"layers": block, "layers.attention": f"{block}.{attention}", "layers.mlp": f"{block}.{mlp}"}
+    assert names.containers(family) == theirs
+
+
 @pytest.mark.parametrize("name", ["model.layers.7.self_attn.q_proj.weight", "foo", "norm.weight"])
 @pytest.mark.parametrize("kind", [*STATES, "gradient"])
 def test_a_parameter_that_the_model_has_not(kind: str, name: str) -> None:

@@ -46,7 +46,7 @@ from jaxdist.data import IGNORED, Dataset, dataset_of, dealt, in_steps
 from jaxdist.formats.hf import read_model
 from jaxdist.runs.display import progress, say
 from jaxdist.runs.folder import RunFolder
-from parity_tests.runs.names import base
+from parity_tests.runs.names import BLOCK, base, containers
 from parity_tests.runs.torch_taps import torch_taps
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
@@ -62,8 +62,6 @@ from torch_ref.training.record import Arrays, array, whole
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 logging.getLogger("torch.distributed.fsdp").setLevel(logging.ERROR)
-
-BLOCKS = {"llama": "model.layers", "mixtral": "model.layers", "qwen3_moe": "model.layers", "gpt2": "transformer.h"}
 
 
 class Double(TorchFunctionMode):
@@ -211,7 +209,8 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
     dtypes = [getattr(torch, str(d)) for d in (experiment.precision.compute, experiment.precision.reduce)]
     policy = MixedPrecisionPolicy(param_dtype=dtypes[0], reduce_dtype=dtypes[1], cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": over, "mp_policy": policy, "offload_policy": offload_policy(experiment, mesh)}
-    for block in model.get_submodule(BLOCKS[experiment.model.family]).children():
+    blocks = containers(experiment.model.family)[BLOCK].removesuffix(".{layer}")
+    for block in model.get_submodule(blocks).children():
         fully_shard(block, reshard_after_forward=experiment.parallel.reshards, **options)
     fully_shard(model, **options)
     return model
