@@ -29,7 +29,7 @@ SHORTCUTS = {
 }
 
 
-# Fields of a resolved config that an override resets: those derived from another policy, the fingerprint of other data.
+# What an override makes obsolete of a resolved config: what followed from another policy, a fingerprint of other data.
 FORGETS = {
     "precision.policy": ("parameters", "compute", "reduce", "loss_scale"),
     "train.epochs": ("steps",),
@@ -45,7 +45,7 @@ FORGETS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parsed command line of a training command."""
+    """What a training command was asked to do."""
 
     config: Path | None
     experiment: Experiment
@@ -400,7 +400,7 @@ def _resolve_resume(run: dict[str, Any]) -> None:
 
 
 def _instead(folder: Path) -> str:
-    """The fix for a --resume whose path is not a run folder."""
+    """What to do instead of --resume of what is no run folder."""
     run = next((parent for parent in folder.parents if (parent / RUN_CONFIG).is_file()), None)
     if run:
         return f"it belongs to the run {run}: give --resume {run}, which goes on from its newest checkpoint"

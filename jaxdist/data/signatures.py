@@ -1,4 +1,4 @@
-"""File kinds by their first bytes, whatever the file's name."""
+"""What a file is by its first bytes, whatever its name says."""
 
 import json
 import re

@@ -95,6 +95,8 @@ class Saved:
     def module(self) -> dict[str, Any]:
         """Name -> tensor of the first rank's weights and buffers. Raises ConfigError."""
         there = self.part(self.model_files[0], self.model, "module")
+        if other := [name for name in there if not isinstance(name, str)]:
+            raise self.wrong(f"{self.model_files[0].name}: its module has {other[0]!r:.50} among the names", COPY)
         return {name: tensor for name, tensor in there.items() if is_tensor(tensor)}
 
     def wrong(self, reason: str, fix: str = "give the whole folder") -> ConfigError:

@@ -136,7 +136,7 @@ class Layout:
 
     @cached_property
     def role(self) -> ParamRole:
-        """The parameter's role (matrix? in a block?), used by Muon and Adafactor."""
+        """What update rules tell parameters apart by."""
         return ParamRole(self.decays, self.name.startswith(BLOCKS))
 
     @property

@@ -152,8 +152,7 @@ COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
 
 
 class State(NamedTuple):
-    """State of a part of the chain: arrays by kind, under torch's names, and parameter; `updates` is the number of
-    steps taken."""
+    """What a part of the chain keeps: by kind, under torch's names, and parameter; `updates` are the steps taken."""
 
     updates: jax.Array
     kept: dict[str, Arrays]
@@ -191,7 +190,7 @@ def stateful(
 def rule(
     o: Optimizer, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """The update rule of an optimizer, parameter by parameter; `Whole` documents `sharded` and `dtype`."""
+    """The update rule of an optimizer, parameter by parameter; what `sharded` and `dtype` are is told at `Whole`."""
 
     def begin(parameters: Arrays) -> dict[str, Arrays]:
         def zeros(kind: str, of: Of) -> Arrays:
@@ -230,7 +229,7 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
 
 
 def kept_of(state: Any) -> dict[str, Arrays]:
-    """Per-parameter arrays in a chain's state, by kind."""
+    """What a chain's state keeps of the parameters, by kind."""
     return {kind: tree for part in state if isinstance(part, State) for kind, tree in part.kept.items()}
 
 

@@ -34,8 +34,8 @@ from jaxdist.training.step import Arrays, Step, TrainState
 
 
 class Evaluated(NamedTuple):
-    """Evaluation of a batch: sum of the loss in nats, number of valid tokens or images, and number of images whose
-    class has the largest logit."""
+    """Of a batch: the sum of the loss in nats, the number of valid tokens or images, and of images how many are right:
+    those whose class has the largest logit."""
 
     loss: Any
     count: Any
@@ -106,7 +106,7 @@ class Program:
 
     @cached_property
     def evaluation(self) -> Step:
-        """The step's model in evaluation mode: it uses running statistics, if it has any."""
+        """The step's model as it is evaluated: by running statistics, where it has such."""
         model = models.build(self.experiment.model)
         model.eval()
         return replace(self.step_function, model=model)
@@ -175,7 +175,7 @@ class Program:
         offload = self.experiment.memory.offload
         if "parameters" in offload:
             parameters = offloaded(parameters)
-        if "optimizer" in offload:  # counts of steps stay on the device
+        if "optimizer" in offload:  # but for the counts of steps
             optimizer = jax.tree.map(lambda a, s: offloaded(s) if a.ndim else s, self.shapes.optimizer, optimizer)
         return TrainState(parameters, optimizer, scaling)
 
@@ -266,7 +266,7 @@ class Program:
 
     @cached_property
     def compiler_options(self) -> dict[str, Any]:
-        """Options of XLA's compiler for the step and for evaluation."""
+        """What XLA is told of the step and of evaluation, by its own names."""
         return xla.options(self.experiment.parallel) | xla.on_cpus(self.mesh)
 
     @cached_property

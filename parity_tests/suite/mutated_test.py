@@ -1,0 +1,204 @@
+"""Mutated metadata of checkpoints, through both sides: each is read as what it was, or refused by name by both.
+
+Bytes that are flipped or cut off, keys that are absent, twice or exchanged, absurd numbers and other types; all drawn
+from seeds. No other error may come of one, no hang, and no memory for sizes that are only claimed.
+"""
+
+import json
+import pickle
+import resource
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from jaxdist.config import ConfigError, Model
+from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
+from jaxdist.convert.kinds import deepspeed_universal_test as universal
+from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.formats.hf import experiment_for
+from jaxdist.formats.sources import kind_of
+from jaxdist.runs.checkpoints import MANIFEST
+from parity_tests.suite.source_kinds_test import LLAMA, SOURCES, as_it_is
+from parity_tests.suite.sources_test import bits, read_by_jaxdist, read_by_torch_ref
+from parity_tests.validation.mutations import damaged, mutated
+
+SECONDS = 5.0  # of the processor, for one reading
+MEMORY = 1_000_000  # KiB, by which the process may grow in all
+
+Mutate = Callable[[bytes, Random], bytes]
+
+
+def of_json(content: bytes, random: Random) -> bytes:
+    changed = mutated(json.loads(content), random)
+    return json.dumps(changed, default=repr, skipkeys=True).encode()
+
+
+def of_pickle(content: bytes, random: Random) -> bytes:
+    """Of torch's index, whose classes refuse to save some mutations."""
+    while True:
+        with suppress(AttributeError, RuntimeError):
+            return pickle.dumps(mutated(pickle.loads(content), random))
+
+
+def of_torch(file: Path, random: Random) -> bytes:
+    with deepspeed.deepspeed():
+        tree = torch.load(file, weights_only=False)
+        torch.save(mutated(tree, random), file)
+    return file.read_bytes()
+
+
+def of_header(content: bytes, random: Random) -> bytes:
+    """llm.c's 256 numbers of 4 bytes."""
+    at = 4 * random.randrange(12)
+    number = random.choice((-1, 0, 1, 3, 5, 6, 2**16, 2**31 - 1, -(2**31), random.randrange(2**31)))
+    return content[:at] + number.to_bytes(4, "little", signed=True) + content[at + 4 :]
+
+
+class Case(NamedTuple):
+    """`pattern`: of the files of a source, by its name in SOURCES or what writes one, that are mutated, one at a time.
+
+    `kept`: whether numbers that are read from a mutated one must be those of the whole one.
+    """
+
+    source: str | Callable[[Path], Path]
+    pattern: str
+    mutate: Mutate | Callable[[Path, Random], bytes]
+    kept: bool = False
+    model: Model = LLAMA
+
+
+def head(content: bytes, random: Random) -> bytes:
+    return damaged(content, random, within=1024)
+
+
+def universal_2(folder: Path) -> Path:
+    return universal.universal(folder / "run", deepspeed.Trained(folder))
+
+
+def universal_3(folder: Path) -> Path:
+    return universal.universal_3(folder / "run", deepspeed.Trained(folder))
+
+
+ORBAX, CONVERTED = "a run of jaxdist, qwen2", "Orbax by convert, gpt2"
+CASES = {
+    "_METADATA": Case(ORBAX, "parameters/_METADATA", of_json, kept=True),
+    "_METADATA, bytes": Case(ORBAX, "parameters/_METADATA", damaged, kept=True),
+    "_sharding": Case(ORBAX, "*/_sharding", of_json, kept=True),
+    "the experiment's metadata": Case(ORBAX, "experiment/metadata", of_json, kept=True),
+    "manifest.ocdbt": Case(ORBAX, "parameters/manifest.ocdbt", damaged, kept=True),
+    "OCDBT's files": Case(ORBAX, "parameters/d/*", damaged),
+    ".zarray": Case(CONVERTED, "parameters/*/.zarray", of_json),
+    "ZeRO 2": Case("ZeRO 2", "*.pt", of_torch),
+    "ZeRO 2, bytes": Case("ZeRO 2", "*.pt", damaged),
+    "ZeRO 3": Case("ZeRO 3, the folder around", "*/*.pt", of_torch),
+    "ZeRO 3, latest": Case("ZeRO 3, the folder around", "latest", damaged, kept=True),
+    "without ZeRO": Case("DeepSpeed without ZeRO", "*.pt", of_torch),
+    "universal": Case(universal_2, "*.pt zero/optimizer_state.pt zero/*norm*/*.pt", of_torch),
+    "universal of stage 3": Case(universal_3, "*.pt zero/optimizer_state.pt", of_torch),
+    "Lightning": Case("Lightning", ".", of_torch),
+    "Lightning, bytes": Case("Lightning", ".", damaged),
+    ".metadata": Case("a run of torch_ref", ".metadata", of_pickle),
+    ".metadata, bytes": Case("a run of torch_ref", ".metadata", damaged),
+    ".metadata of torchtitan": Case("torchtitan", ".metadata", of_pickle),
+    "llm.c": Case("llm.c", ".", of_header),
+    "llm.c, bytes": Case("llm.c, bfloat16", ".", head),
+}  # fmt: skip
+QUICK, LONG = 10, 600
+
+
+class Whole(NamedTuple):
+    path: Path
+    files: list[Path]
+    model: Model
+    found: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    made: dict[str, Whole] = {}
+
+    def whole(name: str) -> Whole:
+        if name not in made:
+            case, folder = CASES[name], tmp_path_factory.mktemp("mutated")
+            write, model = (case.source, LLAMA) if callable(case.source) else SOURCES[case.source][1:3]
+            path = write(folder) if callable(case.source) else write(folder, as_it_is)
+            path = alone(path)
+            files = [path] if case.pattern == "." else sorted(f for p in case.pattern.split() for f in path.glob(p))
+            made[name] = Whole(path, files, model, read_by_jaxdist(path, model))
+        return made[name]
+
+    return whole
+
+
+def alone(path: Path) -> Path:
+    """The checkpoint of a run without its manifest, as one of another program; others as they are."""
+    if not (path / "checkpoints").exists():
+        return path
+    (checkpoint,) = (folder for folder in (path / "checkpoints").iterdir() if folder.is_dir())
+    (checkpoint / MANIFEST).unlink()
+    return checkpoint.rename(path.parent / checkpoint.name)
+
+
+def trained_by_jaxdist(path: Path, model: Model) -> dict[str, np.ndarray]:
+    """With the optimizer, as `convert` reads it."""
+    content = KINDS[kind_of(path)].format.opened(path, experiment_for(model.model_dump(), "test"))
+    return {f"{kind}/{name}": leaf.read() for kind, group in content.groups.items() for name, leaf in group.items()}
+
+
+READERS = (read_by_jaxdist, read_by_torch_ref, trained_by_jaxdist)
+
+
+def outcome(read: Callable[[Path, Model], Any], whole: Whole) -> Any:
+    """What is read of a source, or the message of a refusal."""
+    start = time.process_time()
+    try:
+        return read(whole.path, whole.model)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        assert time.process_time() - start < SECONDS
+
+
+def check(case: Case, whole: Whole, seed: str) -> bool:
+    """Whether a mutated source is refused, by any reader; both sides take it alike."""
+    ours, theirs, _ = found = [outcome(read, whole) for read in READERS]
+    assert isinstance(ours, str) == isinstance(theirs, str), (seed, ours, theirs)
+    refusals = [told for told in found if isinstance(told, str)]
+    for told in refusals:
+        assert any(path.name in told for path in (whole.path, *whole.files)), (seed, told)
+        assert len(told) < 2000, (seed, told)
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys() == whole.found.keys(), seed
+        assert all(bits(ours[name]) == bits(theirs[name]) for name in ours), seed
+        assert not case.kept or all(bits(ours[name]) == bits(whole.found[name]) for name in ours), seed
+    return bool(refusals)
+
+
+@pytest.mark.parametrize("count", [QUICK, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_mutated_source_is_read_or_refused(name: str, count: int, sources: Callable[[str], Whole]) -> None:
+    whole, case, refused = sources(name), CASES[name], 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(count):
+        seed = f"{name} {number}"
+        random = Random(seed)
+        file = random.choice(whole.files)
+        content = file.read_bytes()
+        try:
+            changed = case.mutate(file if case.mutate is of_torch else content, random)  # type: ignore[arg-type]
+            file.unlink()  # what is mapped into memory stays as it was
+            file.write_bytes(changed)
+            refused += check(case, whole, seed)
+        finally:
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MEMORY
+    assert refused or case.kept
