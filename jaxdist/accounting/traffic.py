@@ -16,6 +16,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from jaxdist.config import Experiment
+from jaxdist.config.optimizer import OPTIMIZERS
+from jaxdist.config.plugins import piece
 from jaxdist.parallel.pipeline import Timetable
 from jaxdist.parallel.sharding import BLOCKS, TOKENS, Layout, strategy
 
@@ -196,25 +198,44 @@ def least_of_update(experiment: Experiment, layouts: Mapping[str, Layout], mesh:
 def of_update(
     experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes.
-
-    adafactor: means of squares over columns and rows, and of the former over rows, and the size of the parameter and of
-    its update. muon: each matrix of a block to one device and back, as many as the devices divide.
-    """
-    e, sharded = experiment, strategy(experiment.parallel).optimizer
+    """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
+    if OPTIMIZERS[experiment.optimizer.name].traffic is None:
+        return
+    of_rule = piece(OPTIMIZERS, experiment.optimizer.name, "traffic", "its accounting")
     for layout in (layout for layout in layouts.values() if not layout.statistic):
-        split, own = layout.split(sharded), layout.local_shape(mesh, sharded)
-        if e.optimizer.name == "muon" and layout.role.inner:
-            ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
-            matrices = -(-math.prod(own[:-2]) // ways) * ways
-            size = matrices * math.prod(own[-2:]) * ITEMSIZE[str(e.precision.compute)]
-            yield from (("all_to_all", axes, size) for axes in split[-2:] * 2 if axes)
-        if e.optimizer.name == "adafactor":
-            every = [dim for dim, axis in enumerate(layout.axes) if axis != "layers"]
-            rows, columns = (dim % len(own) for dim in layout.matrix)
-            # What a mean is taken over, and what of a matrix is one number by then.
-            factors = [([columns], []), ([rows], []), ([rows], [columns])] if layout.decays else []
-            for dims, one in [(every, []), (every, []), *factors]:
-                left = math.prod(size for dim, size in enumerate(own) if dim not in (*dims, *one))
-                if axes := tuple(axis for dim in dims for axis in split[dim]):
-                    yield "all_reduce", axes, left * ITEMSIZE[str(e.precision.parameters)]
+        yield from of_rule(experiment, layout, mesh)
+
+
+Sent = Iterator[tuple[str, tuple[str, ...], float]]
+
+
+def of_muon(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent:
+    """Each matrix of a block goes to one device and back, as many as the devices divide."""
+    split, own = _pieces(e, layout, mesh)
+    if layout.role.inner:
+        ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
+        matrices = -(-math.prod(own[:-2]) // ways) * ways
+        size = matrices * math.prod(own[-2:]) * ITEMSIZE[str(e.precision.compute)]
+        yield from (("all_to_all", axes, size) for axes in split[-2:] * 2 if axes)
+
+
+def of_adafactor(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent:
+    """Means of squares over columns and rows, and of the former over rows, and the size of the parameter and of its
+    update."""
+    split, own = _pieces(e, layout, mesh)
+    every = [dim for dim, axis in enumerate(layout.axes) if axis != "layers"]
+    rows, columns = (dim % len(own) for dim in layout.matrix)
+    # What a mean is taken over, and what of a matrix is one number by then.
+    factors = [([columns], []), ([rows], []), ([rows], [columns])] if layout.decays else []
+    for dims, one in [(every, []), (every, []), *factors]:
+        left = math.prod(size for dim, size in enumerate(own) if dim not in (*dims, *one))
+        if axes := tuple(axis for dim in dims for axis in split[dim]):
+            yield "all_reduce", axes, left * ITEMSIZE[str(e.precision.parameters)]
+
+
+def _pieces(
+    e: Experiment, layout: Layout, mesh: Mapping[str, int]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
+    """The mesh axes that split each dimension of an optimizer's state, and the shape of one device's piece."""
+    sharded = strategy(e.parallel).optimizer
+    return layout.split(sharded), layout.local_shape(mesh, sharded)

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from jaxdist.command_line.plugins import add_plugins, load_named, merged
 from jaxdist.config.aliases import flag_here, plain
 from jaxdist.config.errors import ConfigError, OtherShapes, closest, nearest
 from jaxdist.config.experiment import Experiment, as_argument, section_type
 from jaxdist.config.model import Model, Section, held_by_weights, model_differences, same_model
+from jaxdist.config.names import OneOf
 from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.registry import FAMILIES, default_family
 from jaxdist.formats.described import HF_CONFIG, RUN_CONFIG, Source, config_notes, folder_of, read_config, source_of
@@ -150,9 +153,16 @@ def fields() -> dict[str, tuple[type[Section], Any, str]]:
             tables = dict.fromkeys(row.config for row in FAMILIES.values())
         for table in tables:
             for name, field in table.model_fields.items():
-                shape = "|".join(get_args(field.annotation)) if get_origin(field.annotation) is Literal else "VALUE"
+                shape = "|".join(choices(field)) or "VALUE"
                 found.setdefault(f"{section}.{name}", (table, field.get_default(), shape))
     return found
+
+
+def choices(field: FieldInfo) -> Sequence[str]:
+    """The values that a field takes, where they are names; empty for any other field."""
+    if get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)
+    return [name for named in field.metadata if isinstance(named, OneOf) for name in named.rows]
 
 
 def add_fields(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from jaxdist.config.experiment import (
     Train,
 )
 from jaxdist.config.model import GPT2, Decoder, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
-from jaxdist.config.optimizer import EMA, KEPT, Optimizer
+from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
 from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
@@ -31,7 +31,6 @@ __all__ = [
     "AXES",
     "EMA",
     "GPT2",
-    "KEPT",
     "POLICIES",
     "STRATEGIES",
     "Checkpoint",
@@ -60,6 +59,7 @@ __all__ = [
     "overflown",
     "read_record",
     "same_model",
+    "state_kinds",
     "whole_number",
     "write_record",
 ]

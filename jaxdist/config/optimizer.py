@@ -1,12 +1,16 @@
 """The optimizer: its update rule, the schedule of its rate, and what it keeps of each parameter."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
+from jaxdist.config.names import OneOf
+from jaxdist.config.plugins import OURS, owner
+from jaxdist.config.registry import Reference, Registry
 
 
 class ParamRole(NamedTuple):
@@ -35,27 +39,55 @@ INNER: Of = lambda place: place.inner  # noqa: E731
 OUTER: Of = lambda place: not place.inner  # noqa: E731
 ENDS: Of = lambda place: place.matrix and not place.block  # noqa: E731
 
-# What the update rule of an optimizer keeps, beside the number of its updates, under torch's names, and of which
-# parameters.
-STATES: dict[str, dict[str, Of]] = {
-    "adamw": {"exp_avg": ALL, "exp_avg_sq": ALL},
-    "adam": {"exp_avg": ALL, "exp_avg_sq": ALL},
-    "sgd": {"momentum_buffer": ALL},
-    "lion": {"exp_avg": ALL},
-    "adafactor": {"row_var": MATRICES, "col_var": MATRICES, "variance": VECTORS},
-    "muon": {"momentum_buffer": INNER, "exp_avg": OUTER, "exp_avg_sq": OUTER},
-}
 ROWS, COLUMNS = "row_var", "col_var"  # which have one number of each row, and of each column
-SQUARES = ("exp_avg_sq", ROWS, COLUMNS, "variance")  # means of squares
 TAKEN = {ROWS: -1, COLUMNS: -2}  # the dimension, in torch's order, that such means are taken over
 EMA = "ema"  # what `optimizer.ema` keeps besides
-KEPT = (*dict.fromkeys(kind for kinds in STATES.values() for kind in kinds), EMA)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimizer as jaxdist knows it. `torch_ref.UpdateRule` is the row of its twin."""
+
+    name: str
+    """Value of `optimizer.name`."""
+    states: Mapping[str, Of]
+    """What it keeps beside the number of its updates, under torch's names, and of which parameters."""
+    rule: Reference | None = None
+    """The function of an update (`jaxdist.training.optim.Rule`)."""
+    coupled: bool = False
+    """Whether weight decay is added to the gradient (L2), and not to the update."""
+    squares: tuple[str, ...] = ()
+    """Those of `states` that are means of squares, and so never below zero."""
+    stateless: Callable[["Optimizer"], bool] = lambda o: False
+    """Whether it keeps nothing under these settings."""
+    traffic: Reference | None = None
+    """What it sends for whole parameters (`jaxdist.accounting.traffic.of_update`); None: nothing where all states are
+    of every parameter, else unknown."""
+
+
+MOMENTS: dict[str, Of] = {"exp_avg": ALL, "exp_avg_sq": ALL}
+OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer")
+
+
+def register_optimizer(row: UpdateRule) -> None:
+    """Make an optimizer known to jaxdist. Raises ConfigError for a name that is taken."""
+    OPTIMIZERS.register(row.name, row, owner())
+
+
+def state_kinds() -> tuple[str, ...]:
+    """All that optimizers keep of parameters, the average of weights among it."""
+    return (*dict.fromkeys(kind for row in OPTIMIZERS.values() for kind in row.states), EMA)
+
+
+def means_of_squares() -> tuple[str, ...]:
+    """Those that are never below zero."""
+    return tuple(dict.fromkeys(kind for row in OPTIMIZERS.values() for kind in row.squares))
 
 
 class Optimizer(Section):
     """Torch's formulas: decay on tensors of two or more dimensions only, clip by the global norm."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """adamw, adam, sgd, adafactor and muon are those of torch.optim; lion is arXiv:2302.06675. Weight decay is added to
     the gradient (L2) in adam and sgd, and decoupled in the others. muon updates the matrices of blocks, and adamw
     everything else (embedding and output head too)."""
@@ -110,8 +142,8 @@ class Optimizer(Section):
     @property
     def states(self) -> dict[str, Of]:
         """What is kept, under torch's names, and of which parameters."""
-        without = self.name == "sgd" and not self.momentum
-        return ({} if without else STATES[self.name]) | ({EMA: ALL} if self.ema else {})
+        row = OPTIMIZERS[self.name]
+        return ({} if row.stateless(self) else {**row.states}) | ({EMA: ALL} if self.ema else {})
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -121,15 +153,40 @@ class Optimizer(Section):
     @property
     def asks_for_whole(self) -> bool:
         """Whether the rule looks at more of a parameter than one number and what is kept of it."""
-        return any(of is not ALL for of in STATES[self.name].values())
+        return any(of is not ALL for of in OPTIMIZERS[self.name].states.values())
 
     @property
     def has_eps(self) -> bool:
         """Whether the rule divides by the root of a second moment, to which `eps` is added."""
-        return "exp_avg_sq" in STATES[self.name]
+        return "exp_avg_sq" in OPTIMIZERS[self.name].states
 
     def landmarks(self, steps: int) -> list[int]:
         """Steps of a run of `steps` by whose learning rates schedules are told apart."""
         end = self.decay_steps or steps
         told = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
         return sorted(step for step in told if step >= 1)
+
+
+for _row in (
+    UpdateRule("adamw", MOMENTS, "jaxdist.training.optim:adam", squares=("exp_avg_sq",)),
+    UpdateRule("adam", MOMENTS, "jaxdist.training.optim:adam", coupled=True, squares=("exp_avg_sq",)),
+    UpdateRule(
+        "sgd", {"momentum_buffer": ALL}, "jaxdist.training.optim:sgd", coupled=True, stateless=lambda o: not o.momentum
+    ),
+    UpdateRule("lion", {"exp_avg": ALL}, "jaxdist.training.optim:lion"),
+    UpdateRule(
+        "adafactor",
+        {ROWS: MATRICES, COLUMNS: MATRICES, "variance": VECTORS},
+        "jaxdist.training.optim:adafactor",
+        squares=(ROWS, COLUMNS, "variance"),
+        traffic="jaxdist.accounting.traffic:of_adafactor",
+    ),
+    UpdateRule(
+        "muon",
+        {"momentum_buffer": INNER, "exp_avg": OUTER, "exp_avg_sq": OUTER},
+        "jaxdist.training.optim:muon",
+        squares=("exp_avg_sq",),
+        traffic="jaxdist.accounting.traffic:of_muon",
+    ),
+):
+    OPTIMIZERS.register(_row.name, _row, OURS)

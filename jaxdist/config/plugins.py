@@ -14,10 +14,13 @@ import pydantic
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import listed
+from jaxdist.config.registry import Registry, resolve
 
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
 
 _loaded: dict[str, None] = {}  # packages in the order in which they were imported
+_loading: list[str] = []  # packages that are being imported
+OURS = "jaxdist"
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -48,6 +51,7 @@ def _declared() -> dict[str, str]:
 def _load(package: str, named: str, otherwise: str) -> None:
     if package in _loaded:
         return
+    _loading.append(package)
     try:
         import_module(package)
     except ModuleNotFoundError as error:
@@ -61,6 +65,8 @@ def _load(package: str, named: str, otherwise: str) -> None:
         raise ConfigError(f"{named}: {error}") from None
     except (Exception, SystemExit) as error:
         raise _failed(error, named, otherwise) from None
+    finally:
+        _loading.pop()
     _loaded[package] = None
 
 
@@ -73,6 +79,28 @@ def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
     return ConfigError(
         f"{named}: its import fails, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
     )
+
+
+def owner() -> str:
+    """Who registers a row now: the plugin that is being imported, else the program that imports jaxdist."""
+    return _loading[-1] if _loading else "__main__"
+
+
+def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
+    """The object that a row's `field` refers to, which is `needed` for something. Raises ConfigError, naming the
+    plugin, the row and the field, where there is none."""
+    if (reference := getattr(rows[name], field)) is None:
+        raise ConfigError(
+            f"{_named(rows, name)} has no {field}, which {needed} needs; register it with one, or use another"
+        )
+    try:
+        return resolve(reference)
+    except ConfigError as error:
+        raise ConfigError(f"{_named(rows, name)}: {field} = {error}") from None
+
+
+def _named(rows: Registry[Any], name: str) -> str:
+    return f"the {rows.kind} {name!r} of plugin {rows.owner(name)!r}"
 
 
 def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -33,14 +33,18 @@ from safetensors.numpy import save_file
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import Counts, Section
-from jaxdist.config.optimizer import KEPT
+from jaxdist.config.optimizer import state_kinds
 
 # A function that models call -> the names of its results, call by call within a module.
 FUNCTIONS = {"rotate": ("q_rotated", "k_rotated"), "attend": ("attended",)}
 LOGITS = "logits"
-KINDS = (
-    "batch", "start", "activation", "scalar", "activation_gradient", "gradient", "clipped", *KEPT, "weights",
-)  # fmt: skip
+
+
+def record_kinds() -> tuple[str, ...]:
+    """All kinds of arrays."""
+    before = ("batch", "start", "activation", "scalar", "activation_gradient", "gradient", "clipped")
+    return (*before, *state_kinds(), "weights")
+
 
 Steps = Counts
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.optimizer import SQUARES
+from jaxdist.config.optimizer import means_of_squares
 from jaxdist.formats.described import source_of
 
 RANGES = ("float16", "bfloat16", "float32", "float64")  # by their largest number
@@ -36,7 +36,7 @@ def of_kind(name: str, kind: str) -> str:
 
 def is_second_moment(name: str) -> bool:
     """Whether the optimizer keeps a tensor of this name, `of_kind`, as a mean of squares."""
-    return name.endswith(tuple(of_kind("", kind) for kind in SQUARES))
+    return name.endswith(tuple(of_kind("", kind) for kind in means_of_squares()))
 
 
 def is_square(name: str) -> bool:

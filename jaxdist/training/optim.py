@@ -16,7 +16,8 @@ import optax
 from jax import lax
 
 from jaxdist.config import EMA, Optimizer
-from jaxdist.config.optimizer import COLUMNS, ROWS, Of
+from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, Of
+from jaxdist.config.plugins import piece
 from jaxdist.parallel.sharding import Layout
 from jaxdist.training.matrices import Whole, orthogonal
 
@@ -145,10 +146,11 @@ def muon(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of
 
 
 Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose, Whole], tuple[jax.Array, Arrays]]
-RULES: dict[str, Rule] = {
-    "adamw": adam, "adam": adam, "sgd": sgd, "lion": lion, "adafactor": adafactor, "muon": muon,
-}  # fmt: skip
-COUPLED = ("adam", "sgd")  # whose decay is part of the gradient
+
+
+def rule_of(o: Optimizer) -> Rule:
+    """The update rule of an optimizer. Raises ConfigError where a plugin's has none that can be imported."""
+    return piece(OPTIMIZERS, o.name, "rule", "training in JAX")
 
 
 class State(NamedTuple):
@@ -202,11 +204,11 @@ def rule(
     def step(
         t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, rate: jax.Array
     ) -> tuple[Arrays, Kept]:
-        t, made = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]]()
+        t, made, ruled = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
         for name, g in updates.items():
             own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
             of = Whole(layouts[name], sharded, parameters[name], rate, dtype)
-            made[name] = RULES[o.name](o, g, own, t, now, of)
+            made[name] = ruled(o, g, own, t, now, of)
         kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
         return {name: update for name, (update, _) in made.items()}, kinds
 
@@ -251,7 +253,7 @@ def chain(
     `decays`: whether weight decay applies, by parameter.
     """
     decay = optax.add_decayed_weights(o.weight_decay, mask=dict(decays))
-    ruled = (decay, ruling) if o.name in COUPLED else (ruling, decay)
+    ruled = (decay, ruling) if OPTIMIZERS[o.name].coupled else (ruling, decay)
 
     def rate(count: jax.Array) -> jax.Array:
         return learning_rate(o, steps, count + 1)

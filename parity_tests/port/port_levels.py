@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from jaxdist.config import KEPT, read_record
+from jaxdist.config import read_record, state_kinds
 from parity_tests.proof import levels
 from parity_tests.proof.bisect import Divergence
 from parity_tests.proof.levels import AMPLIFIED, EXACT
@@ -41,7 +41,7 @@ class PortRun(Run):
     @property
     def state_kinds(self) -> tuple[str, ...]:  # type: ignore[override]
         """All that there are: a port's own steps keep what they like."""
-        return ("weights", *KEPT)
+        return ("weights", *state_kinds())
 
     def kinds(self, step: int, *kinds: str) -> dict[str, np.ndarray]:
         return {n: a for n, a in self.records[step].items() if n.partition("/")[0] in kinds}
@@ -104,7 +104,7 @@ class Findings:
                 yield check(name, value, bound, self.why(bound, floor), widest=float(bounds.max()))
         for step in self.a.records:
             allowed = self.bounds(step)
-            for kind in ("gradient", *KEPT, "weights"):
+            for kind in ("gradient", *state_kinds(), "weights"):
                 if errors := self.errors(self.a, self.b, step, kind):
                     tensor, value, bound = compare.closest(errors, allowed)
                     why, of = self.why(bound, compare.STATE), tensor.partition("/")[2]
@@ -187,7 +187,7 @@ def memory(run: PortRun, alone: PortRun) -> Iterator[Check]:
     last = max(alone.records)
     weights = {n.removeprefix("weights/"): w for n, w in alone.kinds(last, "weights").items()}
     item = next(iter(weights.values())).itemsize
-    moments = sum(bool(alone.kinds(last, kind)) for kind in KEPT)  # of each parameter
+    moments = sum(bool(alone.kinds(last, kind)) for kind in state_kinds())  # of each parameter
     for kind, copies in (("parameters", 1), ("optimizer_state", moments)):  # gradients live within a step alone
         shares, held = run.summary["shares"][kind], run.summary["memory"][kind]
         numbers = shares["ours_only"] + sum(weights[name].size / n for name, n in shares["ways"].items())

@@ -276,7 +276,7 @@ class TorchSide:
             {"params": [p for (_, p), d in zip(trained, decaying, strict=True) if d == which], "weight_decay": decay}
             for which, decay in ((True, o.weight_decay), (False, 0.0))
         ]
-        rule = torch_optim.RULES[o.name]
+        rule = torch_optim.rule_of(o)
         self.ruled = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
 
     def ready(self, batch: Batch) -> dict[str, Tensor]:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxdist.config import EMA, KEPT
+from jaxdist.config import EMA, state_kinds
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run
 
 Record = Mapping[str, np.ndarray]
 
-CARRIED = ("start/", *(f"{kind}/" for kind in KEPT))  # what a step has from the one before
 UNFOUND = "Where they part is shown by no tensor: what failed has none, and all others agree."
 PARTLY = ("activation/", "activation_gradient/")
 STAGES = {
@@ -55,7 +54,7 @@ class Divergence:
     def where(self) -> str:
         """In the terms of the config: "layers.3.attention.q_proj.weight, gradient, step 1"."""
         kind, _, name = self.tensor.partition("/")
-        return f"{STAGES[kind].format(name=name)}, step {self.step}"
+        return f"{STAGES.get(kind, f'{{name}}, {kind}').format(name=name)}, step {self.step}"
 
     def __str__(self) -> str:
         part = "part at" if self.first else "differ, as far as steps were kept, first at"
@@ -63,6 +62,11 @@ class Divergence:
             f"The runs {part} {self.where}: it differs by {self.error:.2g}, noise is at most {self.bound:.2g}; "
             f"what comes before it{'' if self.first else ' in that step'} agrees to {self.before:.2g}."
         )
+
+
+def carried() -> tuple[str, ...]:
+    """How the names of tensors begin that a step has from the one before."""
+    return ("start/", *(f"{kind}/" for kind in state_kinds()))
 
 
 def in_order(record: Record) -> Iterator[str]:
@@ -92,7 +96,7 @@ def in_order(record: Record) -> Iterator[str]:
     noted = {place.get(module) for module in backward}
     yield from (f"gradient/{name}" for name in gradients if owner(name) not in noted)
     yield "grad_norm"
-    for kind in ("clipped", *(kind for kind in KEPT if kind != EMA)):
+    for kind in ("clipped", *(kind for kind in state_kinds() if kind != EMA)):
         yield from (f"{kind}/{name}" for name in sorted(kinds.get(kind, []), key=owner))
     yield "learning_rate"
     for kind in ("weights", EMA):
@@ -173,7 +177,7 @@ def search(look: Callable[[list[int]], list[Divergence | None]], suspect: int) -
     """
     found = next(filter(None, look(sorted({max(1, suspect - 1), suspect}))), None)
     low = 1
-    while found and found.tensor.startswith(CARRIED) and low < found.step:
+    while found and found.tensor.startswith(carried()) and low < found.step:
         middle = (low + found.step) // 2
         earlier = next(iter(look([middle])), None)
         low, found = (middle + 1, found) if earlier is None else (low, earlier)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import EMA, KEPT
+from jaxdist.config import EMA, state_kinds
 from parity_tests.proof import digits
 from parity_tests.proof.bisect import STAGES, Divergence
 from parity_tests.proof.evidence import CLEARLY, NEVER, UPDATE, Evidence, Seen, far_from_the_start, joined
@@ -25,6 +25,7 @@ SHIFTS = (1, -1, 2, -2)  # steps by which a schedule is tried to be ahead
 FACTORS = range(2, 17)  # times that a schedule is tried to be stepped per step
 ALONG = 0.9  # cosine from which a difference of weights is along the weights
 UNLIKE = 5.0  # times that one moment differs more than the other
+KEPT = state_kinds()  # of our own optimizers
 COUPLED = 3.0  # times our weight decay from which theirs is hardly another value of it
 FORMULA = 10.0  # times that moments differ more than weights, where those differ by what moments made of them
 EACH = 0.5  # of the largest logarithm of a factor of gradients, from where they have not one factor

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from markupsafe import Markup, escape
 
-from jaxdist.config import KEPT
+from jaxdist.config import state_kinds
 from jaxdist.runs.drawing import pages
 from parity_tests.expected.memory_causes import UNEXPLAINED, Cause
 from parity_tests.proof.verdict import LEVELS, Check, Verdict
@@ -299,7 +299,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
 def final(kind: str, runs: Pair) -> Plot:
     """Each layer's error in the final weights and in what the optimizer keeps, as far as both sides have them."""
     a, b = runs
-    kinds = {k: (a.kept_states(k), b.kept_states(k)) for k in ("weights", *KEPT)}
+    kinds = {k: (a.kept_states(k), b.kept_states(k)) for k in ("weights", *state_kinds())}
     columns = {k: layer_errors(x, y, f"{k}/") for k, (x, y) in kinds.items() if x and y}
     rows = sorted({layer for column in columns.values() for layer in column}, key=in_order)
     missing = "No gradients were recorded on both sides."

@@ -6,14 +6,13 @@ from posixpath import commonpath
 
 import numpy as np
 
-from jaxdist.config import KEPT
+from jaxdist.config import state_kinds
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import as_named_by_transformers, plain
 from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, tables_of
 
 Arrays = dict[str, np.ndarray]
-PARAMETERS = ("start", "gradient", "clipped", *KEPT, "weights")  # kinds named by parameters
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # weights that are not trained
 
@@ -45,6 +44,11 @@ def as_torch(parameters: Mapping[str, np.ndarray]) -> Arrays:
     return named
 
 
+def by_parameter() -> tuple[str, ...]:
+    """The kinds of arrays that are named by parameters."""
+    return ("start", "gradient", "clipped", *state_kinds(), "weights")
+
+
 def turned(kernel: np.ndarray) -> np.ndarray:
     """A matrix, those of all experts, or a convolution's kernel as torch has it."""
     return kernel.transpose(CONVOLUTION) if kernel.ndim == len(CONVOLUTION) else kernel.swapaxes(-1, -2)
@@ -62,7 +66,7 @@ def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
         kind, _, name = key.partition("/")
         if kind.startswith("activation") and name.startswith(IMAGES):
             array = np.moveaxis(array, -1, 1)
-        renamed = as_torch({name: array}) if kind in PARAMETERS else {name: array}
+        renamed = as_torch({name: array}) if kind in by_parameter() else {name: array}
         named |= {f"{kind}/{new}": a for new, a in renamed.items()}
     return named
 
@@ -94,7 +98,7 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
         kinds.setdefault(kind, {})[name] = array
     named: Arrays = {}
     for kind, arrays in kinds.items():
-        if kind in PARAMETERS:
+        if kind in by_parameter():
             renamed = _parameters(arrays, family, layers)
         else:
             renamed = _activations(arrays, family) if kind.startswith("activation") else arrays

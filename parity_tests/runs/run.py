@@ -17,7 +17,7 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import AXES, ConfigError, Experiment, check_shapes, read_record
 from jaxdist.config.errors import nearest
 from jaxdist.config.optimizer import ALL, ParamRole
-from jaxdist.config.record import KINDS
+from jaxdist.config.record import record_kinds
 from jaxdist.families import models
 from jaxdist.runs.checkpoints import newest
 from jaxdist.runs.folder import read_metrics
@@ -138,8 +138,8 @@ class Run:
             if not tensors:
                 raise ConfigError(f"{file} has no tensors; name them KIND/NAME, or remove it")
             for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors):
-                if prefix not in KINDS:
-                    raise ConfigError(f"{file} has tensors of kind {prefix!r}, which is none; {nearest(prefix, KINDS)}")
+                if prefix not in (kinds := record_kinds()):
+                    raise ConfigError(f"{file} has tensors of kind {prefix!r}, which is none; {nearest(prefix, kinds)}")
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:
             raise ConfigError(

@@ -56,7 +56,7 @@ from torch_ref.parallel.weights import local
 from torch_ref.runtime import launch
 from torch_ref.runtime.compat import all_gather_tensor, all_gather_tensor_autograd
 from torch_ref.train import fetch, metered
-from torch_ref.training.optim import RULES, grouped
+from torch_ref.training.optim import grouped, rule_of
 from torch_ref.training.parallelize import check_offload, offload_policy
 from torch_ref.training.record import Arrays, array, whole
 
@@ -219,7 +219,7 @@ def distribute(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn
 def optimizer_of(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
     """torch's optimizer with decay on matrices, and transformers' schedule at its first step."""
     o = experiment.optimizer
-    rule = RULES[o.name]
+    rule = rule_of(o)
     optimizer = rule.optimizer(grouped(o, dict(model.named_parameters())), lr=o.learning_rate, **rule.settings(o))
     optimizer.step()  # without gradients: a schedule expects a step before its own
     schedule = SCHEDULES[o.decay](optimizer, o, o.decay_steps or experiment.train.steps)

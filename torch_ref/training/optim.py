@@ -17,11 +17,14 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
-from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of, ParamRole
+from jaxdist.config.optimizer import OPTIMIZERS as OURS
+from jaxdist.config.optimizer import ParamRole
+from jaxdist.config.plugins import piece
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.mesh import SHARDS, over
 from torch_ref.parallel.weights import local, named
-from torch_ref.training.matrices import Adafactor, Muon, Pieces, kept
+from torch_ref.training.matrices import Pieces, kept
+from torch_ref.training.registry import OPTIMIZERS, Groups, twin
 
 with warnings.catch_warnings():  # its package uses torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -106,19 +109,22 @@ class Lion(torch.optim.Optimizer):
                 m.lerp_(p.grad, 1 - beta2)
 
 
-Groups = tuple[tuple[Of, dict[str, Any]], ...]
-BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
-
-
 class Rule(NamedTuple):
-    """An update rule: its class, what it is made with, whether it counts its updates in `step` by itself and asks for
-    `pieces`, and which parameters are a group, with what that has of its own."""
+    """An update rule, as `registry.UpdateRule` has it: its class, what it is made with, whether it counts its updates
+    in `step` by itself and asks for `pieces`, and which parameters are a group, with what that has of its own."""
 
     optimizer: Any  # the class
     settings: Callable[[Config], dict[str, Any]]
-    counts: bool = False
-    pieces: bool = False
-    groups: Groups = BY_DECAY
+    counts: bool
+    pieces: bool
+    groups: Groups
+
+
+def rule_of(o: Config) -> Rule:
+    """The update rule of an optimizer. Raises ConfigError where a plugin's has none on torch's side."""
+    row = twin(OURS, OPTIMIZERS, o.name, "register_optimizer")
+    made, settings = (piece(OPTIMIZERS, o.name, field, "training in torch") for field in ("optimizer", "settings"))
+    return Rule(made, settings, row.counts, row.pieces, row.groups)
 
 
 def adam(o: Config) -> dict[str, Any]:
@@ -138,19 +144,8 @@ def muon(o: Config) -> dict[str, Any]:
     return adam(o) | {"muon": own}
 
 
-BY_MUON: Groups = (
-    (INNER, {"use_muon": True}),
-    (ENDS, {"use_muon": False}),
-    (VECTORS, {"use_muon": False, "weight_decay": 0.0}),
-)
-RULES = {
-    "adamw": Rule(torch.optim.AdamW, adam, counts=True),
-    "adam": Rule(torch.optim.Adam, adam, counts=True),
-    "sgd": Rule(torch.optim.SGD, sgd),
-    "lion": Rule(Lion, lambda o: {"betas": (o.beta1, o.beta2)}),
-    "adafactor": Rule(Adafactor, adafactor, counts=True, pieces=True),
-    "muon": Rule(Muon, muon, counts=True, pieces=True, groups=BY_MUON),
-}
+def lion(o: Config) -> dict[str, Any]:
+    return {"betas": (o.beta1, o.beta2)}
 
 
 def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -161,13 +156,13 @@ def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]
             "weight_decay": o.weight_decay,
         }
         | own
-        for of, own in RULES[o.name].groups
+        for of, own in rule_of(o).groups
     ]
     return [group for group in by_place if group["params"]]
 
 
 class Optimizer:
-    """One of RULES over the pieces of parameters that lie on this rank, its state by parameter name.
+    """An update rule over the pieces of parameters that lie on this rank, its state by parameter name.
 
     Decay on parameters of two or more dimensions. The update is elementwise, so it runs on plain local tensors under
     every strategy. With ZeRO-1 a rank of the axis `fsdp` holds the state of, and updates, some whole parameters, and
@@ -183,7 +178,7 @@ class Optimizer:
         self.scaler = ShardedGradScaler(
             mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
         )
-        rule = self.rule = RULES[o.name]
+        rule = self.rule = rule_of(o)
         made, settings = rule.optimizer, {"lr": o.learning_rate, **rule.settings(o)}
         if rule.pieces:
             pieces = {t: self.parameters[name] for name, t in self.locals.items()}

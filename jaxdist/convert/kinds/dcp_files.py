@@ -417,7 +417,7 @@ def write(path: Path, conversion: Conversion) -> None:
         state |= {key: torch_leaves.empty(leaf) for key, leaf in buffers_there.items()}
     step = prefixes["step"] or ("step" if content.step != (content.updates or 0) else "")
     counts: dict[str, Any] = {step: torch.tensor(content.step)} if step else {}
-    if content.updates is not None and (not of_dcp or rules.BY_NAME[content.experiment.optimizer.name].counts):
+    if content.updates is not None and (not of_dcp or rules.by_name()[content.experiment.optimizer.name].counts):
         done = float(content.updates)
         counts |= {
             key: torch.tensor(done)

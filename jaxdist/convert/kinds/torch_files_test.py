@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 
 from jaxdist.config import ConfigError
-from jaxdist.config.optimizer import STATES
+from jaxdist.config.optimizer import MOMENTS
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Origin
 from jaxdist.convert.convert_test import MODELS
@@ -125,7 +125,7 @@ class TestTorchFiles:
         schedule.load_state_dict(back["scheduler"])
         after = optimizer.state_dict()
         for i, state in saved["optimizer"]["state"].items():
-            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *STATES["adamw"]))
+            assert all(torch.equal(after["state"][i][kind], state[kind]) for kind in ("step", *MOMENTS))
 
     @pytest.mark.parametrize("order", ["one group", "others first", "unnamed", "by name"])
     def test_orders_of_an_optimizer(self, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +172,7 @@ class TestTorchFiles:
 
     def test_two_orders_that_fit(self) -> None:
         """Tensors that are sorted by name, of one shape: nothing tells which is whose."""
-        entry = {kind: torch.ones(2, 2) for kind in STATES["adamw"]}
+        entry = {kind: torch.ones(2, 2) for kind in MOMENTS}
         state: Any = {"state": {0: entry, 1: entry}, "param_groups": [{"params": [0, 1]}]}
         shapes = dict.fromkeys("ab", (2, 2))
         of_model = {name: whole(name, (name, 0), (2, 2)) for name in "ba"}
@@ -433,7 +433,7 @@ class TestTorchFiles:
         torch_files.write(tmp_path / "b.pt", Conversion(content, "huggingface"))
         back = torch.load(tmp_path / "b.pt", weights_only=True)
         same(back, saved)
-        moments = dict.fromkeys(STATES["adamw"], content.groups[PARAMETERS])
+        moments = dict.fromkeys(MOMENTS, content.groups[PARAMETERS])
         later = replace(content, groups={**content.groups, **moments}, step=3, updates=3)
         torch_files.write(tmp_path / "c.pt", Conversion(later, "huggingface"))
         state = torch.load(tmp_path / "c.pt", weights_only=True)["optimizer"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jaxdist.config import EMA, ConfigError, Optimizer
-from jaxdist.config.optimizer import STATES
+from jaxdist.config.optimizer import OPTIMIZERS
 from jaxdist.convert.kinds.torch_parts import like
 from jaxdist.convert.mappings.atoms import Entry, Shape
 from jaxdist.convert.optimizers.rates import peak_in
@@ -15,7 +15,7 @@ from jaxdist.convert.optimizers.unsupported import WEIGHTS_ALONE, Group, unsuppo
 from jaxdist.runs.display import say
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
-KEPT = {"state", "param_groups"}  # by an optimizer, and by parameter "step" and what STATES says
+KEPT = {"state", "param_groups"}  # by an optimizer, and by parameter "step" and the states of its rule
 
 
 class Rule(NamedTuple):
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     def kinds(self, groups: Sequence[Group]) -> tuple[str, ...]:
         """What it keeps of each parameter; nothing where no group has a momentum that it keeps."""
         still = self.name == "sgd" and groups and all(group.get("momentum") == 0 for group in groups)
-        return () if still else tuple(STATES[self.name])
+        return () if still else tuple(OPTIMIZERS[self.name].states)
 
 
 def _decoupled(group: Group) -> bool:
@@ -58,7 +58,7 @@ BETAS = RATE | {
     "beta2": lambda group: group["betas"][1] if "betas" in group else None,
 }
 EPS = BETAS | {"eps": lambda group: group.get("eps")}
-RULES = (
+OURS = (
     Rule(
         "adamw", _decoupled, ADAMW, EPS,
         lambda groups, rate, o: torch.optim.AdamW(groups, lr=rate, betas=(o.beta1, o.beta2), eps=o.eps), counts=True,
@@ -99,7 +99,22 @@ RULES = (
         counts=True,
     ),
 )  # fmt: skip
-BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def of_plugin(name: str) -> Rule:
+    """The rule of a plugin's optimizer, whose groups tell no more than every optimizer's."""
+    return Rule(
+        name, lambda group: True, MAXIMIZES, RATE,
+        lambda groups, rate, o: torch.optim.Optimizer(groups, {"lr": rate, "weight_decay": 0.0}),
+    )  # fmt: skip
+
+
+def by_name() -> dict[str, Rule]:
+    """All rules, ours first."""
+    ours = {rule.name: rule for rule in OURS}
+    return ours | {name: of_plugin(name) for name in OPTIMIZERS if name not in ours}
+
+
 DEFAULTS = Optimizer()
 
 
@@ -108,14 +123,14 @@ def rule_of(source: str, found: Iterable[str], groups: Sequence[Group]) -> Rule:
     kept = set(found) - {"step"}
     if name := unsupported(kept, groups):
         raise ConfigError(
-            f"{source}: its optimizer is {name}, a rule that jaxdist does not have ({', '.join(BY_NAME)}); "
+            f"{source}: its optimizer is {name}, a rule that jaxdist does not have ({', '.join(by_name())}); "
             + WEIGHTS_ALONE
         )
-    alike = [(rule, kinds) for rule in RULES if kept.issuperset(kinds := rule.kinds(groups))]
+    alike = [(rule, kinds) for rule in by_name().values() if kept.issuperset(kinds := rule.kinds(groups))]
     if not alike:
         raise ConfigError(
             f"{source}: its optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, as none of jaxdist's does "
-            f"({', '.join(BY_NAME)}); {WEIGHTS_ALONE}"
+            f"({', '.join(by_name())}); {WEIGHTS_ALONE}"
         )
     most = max(len(kinds) for _, kinds in alike)
     likely = [(rule, kinds) for rule, kinds in alike if len(kinds) == most]
@@ -156,7 +171,7 @@ def order_of(
     held = (entry for entry in entries.values() if isinstance(entry, dict))
     there = [str(kind) for entry in held for kind, value in entry.items() if value is not None]
     rule = rule_of(source, [*there, *map(str, state.keys() - KEPT)], groups)
-    like_it = Optimizer(name=rule.name)  # type: ignore[arg-type]
+    like_it = Optimizer(name=rule.name)
     wanted = {kind: {n: e.shape for n, e in kept(like_it, kind).items()} for kind in rule.kinds(groups)}
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []
 
@@ -285,7 +300,7 @@ def state_dict(
     `counted`: also of a rule that keeps no count. `before`: entries that there were, which are kept but for moments and
     the count.
     """
-    step = {"step": torch.tensor(float(updates))} if counted or BY_NAME[o.name].counts else {}
+    step = {"step": torch.tensor(float(updates))} if counted or by_name()[o.name].counts else {}
     kinds = [kind for kind in o.kept if kind != EMA]
     names = {key: name for group in groups for name, key in zip(group["params"], group["keys"], strict=True)}
     held = {key: {kind: moments[kind][n] for kind in kinds if n in moments[kind]} for key, n in names.items()}
@@ -328,7 +343,7 @@ def groups_of(shapes: Mapping[str, Shape], o: Optimizer, rate: float, inner: Con
         | (own if turned else {})
         for (decay, turned), names in groups.items()
     ]
-    optimizer = BY_NAME[o.name].build(given, rate, o)
+    optimizer = by_name()[o.name].build(given, rate, o)
     return [
         group | {"initial_lr": o.learning_rate, "params": group["param_names"], "keys": group["params"]}
         for group in optimizer.state_dict()["param_groups"]

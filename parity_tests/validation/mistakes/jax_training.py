@@ -239,8 +239,9 @@ def norm_without_the_embedding() -> None:
 
 def ruled(name: str, change: Any) -> None:
     """Plant an update rule of `change(right, o, g, kept, t, now)`."""
-    right = optim.RULES[name]
-    plant(optim, "RULES", optim.RULES | {name: lambda *inputs: change(right, *inputs)})
+    of = optim.rule_of
+    changed = partial(change, of(Optimizer(name=name)))
+    plant(optim, "rule_of", lambda o: changed if o.name == name else of(o))
 
 
 @planted("llama", "mathematics", "exp_avg/*")
@@ -317,7 +318,8 @@ def second_moment_of_the_unclipped() -> None:
 @planted("adam", "mathematics", "exp_avg/*")
 def decay_beside_the_gradient() -> None:
     """Adam's decay is taken off the weights, as AdamW's is."""
-    plant(optim, "COUPLED", ("sgd",))
+    row = replace(optim.OPTIMIZERS["adam"], coupled=False)
+    plant(optim, "OPTIMIZERS", {**optim.OPTIMIZERS, "adam": row})
 
 
 @planted("adam", "mathematics", "ema/*")

@@ -229,7 +229,8 @@ def bias_correction_one_step_on() -> None:
 @planted("llama", "mathematics", "exp_avg/*")
 def decay_in_the_gradient() -> None:
     """Weight decay is added to the gradient (L2), not taken off the weights."""
-    plant(optim, "RULES", optim.RULES | {"adamw": optim.RULES["adam"]})
+    right = optim.rule_of
+    plant(optim, "rule_of", lambda o: right(o.model_copy(update={"name": "adam"}) if o.name == "adamw" else o))
 
 
 @planted("llama", "mathematics", "weights/embed.weight")

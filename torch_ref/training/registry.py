@@ -1,0 +1,79 @@
+"""The optimizers of torch's side, one row each. Imports no torch: plugins register their own by it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdist.config import ConfigError
+from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of
+from jaxdist.config.plugins import OURS, owner
+from jaxdist.config.registry import Reference, Registry
+
+Groups = tuple[tuple[Of, dict[str, Any]], ...]
+BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
+BY_MUON: Groups = (
+    (INNER, {"use_muon": True}),
+    (ENDS, {"use_muon": False}),
+    (VECTORS, {"use_muon": False, "weight_decay": 0.0}),
+)
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """An optimizer as torch_ref makes it: the twin of `jaxdist.UpdateRule`."""
+
+    name: str
+    """Value of `optimizer.name`."""
+    optimizer: Reference
+    """The class, a torch.optim.Optimizer."""
+    settings: Reference
+    """The function that makes its keyword arguments of the optimizer section; `lr` and `weight_decay` come beside."""
+    counts: bool = False
+    """Whether it counts its updates in `step` by itself."""
+    pieces: bool = False
+    """Whether it asks for `pieces` (`torch_ref.training.matrices.Pieces`), as it looks at whole matrices."""
+    groups: Groups = BY_DECAY
+    """Which parameters are a group, and what that has of its own."""
+
+
+OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side")
+
+
+def register_optimizer(row: UpdateRule) -> None:
+    """Make an optimizer known to torch_ref. Raises ConfigError for a name that is taken."""
+    OPTIMIZERS.register(row.name, row, owner())
+
+
+def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: str) -> Any:
+    """The row of torch's side of one that jaxdist has. Raises ConfigError where a plugin lacks it, which `register`
+    would add."""
+    if name not in theirs:
+        raise ConfigError(
+            f"the {ours.kind} {name!r} of plugin {ours.owner(name)!r} has no row on torch's side; add it by "
+            f"torch_ref.{register}, or train in JAX alone"
+        )
+    return theirs[name]
+
+
+for _row in (
+    UpdateRule("adamw", "torch.optim:AdamW", "torch_ref.training.optim:adam", counts=True),
+    UpdateRule("adam", "torch.optim:Adam", "torch_ref.training.optim:adam", counts=True),
+    UpdateRule("sgd", "torch.optim:SGD", "torch_ref.training.optim:sgd"),
+    UpdateRule("lion", "torch_ref.training.optim:Lion", "torch_ref.training.optim:lion"),
+    UpdateRule(
+        "adafactor",
+        "torch_ref.training.matrices:Adafactor",
+        "torch_ref.training.optim:adafactor",
+        counts=True,
+        pieces=True,
+    ),
+    UpdateRule(
+        "muon",
+        "torch_ref.training.matrices:Muon",
+        "torch_ref.training.optim:muon",
+        counts=True,
+        pieces=True,
+        groups=BY_MUON,
+    ),
+):
+    OPTIMIZERS.register(_row.name, _row, OURS)
