@@ -4,12 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxdist.config.optimizer import UpdateRule, register_optimizer
     from jaxdist.config.registry import Family, register_family
+    from jaxdist.config.strategies import Strategy, register_strategy
 
 __version__ = "0.1.0"
-__all__ = ["Family", "register_family"]
+__all__ = [
+    "Family",
+    "Strategy",
+    "UpdateRule",
+    "register_family",
+    "register_optimizer",
+    "register_strategy",
+]
 
-PUBLIC = {"Family": "jaxdist.config.registry", "register_family": "jaxdist.config.registry"}  # imported when asked for
+# What plugins register rows with, imported when it is asked for: name -> its module.
+PUBLIC = {
+    **dict.fromkeys(("Family", "register_family"), "jaxdist.config.registry"),
+    **dict.fromkeys(("UpdateRule", "register_optimizer"), "jaxdist.config.optimizer"),
+    **dict.fromkeys(("Strategy", "register_strategy"), "jaxdist.config.strategies"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -150,8 +150,8 @@ def least_of_parameters(
 ) -> dict[str, float]:
     """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
 
-    As `sharding.STRATEGIES` says, over 1/tensor of the parameters that tensor splits, and 1/expert of experts, which go
-    over the other axes alone; what goes over several axes at once counts under the first of them. fsdp gathers each
+    As `config/strategies.py` says, over 1/tensor of the parameters that tensor splits, and 1/expert of experts, which
+    go over the other axes alone; what goes over several axes at once counts under the first of them. fsdp gathers each
     block forward and backward (its biases and scales only where it is recomputed) and the rest (embedding, last norm,
     head) once; or, where it does not reshard, all once a step. A replica axis adds one all-reduce of the fsdp pieces;
     of what is outside of the layers `pipeline` is one. A pipeline passes through a chunk of its blocks at a time, and

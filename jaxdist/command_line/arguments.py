@@ -236,7 +236,7 @@ def load(
     sections = {name: value for name, value in overrides.items() if name != "plugins"}
     if plugins := merged(values.get("plugins"), overrides.get("plugins", "")):
         values["plugins"] = plugins
-        load_plugins(plugins_of(values))
+    load_plugins(plugins_of(values))
     own_model = "model" in values
     if start and not own_model:
         values = _over(start.tables(), values)

@@ -23,9 +23,10 @@ from jaxdist.config.experiment import (
 )
 from jaxdist.config.model import GPT2, Decoder, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
-from jaxdist.config.parallel import AXES, STRATEGIES, Parallel
+from jaxdist.config.parallel import AXES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
 from jaxdist.config.record import Record, read_record, write_record
+from jaxdist.config.strategies import STRATEGIES
 
 __all__ = [
     "AXES",

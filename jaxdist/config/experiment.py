@@ -32,12 +32,13 @@ from jaxdist.config.model import (
     Section,
     Seed,
 )
-from jaxdist.config.optimizer import Optimizer
+from jaxdist.config.optimizer import OPTIMIZERS, Optimizer
 from jaxdist.config.parallel import Parallel, resized, written
-from jaxdist.config.plugins import Plugins, load_plugins
+from jaxdist.config.plugins import Plugins, load_plugins, used
 from jaxdist.config.precision import Precision
 from jaxdist.config.record import Record, Steps
 from jaxdist.config.registry import FAMILIES, default_family
+from jaxdist.config.strategies import STRATEGIES
 
 
 class Train(Section):
@@ -164,6 +165,16 @@ class Experiment(Section):
     def held(self) -> frozenset[str]:
         """Fields, with their sections, that the weights or the run to go on with hold: no fix changes them."""
         return self._held
+
+    def naming_plugins(self) -> "Experiment":
+        """This experiment, with the plugins that registered what it names."""
+        owners = (
+            FAMILIES.owner(self.model.family),
+            OPTIMIZERS.owner(self.optimizer.name),
+            STRATEGIES.owner(self.parallel.strategy),
+        )
+        plugins = dict.fromkeys((*(self.plugins or ()), *used(owners)))
+        return self.model_copy(update={"plugins": tuple(plugins)}) if plugins else self
 
     def holding(self, fields: Iterable[str]) -> "Experiment":
         """This experiment, with weights or a run that hold the `fields`."""
@@ -308,7 +319,7 @@ class Experiment(Section):
                 f"train.batch = {train.batch} leaves a batch norm one number for each channel, which has no variance; "
                 "use a larger batch or model.image, or parallel.batch_norm = global"
             )
-        if self.parallel.strategy == "ddp":
+        if not self.parallel.row.optimizer:
             return
         widths = {model.stem, *model.widths, *(w // 4 for w in model.widths if model.block != "basic")}
         if bad := sorted(width for width in widths if width % axes["fsdp"]):
@@ -411,7 +422,7 @@ class Experiment(Section):
                 f"{source}: {reprlib.repr(values)} is no table of settings; give the sections of a config"
             )
         try:
-            return cls.model_validate(values, context=held)
+            return cls.model_validate(values, context=held).naming_plugins()
         except pydantic.ValidationError as error:
             lines = [_explain(problem, values) for problem in error.errors()]
             raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None

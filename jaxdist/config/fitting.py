@@ -80,7 +80,7 @@ def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: st
 
 def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
     """The mesh whose devices split the batch instead of what the axes `away` do, as a message gives it."""
-    batch = "data" if e.parallel.strategy == "ddp" else "fsdp"
+    batch = "fsdp" if e.parallel.row.optimizer else "data"
     ways = math.prod(axes[axis] for axis in (batch, *away))
     whole = {**axes, **dict.fromkeys(away, 1), batch: ways}
     mesh = shrunk(e, whole, [batch], "dim") if not isinstance(e.model, ResNet) else whole
@@ -149,7 +149,7 @@ def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
     yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
     yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
     yield "vocab", m.vocab_rows, "embed", ("tensor",)
-    if e.parallel.strategy == "ddp":
+    if not e.parallel.row.optimizer:
         return
     yield "dim", m.dim, "embed", SHARDS
     if m.qkv_bias:  # a vector is split along the one dimension that it has

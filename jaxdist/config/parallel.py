@@ -10,8 +10,9 @@ from pydantic import model_validator
 from jaxdist.config.aliases import AXIS_NAMES, plain
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.model import Count, NotNegative, Section
+from jaxdist.config.names import OneOf
+from jaxdist.config.strategies import STRATEGIES, Strategy
 
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -29,7 +30,7 @@ class Parallel(Section):
     """Device mesh: data-parallel × tensor-parallel size ('2x4'), or named axes ('data=2,fsdp=2,tensor=2'; -1: all
     remaining devices). `expert` splits the experts of a mixture, and the batch as fsdp does; `pipeline` splits the
     layers into stages; `context` splits sequences."""
-    strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
+    strategy: Annotated[str, OneOf(STRATEGIES)] = "fsdp"
     """State sharded over data-parallel devices. ddp: none; zero1: optimizer state; zero2: also gradients; fsdp: also
     parameters."""
     reduce: Literal["auto", "microbatch", "step"] = "auto"
@@ -66,12 +67,12 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _fit_the_strategy(self) -> "Parallel":
-        if self.reduce == "microbatch" and self.strategy in ("ddp", "zero1"):
+        if self.reduce == "microbatch" and not self.row.gradients:
             raise ValueError(
                 f"parallel.reduce = microbatch with parallel.strategy = {self.strategy} would only repeat the "
                 "sum; use parallel.reduce = auto, or parallel.strategy = zero2 or fsdp"
             )
-        if not self.reshard_after_forward and self.strategy != "fsdp":
+        if not self.reshard_after_forward and not self.row.reshards:
             raise ValueError(
                 f"parallel.reshard_after_forward = false with parallel.strategy = {self.strategy}: only fsdp gathers "
                 "parameters that it could keep; leave it out, or use parallel.strategy = fsdp"
@@ -90,9 +91,19 @@ class Parallel(Section):
         return self
 
     @property
+    def row(self) -> Strategy:
+        """The strategy's row."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def once(self) -> bool:
+        """Whether gradients cross devices once a step, whole until then."""
+        return not self.row.gradients or self.reduce == "step"
+
+    @property
     def reshards(self) -> bool:
         """Whether parameters are gathered each time they are used, and given back after it."""
-        return self.strategy == "fsdp" and self.reshard_after_forward
+        return self.row.reshards and self.reshard_after_forward
 
     @property
     def sized(self) -> bool:
@@ -116,7 +127,7 @@ class Parallel(Section):
                 if names.count(axis) > 1:
                     raise ConfigError(f"{field}: axis {axis!r} is given twice; give it once")
         else:
-            batch_axis = "data" if self.strategy == "ddp" else "fsdp"
+            batch_axis = "fsdp" if self.row.optimizer else "data"
             parts = self.mesh.split("x")
             if len(parts) > 2:
                 raise ConfigError(f"{field}: name the axes of a mesh of three or more, as data=2,fsdp=2,tensor=2")
@@ -143,12 +154,13 @@ class Parallel(Section):
                     f"--mesh {resized(sizes, [axis for axis in AXES if sizes[axis] > 1], devices)}"
                 )
             sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
-        if self.strategy == "ddp" and sizes["fsdp"] > 1:
+        if not self.row.optimizer and sizes["fsdp"] > 1:
             named = written(sizes | {"data": sizes["data"] * sizes["fsdp"], "fsdp": 1})
             raise ConfigError(
-                f"{field}: parallel.strategy = ddp shards nothing; name the axis data, not fsdp: --mesh {named}"
+                f"{field}: parallel.strategy = {self.strategy} shards nothing; name the axis data, not fsdp: "
+                f"--mesh {named}"
             )
-        if self.strategy != "ddp" and sizes["fsdp"] * sizes["expert"] * sizes["context"] == 1 and sizes["data"] > 1:
+        if self.row.optimizer and sizes["fsdp"] * sizes["expert"] * sizes["context"] == 1 and sizes["data"] > 1:
             named = written(sizes | {"fsdp": sizes["data"], "data": 1})
             raise ConfigError(
                 f"{field}: parallel.strategy = {self.strategy} shards over the axis fsdp, which has size 1; "

@@ -86,6 +86,12 @@ def owner() -> str:
     return _loading[-1] if _loading else "__main__"
 
 
+def used(owners: Iterable[str]) -> tuple[str, ...]:
+    """The plugins among these owners of rows, which are plugins or modules within them."""
+    held = {f"{name}." for name in owners}
+    return tuple(plugin for plugin in _loaded if any(name.startswith(f"{plugin}.") for name in held))
+
+
 def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
     """The object that a row's `field` refers to, which is `needed` for something. Raises ConfigError, naming the
     plugin, the row and the field, where there is none."""
@@ -97,6 +103,8 @@ def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
         return resolve(reference)
     except ConfigError as error:
         raise ConfigError(f"{_named(rows, name)}: {field} = {error}") from None
+    except Exception as error:
+        raise _failed(error, f"{_named(rows, name)}: {field} = {reference!r}", "use another") from None
 
 
 def _named(rows: Registry[Any], name: str) -> str:

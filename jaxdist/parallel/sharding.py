@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.config import ConfigError, Parallel
 from jaxdist.config.errors import nearest
 from jaxdist.config.optimizer import COLUMNS, ROWS, ParamRole
+from jaxdist.config.strategies import STRATEGIES, Strategy
 
 BATCH = ("data", "fsdp", "expert")  # the mesh axes that split the global batch
 SHARDS = ("fsdp", "expert", "context")  # those that split what a strategy shards: all hold other tokens
@@ -55,33 +56,6 @@ class ShardDim(NamedTuple):
     dim: int
     axes: tuple[str, ...]
     replicas: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """Which of the three copies of the model are sharded over `fsdp`; the others are whole on each of its devices.
-
-    `reshards`: whether sharded parameters are gathered each time they are used, or once a step.
-    """
-
-    parameters: bool
-    gradients: bool
-    optimizer: bool
-    reshards: bool = False
-
-
-# Bytes a device sends per step over n devices, P parameter bytes (ring algorithms):
-STRATEGIES = {
-    # 2P(n-1)/n: one all-reduce. torch: DistributedDataParallel
-    "ddp": Strategy(parameters=False, gradients=False, optimizer=False),
-    # 2P(n-1)/n: one reduce-scatter, one all-gather. torch: ZeroRedundancyOptimizer; DeepSpeed stage 1
-    "zero1": Strategy(parameters=False, gradients=False, optimizer=True),
-    # (1+m)P(n-1)/n with m microbatches: a reduce-scatter each, one all-gather. DeepSpeed stage 2: parameters stay
-    # whole at rest, where fsdp with reshard_after_forward=false gathers them at the start of each step instead.
-    "zero2": Strategy(parameters=False, gradients=True, optimizer=True),
-    # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
-    "fsdp": Strategy(parameters=True, gradients=True, optimizer=True, reshards=True),
-}
 
 
 def strategy(parallel: Parallel) -> Strategy:

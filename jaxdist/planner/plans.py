@@ -189,7 +189,7 @@ def changes(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"train__accumulation": accumulation}
     if e.parallel.strategy != "fsdp" or not e.parallel.reshard_after_forward:
         axes = dict(plan.mesh)
-        if e.parallel.strategy == "ddp":
+        if not e.parallel.row.optimizer:
             axes |= {"fsdp": axes["fsdp"] * axes["data"], "data": 1}
         fields = {"parallel__strategy": "fsdp", "parallel__reshard_after_forward": True}
         yield fields | ({"parallel__mesh": written(axes)} if axes != plan.mesh else {})

@@ -120,7 +120,7 @@ def least(
         logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
         found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
         found[first(mesh, TOKENS)] += ring_bytes("all_gather", tokens, ranks)  # the mask, a byte each
-    if side != JAX and e.parallel.strategy == "zero1":
+    if side != JAX and e.parallel.row.replicates and e.parallel.row.optimizer:
         for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
             found[axis] -= size
         shards = mesh["fsdp"] * mesh["context"]
@@ -328,7 +328,7 @@ EXCHANGES: Mapping[str, Callable[[Step], Iterable[Sent]]] = {
 def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]:
     """torch's own clip, which trains transformers' models, has the squares of all tensors in one array; all else adds
     single numbers, which are not counted."""
-    if side == TRANSFORMERS and e.parallel.strategy != "ddp":
+    if side == TRANSFORMERS and e.parallel.row.optimizer:
         yield first(mesh, SHARDS), {"all_reduce": exactly(1)}
 
 
@@ -368,13 +368,13 @@ def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str
 
 def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """torch: by block, and the root, under FSDP2; by bucket under DDP."""
-    m, blocks, name = e.train.accumulation, e.model.layers, e.parallel.strategy
+    m, blocks, row = e.train.accumulation, e.model.layers, e.parallel.row
     tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
-    if name in ("ddp", "zero1"):
+    if row.replicates:
         size = sum(math.prod(layout.shape) for layout in layouts.values()) * np.dtype(e.precision.parameters).itemsize
         bucket = e.parallel.bucket_mb * 2**20 or BUCKET
         buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
-        updated = tensors if name == "zero1" else 0
+        updated = tensors if row.optimizer else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
         for axes in filter(None, cut_alike(layouts)):
             whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
@@ -386,6 +386,6 @@ def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
     for axes in alike:
         root = int(axes == SHARDS)  # experts are of blocks alone
         gathers = m * (2 * blocks + root) if e.parallel.reshards else blocks + root
-        scatters = (blocks + root) * (1 if e.parallel.reduce == "step" else m)
+        scatters = (blocks + root) * (1 if e.parallel.once else m)
         yield "data", {"all_reduce": exactly(blocks + root)}
         yield first(mesh, axes), {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)}

@@ -56,8 +56,8 @@ class TorchFootprint(DecoderFootprint):
     def gradients(self) -> float:
         """A device's share of the gradients, as FSDP2 shards them."""
         parallel = self.experiment.parallel
-        sharded = parallel.strategy in ("zero2", "fsdp")
-        sharded &= parallel.reduce != "step" or self.experiment.train.accumulation == 1
+        sharded = not parallel.row.replicates
+        sharded &= not parallel.once or self.experiment.train.accumulation == 1
         return self.held(sharded) * self.at_rest
 
     @property
@@ -83,13 +83,13 @@ class TorchFootprint(DecoderFootprint):
         e, n, layers = self.experiment, self.shards, self.experiment.model.layers
         compute, gradients = self.compute, self.gradients
         none, again = self.arrays(self.whole), self.arrays(self.least)
-        p, strategy_ = e.precision, e.parallel.strategy
+        p, replicates = e.precision, e.parallel.row.replicates
         mixed = len({p.parameters, p.compute, p.reduce}) > 1
-        ddp = strategy_ in ("ddp", "zero1") and not mixed and self.mesh["tensor"] == 1
+        ddp = replicates and not mixed and self.mesh["tensor"] == 1
         stand = gradients * (ddp or e.train.accumulation > 1)  # DDP's buckets outlive the step
         beside = gradients * (ddp and e.train.accumulation > 1)  # it accumulates outside of them
         block, ends = self.weights(True) / layers * compute, self.weights(False) * compute
-        stay = strategy_ in ("zero2", "fsdp") and not e.parallel.reshards
+        stay = not replicates and not e.parallel.reshards
         whole = layers if stay else 2 if n > 1 else 1  # blocks: this one and the next, or all
         always = {
             BATCH: 2 * self.tokens * e.train.accumulation * 8.0,

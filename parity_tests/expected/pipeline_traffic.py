@@ -24,7 +24,7 @@ def own(layouts: Mapping[str, Layout], stages: int) -> dict[str, float]:
 
 def gathers(e: Experiment) -> int:
     """How often a block is gathered."""
-    if e.parallel.strategy in ("ddp", "zero1"):
+    if e.parallel.row.replicates:
         return 0
     return e.train.accumulation + 1 if e.parallel.reshards else 1
 
@@ -43,7 +43,7 @@ def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int])
     compute, reduced, at_rest = (
         ITEMSIZE[str(d)] for d in (e.precision.compute, e.precision.reduce, e.precision.parameters)
     )
-    whole = e.parallel.strategy in ("ddp", "zero1")
+    whole = e.parallel.row.replicates
     n, x = math.prod(mesh[axis] for axis in SHARDS), tokens_of(e, mesh) * e.model.dim * compute
     found = dict.fromkeys(mesh, 0.0)
     found["pipeline"] = m * x * (2 * v - 1)
@@ -54,7 +54,7 @@ def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int])
         size = numbers / (tensor if "tensor" in layouts[name].mesh_axes(False) else 1)
         if whole:
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", size * reduced, n * mesh["data"])
-            if e.parallel.strategy == "zero1":
+            if e.parallel.row.optimizer:
                 found[first(mesh, SHARDS)] += ring_bytes("broadcast", size * at_rest, n)
             continue
         times = gathers(e) if "layers" in layouts[name].axes else 1
@@ -83,10 +83,10 @@ def expected(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
     count = m * activations + sum(blocks if "layers" in layout.axes else 1 for layout in shared)
     add("tensor", "all_reduce", count, count)
     roots = 1  # the embedding's part alone has parameters outside of its blocks
-    if e.parallel.strategy in ("ddp", "zero1"):
+    if e.parallel.row.replicates:
         add(first(mesh, TOKENS), "all_reduce", blocks + roots, blocks + roots)
         tensors = sum(blocks if "layers" in x.axes else 1 for n, x in layouts.items() if not n.startswith(HEAD))
-        zero1 = tensors * (e.parallel.strategy == "zero1")
+        zero1 = tensors * e.parallel.row.optimizer
         add(first(mesh, SHARDS), "broadcast", zero1, zero1)
         return found
     most = gathers(e) * blocks + roots

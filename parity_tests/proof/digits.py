@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdist.config import KEPT
+from jaxdist.config import state_kinds
 from jaxdist.config.precision import Precision
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run
@@ -15,7 +15,6 @@ Tensors = Mapping[str, np.ndarray]
 ROUNDING = {dtype: compare.rounding(dtype) for dtype in ("float64", "float32", "float16", "bfloat16")}
 CURVES = ("loss", "grad_norm")
 FEWEST = 4  # numbers of a curve that are judged: a norm after the clip may be the same at every step
-MOMENTS = set(KEPT)
 RECORDED = ("start", "gradient", "clipped")
 
 
@@ -29,7 +28,7 @@ class Narrow(NamedTuple):
     @property
     def of_moments(self) -> bool:
         """Whether it is of what an optimizer keeps alone, which no first step begins with."""
-        return all(what.partition(" ")[0] in MOMENTS for kinds in self.kinds.values() for what in kinds)
+        return all(what.partition(" ")[0] in state_kinds() for kinds in self.kinds.values() for what in kinds)
 
     def __str__(self) -> str:
         return "; ".join(f"{', '.join(kinds)} in {dtype}" for dtype, kinds in self.kinds.items())

@@ -363,7 +363,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     item = np.dtype(experiment.precision.parameters).itemsize
     tensors = [w for name, w in b.kept_states("weights").items() if not name.endswith(STATISTICS)]
     padding = sum(w[0].size for w in tensors if w.ndim < 3 and len(w) % (n * t)) * item  # experts are cut evenly
-    if parallel.strategy != "ddp":  # FSDP2 splits the bias of a head that no mesh divides, ours has it whole
+    if parallel.row.optimizer:  # FSDP2 splits the bias of a head that no mesh divides, ours has it whole
         padding += sum(w.size for name, w in b.kept_states("weights").items() if name == "weights/head.bias") * item
     largest = max(w.size for w in tensors) * item
     experts = sum(w.size for w in tensors if w.ndim == 3) * item / (mesh["expert"] * t)
@@ -373,13 +373,13 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     bound = {"parameters": padding, "gradients": padding, "optimizer_state": kept * padding + 8 * len(tensors)}
     why = dict.fromkeys(share, "FSDP2 splits whole rows: less than one for each tensor whose rows do not divide")
     why["optimizer_state"] += "; torch counts steps in 4 to 8 bytes a tensor, optax in 8 for all"
-    if parallel.strategy == "zero2":
+    if parallel.row.gradients and not parallel.row.parameters:
         share["parameters"] = n
         why["parameters"] += "; FSDP2's zero2 keeps 1/fsdp of them at rest, ours the whole"
-    if parallel.strategy in ("zero2", "fsdp") and parallel.reduce == "step" and experiment.train.accumulation == 1:
+    if not parallel.row.replicates and parallel.once and experiment.train.accumulation == 1:
         share["gradients"] = n
         why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
-    if parallel.strategy == "zero1":
+    if parallel.row.replicates and parallel.row.optimizer:
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
     if factors := sum(w.size for kind in TAKEN for w in b.kept_states(kind).values()) * item:
@@ -390,10 +390,10 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
         share["statistics"], bound["statistics"] = 1, 4 * running // len(STATISTICS)
         why["statistics"] = "torch counts batches in 8 bytes, JAX in 4; all else of them is whole on each device"
     stages, elsewhere = mesh["pipeline"], ends_elsewhere(b, n * t) * item
-    waits = stages > 1 and parallel.strategy in ("zero2", "fsdp") and experiment.train.accumulation > 1
+    waits = stages > 1 and not parallel.row.replicates and experiment.train.accumulation > 1
     if stages > 1:
         why |= {kind: f"{said}; torch's ranks have of embedding and head what they use" for kind, said in why.items()}
-    if waits and parallel.reduce != "step":
+    if waits and not parallel.once:
         why["gradients"] += "; FSDP2 below a pipeline's schedule keeps them whole until the end of the step"
     for kind, parts in share.items():
         jax, torch = a.summary["memory"][kind], b.summary["memory"][kind]

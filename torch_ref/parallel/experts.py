@@ -105,9 +105,10 @@ def spread(experts: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
 
 def check(experiment: Experiment, axes: dict[str, int]) -> None:
     """Raises ConfigError for what torch has no part for."""
-    if axes["expert"] > 1 and experiment.parallel.strategy == "zero1":
+    row = experiment.parallel.row
+    if axes["expert"] > 1 and row.replicates and row.optimizer:
         raise ConfigError(
-            f"parallel.strategy = zero1 with the mesh axis expert = {axes['expert']}: torch's ZeroRedundancyOptimizer "
-            "deals out parameters that all ranks have, and experts are none; use parallel.strategy = zero2 or fsdp, or "
-            "jaxdist.train"
+            f"parallel.strategy = {row.name} with the mesh axis expert = {axes['expert']}: torch's "
+            "ZeroRedundancyOptimizer deals out parameters that all ranks have, and experts are none; use "
+            "parallel.strategy = zero2 or fsdp, or jaxdist.train"
         )

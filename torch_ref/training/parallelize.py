@@ -2,7 +2,7 @@
 parallel.
 
 What each strategy sends per step, with P parameter bytes over n devices, is told at
-`jaxdist.parallel.sharding.STRATEGIES`. Gradients are summed over ranks everywhere, never averaged: the loss is already
+`jaxdist/config/strategies.py`. Gradients are summed over ranks everywhere, never averaged: the loss is already
 divided by the global token count.
 """
 
@@ -235,12 +235,12 @@ def saved_on_host(forward: Any, pinned: bool) -> Any:
 
 def check_offload(experiment: Experiment) -> None:
     """Raises ConfigError where torch has nothing that offloads as `memory.offload` says."""
-    memory, strategy = experiment.memory, experiment.parallel.strategy
+    memory, parallel = experiment.memory, experiment.parallel
     given = f"memory.offload = {','.join(memory.offload)}"
     state = {"optimizer", "parameters"}.intersection(memory.offload)
-    if state and strategy in ("ddp", "zero1"):
+    if state and parallel.row.replicates:
         raise ConfigError(
-            f"{given} with parallel.strategy = {strategy}: in torch FSDP2 alone offloads what it shards; use "
+            f"{given} with parallel.strategy = {parallel.strategy}: in torch FSDP2 alone offloads what it shards; use "
             "parallel.strategy = zero2 or fsdp"
         )
     if len(state) == 1:
@@ -292,7 +292,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     """DDP, `replicate` or FSDP2 over the axes data, fsdp and context, and memory for the parameters."""
     parallel, precision = experiment.parallel, experiment.precision
     device = torch.device(mesh.device_type)
-    whole = parallel.strategy in ("ddp", "zero1")
+    whole = parallel.row.replicates
     mixed = len({precision.parameters, precision.compute, precision.reduce}) > 1
     split = axis_size(mesh, "pipeline") * axis_size(mesh, "tensor") * axis_size(mesh, "expert")
     if whole and not mixed and split == 1:
@@ -359,8 +359,8 @@ def accumulated(experiment: Experiment, mesh: DeviceMesh) -> int:
     FSDP2 holds them whole until the one reduction that parallel.reduce = step asks for, and a pipeline's schedule.
     """
     parallel, several = experiment.parallel, experiment.train.accumulation > 1
-    once = parallel.reduce == "step" or axis_size(mesh, "pipeline") > 1
-    waits = parallel.strategy in ("zero2", "fsdp") and once and several
+    once = parallel.once or axis_size(mesh, "pipeline") > 1
+    waits = not parallel.row.replicates and once and several
     return over(mesh, *SHARDS).size() if waits else 1
 
 
@@ -391,8 +391,7 @@ def microbatch(model: nn.Module, parallel: Parallel, last: bool) -> Iterator[Non
             if not last:
                 stack.enter_context(model.no_sync())
         elif isinstance(model, FSDPModule):
-            once = parallel.strategy in ("ddp", "zero1") or parallel.reduce == "step"
-            model.set_requires_gradient_sync(last or not once)
+            model.set_requires_gradient_sync(last or not parallel.once)
             model.set_requires_all_reduce(last)
             model.set_is_last_backward(last)
             model.set_reshard_after_backward(last or parallel.reshards)

@@ -319,7 +319,7 @@ def weights_gathered_before_the_cast() -> None:
 def moments_not_sharded() -> None:
     """Under zero1 every device keeps all of Adam's moments."""
     row = replace(sharding.STRATEGIES["zero1"], optimizer=False)
-    plant(sharding, "STRATEGIES", sharding.STRATEGIES | {"zero1": row})
+    plant(sharding, "STRATEGIES", {**sharding.STRATEGIES, "zero1": row})
 
 
 @planted("kept", "distribution", "activation/embed")
