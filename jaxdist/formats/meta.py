@@ -55,7 +55,7 @@ def _model(path: Path, ranks: list[dict[str, Leaf]]) -> dict[str, Any]:
         hidden = sum(rank["layers.0.feed_forward.w1.weight"].shape[0] for rank in ranks)
         embeddings = [rank["tok_embeddings.weight"].shape for rank in ranks]
         values = {
-            "dim": dim, "heads": heads, "layers": layers, "hidden": hidden, "head_dim": dim // heads,
+            "family": "llama", "dim": dim, "heads": heads, "layers": layers, "hidden": hidden, "head_dim": dim // heads,
             "kv_heads": int(params.get("n_kv_heads") or heads), "norm_eps": params["norm_eps"],
             "rope_theta": params.get("rope_theta", 10000.0), "positions": 8192 if "rope_theta" in params else 4096,
             "vocab": embeddings[0][0] * (len(ranks) if embeddings[0][1] == dim else 1),
