@@ -58,7 +58,8 @@ def model_types() -> Mapping[str, tuple[str, ModelType]]:
     """model_type -> the family that reads it, and its reader. Raises ConfigError where two families read one."""
     found: dict[str, tuple[str, ModelType]] = {}
     for family, row in FAMILIES.items():
-        for model_type, reader in _huggingface(row.huggingface).types.items():
+        huggingface: HuggingFace | None = resolve(row.huggingface)
+        for model_type, reader in huggingface.types.items() if huggingface else ():
             if model_type in found:
                 raise ConfigError(
                     f"{FAMILIES.owner(family)}: the family {family!r} reads a config.json of model_type "
@@ -66,10 +67,6 @@ def model_types() -> Mapping[str, tuple[str, ModelType]]:
                 )
             found[model_type] = family, reader
     return found
-
-
-def _huggingface(reference: object) -> HuggingFace:
-    return resolve(reference) or HuggingFace({}, dict)
 
 
 def from_settings(settings: Settings) -> Settings:
@@ -87,7 +84,7 @@ def from_settings(settings: Settings) -> Settings:
 
 def to_settings(model: Model, dtype: str) -> Settings:
     """Settings of a config.json that transformers 4 and 5 read alike. Raises ConfigError if none fits."""
-    row = resolve(FAMILIES[model.family].huggingface)
+    row: HuggingFace | None = resolve(FAMILIES[model.family].huggingface)
     if row is None:
         raise lacking(model.family, "huggingface", "there is no config.json for it")
     # Token ids belong to a tokenizer; left out, transformers would assume those of its own.
