@@ -143,6 +143,23 @@ def test_a_piece_that_is_missing_is_named(
     assert same(ours(tmp_path / "b", "orbax"), draw(TOY))
 
 
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        ({"tables": {"toy": [1]}}, r"tables = \{'toy': \[1\]\}; give a mapping of namings to \S+Table"),
+        ({"tables": TABLES, "huggingface": "nowhere:HERE"}, "'nowhere:HERE': No module named 'nowhere'"),
+        ({"tables": TABLES, "huggingface": written}, r"huggingface = <function .*; give a \S+HuggingFace"),
+    ],
+)
+def test_a_piece_of_another_kind_is_refused(
+    pieces: dict[str, Any], says: str, registered: Callable[..., None], tmp_path: Path
+) -> None:
+    registered(**pieces)
+    run = run_of(tmp_path / "run", TOY)
+    with pytest.raises(ConfigError, match=says):
+        convert(run, tmp_path / "hf", "--to", "hf")
+
+
 def test_a_model_type_that_another_family_reads_is_refused(registered: Callable[..., None]) -> None:
     registered(tables=TABLES, huggingface=HuggingFace({"gpt2": HUGGINGFACE.types["toy"]}, written))
     with pytest.raises(ConfigError, match=r"family 'toy' reads a config.json of model_type 'gpt2', which .*'gpt2' rea"):

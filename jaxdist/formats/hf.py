@@ -13,7 +13,7 @@ from jaxdist.config.bounded import read_json
 from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
 from jaxdist.formats.hf_keys import SHOWN, Settings, together
-from jaxdist.formats.tables import lacking
+from jaxdist.formats.tables import lacking, unusable
 
 HEADS = re.compile("(ForCausalLM|LMHeadModel|ForImageClassification)$")  # ends of architectures with a head
 
@@ -54,12 +54,20 @@ def experiment_for(model: Settings, source: str) -> Experiment:
     return Experiment.parse({"model": model, "data": {"sequence": sequence}}, source)
 
 
+def huggingface_of(family: str) -> HuggingFace | None:
+    """The reader and writer that a family registers; None without one. Raises ConfigError for anything else."""
+    found = resolve(FAMILIES[family].huggingface)
+    if not isinstance(found, HuggingFace | None):
+        raise unusable(family, "huggingface", found, "a jaxdist.formats.hf_decisions.HuggingFace")
+    return found
+
+
 def model_types() -> Mapping[str, tuple[str, ModelType]]:
     """model_type -> the family that reads it, and its reader. Raises ConfigError where two families read one."""
     found: dict[str, tuple[str, ModelType]] = {}
-    for family, row in FAMILIES.items():
-        huggingface: HuggingFace | None = resolve(row.huggingface)
-        for model_type, reader in huggingface.types.items() if huggingface else ():
+    for family in FAMILIES:
+        row = huggingface_of(family)
+        for model_type, reader in row.types.items() if row else ():
             if model_type in found:
                 raise ConfigError(
                     f"{FAMILIES.owner(family)}: the family {family!r} reads a config.json of model_type "
@@ -84,8 +92,7 @@ def from_settings(settings: Settings) -> Settings:
 
 def to_settings(model: Model, dtype: str) -> Settings:
     """Settings of a config.json that transformers 4 and 5 read alike. Raises ConfigError if none fits."""
-    row: HuggingFace | None = resolve(FAMILIES[model.family].huggingface)
-    if row is None:
+    if (row := huggingface_of(model.family)) is None:
         raise lacking(model.family, "huggingface", "there is no config.json for it")
     # Token ids belong to a tokenizer; left out, transformers would assume those of its own.
     tokens = {"bos_token_id": None, "eos_token_id": None} if model.input_kind == "tokens" else {}

@@ -6,6 +6,7 @@ several, and two namings meet in their atoms. Names and shapes only: how a tenso
 """
 
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -166,7 +167,9 @@ def tables_of(family: str) -> dict[str, Table]:
 
     Raises ConfigError where the row has none.
     """
-    found: Mapping[str, Table] = resolve(FAMILIES[family].tables)
+    found = resolve(FAMILIES[family].tables)
+    if not isinstance(found, Mapping) or not all(isinstance(table, Table) for table in found.values()):
+        raise unusable(family, "tables", found, "a mapping of namings to jaxdist.formats.tables.Table")
     if not found:
         raise lacking(family, "tables", "its tensors have no names in other formats")
     first, *others = found.items()
@@ -186,6 +189,14 @@ def naming_for(naming: str, model: Model) -> str:
     """The naming in which files are written that ask for this one: HUGGINGFACE stands for the first of a family's own.
     Raises ConfigError where it has none."""
     return next(iter(tables_of(model.family))) if naming == HUGGINGFACE else naming
+
+
+def unusable(family: str, piece: str, found: object, kind: str) -> ConfigError:
+    """The error where a piece of a family's row is of another kind."""
+    return ConfigError(
+        f"model.family = {family}: {FAMILIES.owner(family)} registers it with {piece} = {reprlib.repr(found)}; give "
+        f"{kind}"
+    )
 
 
 def lacking(family: str, piece: str, so: str) -> ConfigError:
