@@ -140,7 +140,7 @@ class Port:
 
     @property
     def kinds(self) -> dict[str, tuple[str, str, bool]]:
-        """The runs to make: name -> (framework, dtype, whether on a mesh)."""
+        """The runs to make: name -> (side, dtype, whether its start is perturbed)."""
         return {k: run for k, run in RUNS.items() if k != "jax-float32"} | ON_MESH if self.sharded else RUNS
 
     @cached_property
