@@ -6,19 +6,20 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # until `run`: of what is imported nothing is garbage, and to look for it takes a tenth of a second
+    gc.disable()  # until `processes.run`: nothing imported is garbage, and looking for it takes a tenth of a second
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.command_line.arguments import parse
-from jaxdist.config import check_validation, diverged, overflown
+from jaxdist.config import Experiment, check_validation, diverged, overflown
 from jaxdist.config.errors import LESS
 from jaxdist.data import Batches, Dataset, Targets, dataset_of, in_steps
 from jaxdist.formats.described import Source, source_of
@@ -27,10 +28,11 @@ from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.rematerialization import ALL_OF_IT, in_memory
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
 from jaxdist.runs.folder import RunFolder
-from jaxdist.runs.signals import Action, Saving
+from jaxdist.runs.signals import Action, Interrupted, Saving
+from jaxdist.runtime import processes
 from jaxdist.runtime.compilation_cache import keep_compiled
 from jaxdist.runtime.malloc import keep_freed, share_arena
-from jaxdist.runtime.processes import check_same, first, from_first, greatest, run
+from jaxdist.runtime.processes import check_same, first, from_first, greatest
 from jaxdist.runtime.startup import StartupTimer
 from jaxdist.training import checkpoint, metrics
 from jaxdist.training.finite import check_resumed
@@ -86,19 +88,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
 
-        state, records = loop(program, compiled, dataset, state, start, folder, checkpoints, schedule, startup)
+        run = Run(program, dataset, folder, checkpoints, schedule)
+        state, records = loop(run, compiled, state, start, startup)
         steps = experiment.train.steps
-        validation = validation_loss(program, state, dataset, schedule)
-        if checkpoints:
-            checkpoints.wait()  # it may be the last step that is being written
-        check_validation(steps, validation, folder.newest if folder else None)
+        validation = validation_loss(run, state)
+        run.wait()  # the last step may still be being written
+        check_validation(steps, validation, run.newest)
         if checkpoints and schedule.final() and from_first(partial(checkpoints.saves.missing, steps)):
-            keep(program, steps, state, checkpoints, folder)
-            checkpoints.wait()
+            run.keep(steps, state)
+            run.wait()
         if schedule.stopping():
-            raise schedule.interrupted(steps, folder.checkpoints if folder else None)
+            raise run.interrupted(steps)
 
-    summary = metrics.summary(program, state, traced, compiled, compile_seconds, records)
+    held = metrics.memory(program, traced, compiled, state) | metrics.allocated(program)
+    summary = metrics.summary(program, held, traced, compile_seconds, records)
     summary["data"] = dataset.fingerprint
     summary["validation_loss"] = validation
     summary["start_seconds"] = startup.seconds
@@ -154,33 +157,66 @@ def starting_state(
     return 0, make(weights)
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run in progress: its program and data, the folder and checkpoints it writes, if any, and when it saves."""
+
+    program: Program
+    dataset: Dataset
+    folder: RunFolder | None
+    checkpoints: checkpoint.Checkpoints | None
+    schedule: Saving
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.program.experiment
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint."""
+        return self.folder.newest if self.folder else None
+
+    def batch(self, step: int) -> Batches:
+        """The training batch of a step, on the devices."""
+        train = self.experiment.train
+        return self.program.place(self.dataset.batch(step, train.batch, train.seed, rows=self.program.rows))
+
+    def keep(self, step: int, state: TrainState) -> None:
+        """Start to save `step`. Raises TrainingError if its weights are not finite, since no run can continue from
+        them."""
+        if not self.checkpoints:
+            return
+        if bad := next((name for name, sound in self.program.sound(state.parameters).items() if not sound), None):
+            self.wait()
+            raise overflown(step, bad, self.newest)
+        if self.folder and first():
+            self.folder.synchronize()
+        self.checkpoints.save(step, self.experiment, self.program.to_checkpoint_order(state))
+
+    def wait(self) -> None:
+        """Wait for the save in progress. Raises TrainingError if it has failed."""
+        if self.checkpoints:
+            self.checkpoints.wait()
+
+    def interrupted(self, step: int) -> Interrupted:
+        """The exception that ends the run after `step`."""
+        return self.schedule.interrupted(step, self.folder.checkpoints if self.folder else None)
+
+
 def loop(
-    program: Program,
-    compiled: Any,
-    dataset: Dataset,
-    state: TrainState,
-    start: int,
-    folder: RunFolder | None,
-    checkpoints: checkpoint.Checkpoints | None,
-    schedule: Saving,
-    startup: StartupTimer,
+    run: Run, compiled: Any, state: TrainState, start: int, startup: StartupTimer
 ) -> tuple[TrainState, list[dict[str, Any]]]:
-    """Steps `start + 1` to `train.steps`: the state after the last, and a record per step.
+    """Train steps `start + 1` to `train.steps`. Returns the state after the last, and a record per step.
 
-    Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
+    Raises TrainingError if a step is not finite or a save fails, Interrupted if a signal ends the run.
     """
-    experiment = program.experiment
-    train = experiment.train
+    experiment, folder = run.experiment, run.folder
+    train, recorder = experiment.train, Recorder(run.program)
     rate = jax.jit(lambda step: learning_rate(experiment.optimizer, train.steps, step))
-    tokens, targets = train.batch * experiment.per_row, Targets(dataset, train, start)
-
-    def fetch(step: int) -> Batches:
-        return program.place(dataset.batch(step, train.batch, train.seed, rows=program.rows))
-
-    recorder = Recorder(program)
+    tokens, targets = train.batch * experiment.per_row, Targets(run.dataset, train, start)
     records: list[dict[str, Any]] = []
     with progress(train.steps, start, experiment.model.input_kind) as show:
-        batch = fetch(start + 1) if start < train.steps else None
+        batch = run.batch(start + 1) if start < train.steps else None
         for step in range(start + 1, train.steps + 1):
             if folder and batch and step in experiment.record.steps:
                 tensors = recorder(state, batch)
@@ -188,17 +224,16 @@ def loop(
                     folder.record(step, tensors)
             began = time.perf_counter()
             state, values = compiled(state, batch)
-            batch = fetch(step + 1) if step < train.steps else None  # while the devices work
+            batch = run.batch(step + 1) if step < train.steps else None  # while the devices work
             loss, norm = float(values["loss"]), float(values["grad_norm"])
             seconds = time.perf_counter() - began
             startup.mark("first step")
             finite = math.isfinite(loss) and math.isfinite(norm)
             scale = float(values["loss_scale"]) if "loss_scale" in values else None
             if not finite and train.nonfinite == "stop" and not experiment.precision.recovers(scale):
-                tensor = recorder.first_nonfinite(state, fetch(step))
-                if checkpoints:
-                    checkpoints.wait()
-                raise diverged(step, loss, norm, tensor, folder.newest if folder else None)
+                tensor = recorder.first_nonfinite(state, run.batch(step))
+                run.wait()
+                raise diverged(step, loss, norm, tensor, run.newest)
             record = {
                 "step": step,
                 "loss": loss,
@@ -216,38 +251,25 @@ def loop(
             show(record)
             if folder and first():
                 folder.log(record)
-            due = schedule.due(step, failed=bool(checkpoints and checkpoints.failed()))
-            if checkpoints and due is Action.FAIL:
-                checkpoints.wait()  # raises the reason
-            elif due and checkpoints:
-                keep(program, step, state, checkpoints, folder)
+            due = run.schedule.due(step, failed=bool(run.checkpoints and run.checkpoints.failed()))
+            if due is Action.FAIL:
+                run.wait()  # raises the reason
+            elif due:
+                run.keep(step, state)
             if due is Action.STOP:
-                if checkpoints:
-                    checkpoints.wait()
-                raise schedule.interrupted(step, folder.checkpoints if folder else None)
+                run.wait()
+                raise run.interrupted(step)
     return state, records
 
 
-def keep(
-    program: Program, step: int, state: TrainState, checkpoints: checkpoint.Checkpoints, folder: RunFolder | None
-) -> None:
-    """Begin to save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
-    if bad := next((name for name, sound in program.sound(state.parameters).items() if not sound), None):
-        checkpoints.wait()
-        raise overflown(step, bad, folder.newest if folder else None)
-    if folder and first():
-        folder.synchronize()
-    checkpoints.save(step, program.experiment, program.to_checkpoint_order(state))
-
-
-def validation_loss(program: Program, state: TrainState, dataset: Dataset, schedule: Saving) -> float | None:
-    """Mean nats per token over at most `train.validation_batches` batches of one pass over the validation split; None
-    where there is none, or where the run is to end before it is known."""
-    train = program.experiment.train
-    batches = min(train.validation_batches, dataset.passes("validation", train.batch))
-    steps = takewhile(lambda _: not schedule.stopping(), range(1, batches + 1))
-    found = pass_over(program, state.parameters, dataset, "validation", steps)
-    return None if not batches or schedule.stopping() else found.mean
+def validation_loss(run: Run, state: TrainState) -> float | None:
+    """Mean loss in nats per token over at most `train.validation_batches` batches of one pass over the validation
+    split; None without such a split, or if the run is ended before it is known."""
+    train = run.experiment.train
+    batches = min(train.validation_batches, run.dataset.passes("validation", train.batch))
+    steps = takewhile(lambda _: not run.schedule.stopping(), range(1, batches + 1))
+    found = pass_over(run.program, state.parameters, run.dataset, "validation", steps)
+    return None if not batches or run.schedule.stopping() else found.mean
 
 
 def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any]) -> dict[str, str]:
@@ -262,4 +284,4 @@ def notes(memory: dict[str, int], compile_seconds: float, options: dict[str, Any
 
 
 if __name__ == "__main__":
-    run(main)
+    processes.run(main)

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.command_line.arguments import Arguments, parse
 from jaxdist.config import Experiment, check_validation, diverged, exit_codes, overflown
 from jaxdist.config.errors import LESS, in_device_memory
-from jaxdist.data import Batch, Dataset, Targets, dataset_of, dealt, in_steps
+from jaxdist.data import Batch, Dataset, Split, Targets, dataset_of, dealt, in_steps
 from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.origin import begin
 from jaxdist.runs.checkpoints import Saves
 from jaxdist.runs.display import megabytes, progress, say, show_end, show_start
 from jaxdist.runs.folder import RunFolder
-from jaxdist.runs.signals import Action, Saving
+from jaxdist.runs.signals import Action, Interrupted, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
@@ -37,6 +38,7 @@ from torch_ref.runtime import launch
 from torch_ref.training import checkpoint, metrics
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import check_compile, check_offload, parallelize
+from torch_ref.training.program import Program
 from torch_ref.training.record import Recorder, first_nonfinite, nonfinite_weight
 from torch_ref.training.step import Rows, evaluate, train_step
 
@@ -76,12 +78,12 @@ def train(
             with torch.device("meta"):
                 plain, whole = (build(experiment.model) for _ in range(2))
             model = parallelize(plain.to(getattr(torch, str(experiment.precision.parameters))), experiment, mesh)
-            optimizer = Optimizer(model, experiment, mesh)
+            program = Program(experiment, mesh, model, Optimizer(model, experiment, mesh))
             with arguments.reading_weights():
-                start = starting_state(model, optimizer, experiment, arguments.init, folder)
+                start = starting_state(program, arguments.init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
-            held = footprint.held(model, optimizer, experiment, mesh)
+            held = footprint.held(model, program.optimizer, experiment, mesh)
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
@@ -93,22 +95,20 @@ def train(
                 rows = dataset.table(experiment.train) | notes(model, held)
                 show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(whole), rows)
             traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
-            peak = footprint.Peak(model, optimizer.holder, mesh.device_type)
-            meters = traffic, arithmetic, peak
+            peak = footprint.Peak(model, program.optimizer.holder, mesh.device_type)
+            run = Run(program, dataset, folder, saves, schedule)
             with reporting(experiment, folder, start) as report:
-                records = loop(
-                    model, optimizer, dataset, experiment, mesh, start, folder, saves, report, meters, schedule
-                )
+                records = loop(run, start, report, (traffic, arithmetic, peak))
 
             steps = experiment.train.steps
-            validation = validation_loss(model, dataset, experiment, mesh, schedule)
-            check_validation(steps, validation, folder.newest if folder else None)
-            if folder and saves and schedule.final() and saves.missing(steps):
-                keep(folder, saves, steps, model, optimizer, experiment)
+            validation = validation_loss(run)
+            check_validation(steps, validation, run.newest)
+            if saves and schedule.final() and saves.missing(steps):
+                run.keep(steps)
             if schedule.stopping():
-                raise schedule.interrupted(steps, folder.checkpoints if folder else None)
-        held = footprint.held(model, optimizer, experiment, mesh, peak)
-        summary = metrics.summary(experiment, whole, mesh, held, traffic.collectives(), records)
+                raise run.interrupted(steps)
+        held = footprint.held(model, program.optimizer, experiment, mesh, peak)
+        summary = metrics.summary(program, whole, held, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if isinstance(model, pipeline.Pipeline):
             summary["pipeline"] = {"schedule": experiment.parallel.pipeline_schedule, **model.bubble}
@@ -122,13 +122,12 @@ def train(
             launch.from_first(partial(folder.check_kept, saves))
 
 
-def starting_state(
-    model: nn.Module, optimizer: Optimizer, experiment: Experiment, init: Path | None, folder: RunFolder | None
-) -> int:
+def starting_state(program: Program, init: Path | None, folder: RunFolder | None) -> int:
     """Fill in the state: from the newest checkpoint, the weights `init`, or the seed. Returns the steps done."""
+    experiment, model = program.experiment, program.model
     step = launch.from_first(lambda: folder.resume_from(INDEX)) if folder else None
     if step is not None and folder:
-        checkpoint.restore(folder.checkpoints / str(step), model, optimizer, experiment.model)
+        checkpoint.restore(folder.checkpoints / str(step), program)
         return step
     if folder and folder.resume and dist.get_rank() == 0:
         say(f"no checkpoint in {folder.path} yet: starting at step 0")
@@ -136,35 +135,61 @@ def starting_state(
         checkpoint.initialize(init, model, experiment)
     else:
         fill(model, partial(draw, experiment.model, experiment.train.seed))
-    optimizer.begin()
+    program.optimizer.begin()
     return 0
 
 
-def loop(
-    model: nn.Module,
-    optimizer: Optimizer,
-    dataset: Dataset,
-    experiment: Experiment,
-    mesh: DeviceMesh,
-    start: int,
-    folder: RunFolder | None,
-    saves: Saves | None,
-    report: Report,
-    meters: Iterable[AbstractContextManager[Any]],
-    schedule: Saving,
-) -> list[dict[str, Any]]:
-    """Steps `start + 1` to `train.steps`: what is logged of each. One of them is taken within `meters`.
+@dataclass(frozen=True)
+class Run:
+    """A run in progress: its program and data, the folder and checkpoints it writes, if any, and when it saves."""
 
-    Raises TrainingError where a step cannot be taken, Interrupted where a signal ends the run.
+    program: Program
+    dataset: Dataset
+    folder: RunFolder | None
+    saves: Saves | None
+    schedule: Saving
+
+    @property
+    def experiment(self) -> Experiment:
+        return self.program.experiment
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint."""
+        return self.folder.newest if self.folder else None
+
+    def batch(self, step: int, split: Split = "train") -> Rows:
+        """This rank's part of a step's batch."""
+        return fetch(self.dataset, self.experiment, self.program.mesh, step, split)
+
+    def keep(self, step: int) -> None:
+        """Save `step`. Raises TrainingError if its weights are not finite, since no run can continue from them."""
+        if not self.folder or not self.saves:
+            return
+        if bad := nonfinite_weight(self.program.model):
+            raise overflown(step, bad, self.newest)
+        if dist.get_rank() == 0:
+            self.folder.synchronize()
+        checkpoint.save(self.saves, step, self.program)
+
+    def interrupted(self, step: int) -> Interrupted:
+        """The exception that ends the run after `step`."""
+        return self.schedule.interrupted(step, self.folder.checkpoints if self.folder else None)
+
+
+def loop(run: Run, start: int, report: Report, meters: Iterable[AbstractContextManager[Any]]) -> list[dict[str, Any]]:
+    """Train steps `start + 1` to `train.steps`, one of them within `meters`. Returns a record per step.
+
+    Raises TrainingError if a step is not finite or a save fails, Interrupted if a signal ends the run.
     """
-    config = experiment.train
-    tokens, targets = config.batch * experiment.per_row, Targets(dataset, config, start)
-    recorder = Recorder(model, optimizer, experiment, mesh, folder)
+    experiment, config = run.experiment, run.experiment.train
+    tokens, targets = config.batch * experiment.per_row, Targets(run.dataset, config, start)
+    recorder = Recorder(run.program, run.folder)
     measured = metered(range(start + 1, config.steps + 1), recorder.steps)
     records: list[dict[str, Any]] = []
     for step in range(start + 1, config.steps + 1):
         began = time.perf_counter()
-        batch = fetch(dataset, experiment, mesh, step)
+        batch = run.batch(step)
         with ExitStack() as measuring:
             if step == measured or step in recorder.steps:
                 # Eagerly: a frame that torch.compile meets within a dispatch mode it never compiles again.
@@ -172,13 +197,12 @@ def loop(
             watch = measuring.enter_context(recorder.watching(step, batch))
             for meter in meters if step == measured else ():
                 measuring.enter_context(meter)
-            values = train_step(model, optimizer, batch, recorder.experiment_of(step), mesh, step, watch)
+            values = train_step(recorder.program_of(step), batch, step, watch)
         seconds = time.perf_counter() - began
         scaled = values.loss_scale is not None
         if not values.finite and config.nonfinite == "stop" and not experiment.precision.recovers(values.loss_scale):
-            again = partial(train_step, model, optimizer, batch, experiment, mesh, step)
-            tensor, last = first_nonfinite(model, again), folder.newest if folder else None
-            raise diverged(step, values.loss, values.grad_norm, tensor, last)
+            tensor = first_nonfinite(run.program.model, partial(train_step, run.program, batch, step))
+            raise diverged(step, values.loss, values.grad_norm, tensor, run.newest)
         record: dict[str, Any] = {"step": step} | {n: x for n, x in values._asdict().items() if x is not None}
         record |= {"tokens": step * tokens, "step_seconds": seconds, "tokens_per_second": tokens / seconds}
         record |= targets.of(step, seconds)
@@ -186,23 +210,12 @@ def loop(
             record["skipped"] = not values.finite or step in config.skip
         records.append(record)
         report(record)
-        due = schedule.due(step)
-        if folder and saves and due:
-            keep(folder, saves, step, model, optimizer, experiment)
+        due = run.schedule.due(step)
+        if due:
+            run.keep(step)
         if due == Action.STOP:
-            raise schedule.interrupted(step, folder.checkpoints if folder else None)
+            raise run.interrupted(step)
     return records
-
-
-def keep(
-    folder: RunFolder, saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment
-) -> None:
-    """Save `step`. Raises TrainingError where its weights are not finite: a run cannot go on from such."""
-    if bad := nonfinite_weight(model):
-        raise overflown(step, bad, folder.newest)
-    if dist.get_rank() == 0:
-        folder.synchronize()
-    checkpoint.save(saves, step, model, optimizer, experiment)
 
 
 def metered(steps: Sequence[int], recorded: Container[int]) -> int | None:
@@ -230,18 +243,16 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     return Rows(inputs, targets.long())
 
 
-def validation_loss(
-    model: nn.Module, dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, schedule: Saving
-) -> float | None:
-    """Mean nats per token over at most `train.validation_batches` batches of one pass over the validation split; None
-    where there is none, or where the run is to end before it is known."""
-    train = experiment.train
-    batches = min(train.validation_batches, dataset.passes("validation", train.batch))
+def validation_loss(run: Run) -> float | None:
+    """Mean loss in nats per token over at most `train.validation_batches` batches of one pass over the validation
+    split; None without such a split, or if the run is ended before it is known."""
+    train = run.experiment.train
+    batches = min(train.validation_batches, run.dataset.passes("validation", train.batch))
     loss = count = 0.0
     for step in range(1, batches + 1):
-        if schedule.stopping():
+        if run.schedule.stopping():
             return None
-        total, tokens = evaluate(model, fetch(dataset, experiment, mesh, step, "validation"), experiment, mesh)
+        total, tokens = evaluate(run.program, run.batch(step, "validation"))
         loss, count = loss + total, count + tokens
     return loss / count if batches else None
 

@@ -286,13 +286,13 @@ INFINITE = """
 import os, torch
 from torch_ref import train
 right = train.train_step
-def train_step(model, optimizer, batch, experiment, mesh, step, watch):
+def train_step(program, batch, step, watch):
     def spoil(stage):
         if step == 3 and stage == "gradient" and os.environ["RANK"] == "1":
-            gradient = model.norm.weight.grad
+            gradient = program.model.norm.weight.grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).mul_(float("inf"))
         watch(stage)
-    return right(model, optimizer, batch, experiment, mesh, step, spoil)
+    return right(program, batch, step, spoil)
 train.train_step = train_step
 """
 
@@ -417,7 +417,7 @@ def starting(*arguments):
     return start(*arguments)
 def signalled(*arguments):
     if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGTERM if arguments[5] == 3 else signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM if arguments[2] == 3 else signal.SIGUSR1)
     return step(*arguments)
 train.launch.process_group, train.train_step = starting, signalled
 """

@@ -38,14 +38,14 @@ def train(line: Sequence[str], start: int) -> Cost:
     """One run, in a process of its own; what it costs after the step `start`."""
     from jaxdist import train as jax_train
 
-    keep, spent = jax_train.keep, dict[int, float]()
+    keep, spent = jax_train.Run.keep, dict[int, float]()
 
-    def timed(program: Any, step: int, *rest: Any) -> None:
+    def timed(run: jax_train.Run, step: int, state: Any) -> None:
         began = time.perf_counter()
-        keep(program, step, *rest)
+        keep(run, step, state)
         spent[step] = time.perf_counter() - began
 
-    jax_train.keep = timed  # type: ignore[assignment]
+    jax_train.Run.keep = timed  # type: ignore[assignment]
     arguments = parse(line, "jaxdist.bench.saving", __doc__)
     jax_train.main(line)
     assert arguments.output

@@ -35,7 +35,7 @@ def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     monkeypatch.setattr(train, "keep_freed", kept.append)
     monkeypatch.setattr(saving, "STEPS", 3)
-    monkeypatch.setattr(train, "keep", slow := lambda *_: time.sleep(0.1))
+    monkeypatch.setattr(train.Run, "keep", slow := lambda *_: time.sleep(0.1))
     saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)
     assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # of steps 1 and 2
     monkeypatch.setattr(train, "keep", slow)

@@ -128,13 +128,12 @@ def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 def summary(
     program: Program,
-    state: TrainState,
+    memory: Mapping[str, Any],
     traced: Any,
-    compiled: Any,
     compile_seconds: float,
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """summary.json of the contract; `state` is that after the last step, `records` are this process's steps."""
+    """summary.json of the contract; `memory` is in bytes per device, `records` are this process's steps."""
     rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "jax",
@@ -146,7 +145,7 @@ def summary(
         "mesh": axes_of(program.mesh),
         "strategy": program.experiment.parallel.strategy,
         "precision": program.experiment.precision.policy,
-        "memory": memory(program, traced, compiled, state) | allocated(program),
+        "memory": dict(memory),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
         "least_bytes": least_bytes(program.experiment, program.layouts, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),

@@ -30,6 +30,7 @@ from torch_ref.formats.finite import check_read, check_resumed, check_start
 from torch_ref.parallel.weights import VOCABULARY, extended, fill, held, local, place
 from torch_ref.runtime.launch import from_first
 from torch_ref.training.optim import Optimizer
+from torch_ref.training.program import Program
 
 SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took fewer bytes than it was given
 
@@ -40,7 +41,7 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
-def save(saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experiment: Experiment) -> None:
+def save(saves: Saves, step: int, program: Program) -> None:
     """Write `checkpoints/<step>`, by all ranks; so named only once whole. Then remove what is not to be kept."""
     folder = saves.checkpoints
     beside = unfinished(folder, step)
@@ -50,29 +51,30 @@ def save(saves: Saves, step: int, model: nn.Module, optimizer: Optimizer, experi
         beside.mkdir(parents=True)
 
     def finish() -> None:
-        (beside / EXPERIMENT).write_text(experiment.model_dump_json(), encoding="utf-8")
+        (beside / EXPERIMENT).write_text(program.experiment.model_dump_json(), encoding="utf-8")
         publish(folder, step)
-        thin(folder, experiment.checkpoint)
+        thin(folder, program.experiment.checkpoint)
 
     with saves.writing(step):
         from_first(begin)
         try:
-            dcp.save(state_of(model, optimizer) | {"step": torch.tensor(step)}, checkpoint_id=beside)
+            state = state_of(program.model, program.optimizer)
+            dcp.save(state | {"step": torch.tensor(step)}, checkpoint_id=beside)
         except CheckpointException as error:  # no Exception: it has those of the ranks, with their tracebacks
             reason = str(next(iter(error.failures.values()))[0])
             raise OSError(os.strerror(errno.ENOSPC) if SHORT_WRITE in reason else reason) from None
         from_first(finish)
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer, config: Model) -> None:
+def restore(path: Path, program: Program) -> None:
     """Read the checkpoint at `path` into model and optimizer. Raises ConfigError for another model's."""
-    same_model(config, read_experiment(path).model, str(path))
-    state = state_of(model, optimizer)
+    same_model(program.experiment.model, read_experiment(path).model, str(path))
+    state = state_of(program.model, program.optimizer)
     load(path, state)
     scaling = state.get("scaling", {})
     check_resumed(path, state["model"], state["optimizer"]["state"], scaling)
     if scaling:
-        optimizer.scaling = scaling
+        program.optimizer.scaling = scaling
 
 
 def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:

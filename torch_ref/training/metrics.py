@@ -14,6 +14,7 @@ from jaxdist.config import Experiment, Optimizer
 from jaxdist.config.hardware import peak_flops
 from torch_ref.families.accounting import flops_per_token
 from torch_ref.training import optim
+from torch_ref.training.program import Program
 
 WARM_UP = 2  # steps left out of medians
 
@@ -43,14 +44,14 @@ def median_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def summary(
-    experiment: Experiment,
+    program: Program,
     model: nn.Module,
-    mesh: DeviceMesh,
     memory: Mapping[str, int | None],
     collectives: Sequence[Mapping[str, Any]],
     records: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """summary.json of the contract; `records` are this process's steps."""
+    """summary.json of the contract; `model` is the whole model, `records` are this process's steps."""
+    experiment, mesh = program.experiment, program.mesh
     rate, target_rate = (median_of(records, name) for name in ("tokens_per_second", "target_tokens_per_second"))
     return {
         "backend": "torch",

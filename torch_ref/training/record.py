@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,10 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from jaxdist.config import Experiment
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
 from jaxdist.runs.folder import RunFolder
@@ -31,7 +30,7 @@ from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
 from torch_ref.parallel.weights import held, local, named, place
-from torch_ref.training.optim import Optimizer
+from torch_ref.training.program import Program
 from torch_ref.training.step import Rows, Watch
 
 Arrays = dict[str, np.ndarray]
@@ -199,12 +198,11 @@ def depth(name: str) -> float:
 class Recorder:
     """Records of single steps of one rank's model and optimizer."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, experiment: Experiment, mesh: DeviceMesh, folder: RunFolder | None
-    ):
+    def __init__(self, program: Program, folder: RunFolder | None):
         """Records go to `folder`; without one there are none."""
-        self.model, self.optimizer, self.mesh, self.folder = model, optimizer, mesh, folder
-        self.experiment = experiment
+        self.program, self.folder = program, folder
+        self.model, self.optimizer, self.mesh = program.model, program.optimizer, program.mesh
+        experiment, mesh, model = program.experiment, program.mesh, program.model
         self.steps = experiment.record.steps if folder else ()
         self.namespace = sys.modules[type(parts_of(model)[0]).__module__]
         self.every = experiment.record.tensors == "all"
@@ -214,12 +212,13 @@ class Recorder:
         self.times = over.order(experiment.data.sequence)
         self.length = len(self.times) // over.size
 
-    def experiment_of(self, step: int) -> Experiment:
-        """The experiment by which a step is taken: with all logits at once, where hooks are to see them."""
+    def program_of(self, step: int) -> Program:
+        """The program that takes a step: with all logits at once, if hooks are to see them."""
         if not self.every or step not in self.steps:
-            return self.experiment
-        memory = self.experiment.memory.model_copy(update={"loss_chunks": 1})
-        return self.experiment.model_copy(update={"memory": memory})
+            return self.program
+        experiment = self.program.experiment
+        memory = experiment.memory.model_copy(update={"loss_chunks": 1})
+        return replace(self.program, experiment=experiment.model_copy(update={"memory": memory}))
 
     @contextmanager
     def watching(self, step: int, batch: Rows) -> Iterator[Watch]:

@@ -18,8 +18,9 @@ from torch_ref.families.mixtral import Mixtral
 from torch_ref.parallel.images import statistics_of_the_first
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
-from torch_ref.training.optim import Optimizer, clip, global_norm
+from torch_ref.training.optim import clip, global_norm
 from torch_ref.training.parallelize import microbatch, reshard
+from torch_ref.training.program import Program
 
 
 class Rows(NamedTuple):
@@ -48,15 +49,7 @@ class Values(NamedTuple):
 Watch = Callable[[str], None]
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: Rows,
-    experiment: Experiment,
-    mesh: DeviceMesh,
-    step: int,
-    watch: Watch,
-) -> Values:
+def train_step(program: Program, batch: Rows, step: int, watch: Watch) -> Values:
     """Accumulate -> unscale -> clip -> update, if loss and norm are finite and the step is not to be skipped.
 
     `watch` is called when every `.grad` is the whole `gradient`, and when `clipped`.
@@ -64,8 +57,9 @@ def train_step(
     The loss is the sum of cross-entropy over the global batch divided by its number of valid tokens, known
     before the first microbatch: uneven microbatches and ranks weigh as their tokens do. A mean per rank,
     averaged over ranks, would be another loss (pytorch/torchtitan#1842). What a model adds is trained on as the mean
-    over microbatches, and is no part of the loss that is told.
+    over microbatches, and is no part of the reported loss.
     """
+    experiment, mesh, model, optimizer = program.experiment, program.mesh, program.model, program.optimizer
     model.zero_grad(set_to_none=True)
     count = sum_over_batch((batch.targets != IGNORED).sum(), mesh)
     parts, config = experiment.train.accumulation, experiment.model
@@ -156,23 +150,24 @@ def sum_over_parts(loss: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batch: Rows, experiment: Experiment, mesh: DeviceMesh) -> tuple[float, float]:
+def evaluate(program: Program, batch: Rows) -> tuple[float, float]:
     """Sum of cross-entropy over the global batch in nats, and its number of valid tokens or images. By microbatches, so
     that it takes no more memory than the step."""
+    experiment, mesh, model = program.experiment, program.mesh, program.model
     count, config = (batch.targets != IGNORED).sum(), experiment.model
     total = torch.zeros((), dtype=torch.float64, device=count.device)
 
-    def told(loss: Tensor) -> Tensor:
+    def counted(loss: Tensor) -> Tensor:
         total.add_(loss)
         return loss
 
     model.eval()  # by running statistics
     if isinstance(model, Pipeline):
-        model.evaluate(lambda logits, targets: told(nats(logits, targets, config)), batch.inputs, batch.targets)
+        model.evaluate(lambda logits, targets: counted(nats(logits, targets, config)), batch.inputs, batch.targets)
     else:
         with loss_parallel():
             for part in microbatches(batch, experiment.train.accumulation):
-                told(losses(model, part, experiment.memory.loss_chunks)[0])
+                counted(losses(model, part, experiment.memory.loss_chunks)[0])
     model.train()
     reshard(model)
     return sum_over_parts(total, mesh).item(), sum_over_batch(count, mesh).item()
