@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -21,6 +20,7 @@ from jaxdist.formats.dcp import check_part, placed
 from jaxdist.formats.dcp_index import read_index
 from jaxdist.formats.leaves import Leaf, Leaves
 from torch_ref.formats.arrays import dtype_of, to_numpy
+from torch_ref.runtime.compat import FakeTensorMode
 
 DAMAGE = (
     OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, AttributeError, UnpicklingError,

@@ -3,6 +3,7 @@
 All private names of torch on this side are here; `compat_test.py` fails by name where a release drops one.
 """
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
@@ -15,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "FakeTensorMode",
     "MemTracker",
     "TorchDispatchMode",
     "all_gather_tensor",
