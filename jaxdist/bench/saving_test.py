@@ -38,6 +38,6 @@ def test_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train.Run, "keep", slow := lambda *_: time.sleep(0.1))
     saved = saving.train(saving.command([*TINY, "--device", "cpu"], 1, tmp_path / "a"), start=1)
     assert 0.2 <= saved.blocked < 0.4 and saved.seconds > saved.blocked  # of steps 1 and 2
-    monkeypatch.setattr(train, "keep", slow)
+    monkeypatch.setattr(train.Run, "keep", slow)
     never = saving.train(saving.command([*TINY, "--device", "cpu"], 0, tmp_path / "b"), start=1)
     assert never.blocked == 0 < never.seconds and len(kept) == 2
