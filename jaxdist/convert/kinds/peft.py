@@ -32,6 +32,8 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 # Other ways to begin, as PiSSA and OLoRA, take what they begin with off the base, so that the sum is another.
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+MOST = 1e30  # of lora_alpha
+SLOW = re.compile(r"\)[*+?{]|([*+{].*){4}", re.DOTALL)  # what may compare with a name for longer than anybody waits
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 
 
@@ -103,8 +105,28 @@ def _check(adapter: Path, settings: Mapping[str, Any]) -> None:
     if wrong:
         told = ", ".join(f"{key} = {SHOWN.repr(settings.get(key))}" for key in wrong)
         raise ConfigError(f"{adapter}: {told}: not merged here; merge it by PEFT's merge_and_unload")
-    if not isinstance(settings.get("lora_alpha"), int | float):
-        raise ConfigError(f"{adapter / CONFIG}: lora_alpha = {SHOWN.repr(settings.get('lora_alpha'))}; give a number")
+    patterns = settings.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(
+            f"{adapter / CONFIG}: alpha_pattern = {SHOWN.repr(patterns)}; give numbers by names of modules"
+        )
+    for key, alpha in {"lora_alpha": settings.get("lora_alpha"), **patterns}.items():
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < MOST:
+            raise ConfigError(f"{adapter / CONFIG}: {key} = {SHOWN.repr(alpha)}; give a number below {MOST:g}")
+    if wrong := [key for key in patterns if not _is_pattern(key)]:
+        raise ConfigError(
+            f"{adapter / CONFIG}: alpha_pattern has {SHOWN.repr(wrong[0])}, no pattern of a module's name that is read "
+            "here; merge it by PEFT's merge_and_unload"
+        )
+
+
+def _is_pattern(key: str) -> bool:
+    """Whether a pattern can be compared with a name at once: without groups that are repeated, and few repetitions."""
+    try:
+        re.compile(key)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return not SLOW.search(key)
 
 
 def _read(change: Pair | Saved, before: Leaf, name: str) -> np.ndarray:

@@ -158,3 +158,21 @@ def test_an_adapter_is_told_what_it_is(llama: Path, tmp_path: Path) -> None:
     main([str(llama), str(tmp_path / "out"), "--adapter", str(folder)])
     with pytest.raises(ConfigError, match=r"--adapter .* has other names than transformers; give a Hugging"):
         main([str(tmp_path / "out"), str(tmp_path / "again"), "--adapter", str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"lora_alpha": True}, "lora_alpha = True; give a number"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern = .*; give numbers by names of modules"),
+        ({"alpha_pattern": {"q_proj": None}}, "q_proj = None; give a number"),
+        ({"alpha_pattern": {"q_proj": 1e308}}, r"q_proj = 1e\+308; give a number below"),
+        ({"alpha_pattern": {"q_proj(": 8}}, r"alpha_pattern has 'q_proj\(', no pattern"),
+        ({"alpha_pattern": {"(([a-z_.0-9])+)+!": 8}}, "no pattern of a module's name that is read here"),
+    ],
+)
+def test_an_absurd_scale_is_named(llama: Path, settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    given = adapter(tmp_path / "adapter", pair(QUERY, 32, 32), **settings)
+    with pytest.raises(ConfigError, match=rf"adapter_config.json: .*{says}"):
+        main([str(llama), str(tmp_path / "merged"), "--adapter", str(given)])
+    assert not (tmp_path / "merged").exists()
