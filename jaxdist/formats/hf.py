@@ -81,7 +81,10 @@ def from_settings(settings: Settings) -> Settings:
     """The model section, not yet validated, from the settings of a config.json. Raises ConfigError."""
     model_type, named, known = settings.get("model_type"), settings.get("architectures") or [], model_types()
     if not isinstance(model_type, str) or model_type not in known:
-        raise ConfigError(f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}")
+        raise ConfigError(
+            f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}, or give --plugins the "
+            "package that registers its family"
+        )
     family, reader = known[model_type]
     name = reader.architecture
     if not isinstance(named, list) or (named and named[0] not in (name, HEADS.sub("Model", name))):
