@@ -127,6 +127,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
     def whole(name: str) -> Whole:
         if name not in made:
             case, folder = CASES[name], tmp_path_factory.mktemp("mutated")
+            write: Any
             write, model = (case.source, LLAMA) if callable(case.source) else SOURCES[case.source][1:3]
             path = write(folder) if callable(case.source) else write(folder, as_it_is)
             path = alone(path)

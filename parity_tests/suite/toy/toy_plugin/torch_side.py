@@ -12,7 +12,7 @@ class Centered(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "beta": beta, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta, lr = group["beta"], group["lr"]
             for p in (p for p in group["params"] if p.grad is not None):
