@@ -4,15 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxdist.config.data import DataSource, register_data_source
     from jaxdist.config.optimizer import UpdateRule, register_optimizer
     from jaxdist.config.registry import Family, register_family
     from jaxdist.config.strategies import Strategy, register_strategy
+    from jaxdist.formats.kinds import CheckpointKind, register_checkpoint_kind
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointKind",
+    "DataSource",
     "Family",
     "Strategy",
     "UpdateRule",
+    "register_checkpoint_kind",
+    "register_data_source",
     "register_family",
     "register_optimizer",
     "register_strategy",
@@ -20,6 +26,8 @@ __all__ = [
 
 # What plugins register rows with, imported when it is asked for: name -> its module.
 PUBLIC = {
+    **dict.fromkeys(("CheckpointKind", "register_checkpoint_kind"), "jaxdist.formats.kinds"),
+    **dict.fromkeys(("DataSource", "register_data_source"), "jaxdist.config.data"),
     **dict.fromkeys(("Family", "register_family"), "jaxdist.config.registry"),
     **dict.fromkeys(("UpdateRule", "register_optimizer"), "jaxdist.config.optimizer"),
     **dict.fromkeys(("Strategy", "register_strategy"), "jaxdist.config.strategies"),

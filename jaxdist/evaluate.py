@@ -136,7 +136,7 @@ def configure(a: Any) -> Experiment:
         values["train"]["batch"] = a.batch
     if a.data:
         values["data"] |= {
-            "path": a.data, "fingerprint": "", "split": "share", "validation": 0.0, "shuffle": False,
+            "source": "files", "path": a.data, "fingerprint": "", "split": "share", "validation": 0.0, "shuffle": False,
         }  # fmt: skip
     return Experiment.parse(values, source="arguments")
 

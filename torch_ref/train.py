@@ -36,7 +36,7 @@ from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.weights import draw, fill
 from torch_ref.runtime import launch
 from torch_ref.training import checkpoint, metrics
-from torch_ref.training.optim import Optimizer
+from torch_ref.training.optim import Optimizer, rule_of
 from torch_ref.training.parallelize import check_compile, check_offload, parallelize
 from torch_ref.training.program import Program
 from torch_ref.training.record import Recorder, first_nonfinite, nonfinite_weight
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pipeline.check(experiment, plan.axes)
     check_offload(experiment)  # after what a pipeline refuses: it offloads nothing, whatever goes together
     check_compile(experiment, plan.axes, plan.device)
+    rule_of(experiment.optimizer)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)

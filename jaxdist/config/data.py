@@ -1,5 +1,6 @@
 """The data section of an experiment."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,9 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from jaxdist.config.model import LISTED, NUMBER, Count, Fraction, Section
+from jaxdist.config.names import OneOf
+from jaxdist.config.plugins import OURS, owner
+from jaxdist.config.registry import Reference, Registry
 
 
 def _encodable(value: str) -> str:
@@ -23,9 +27,34 @@ Text = Annotated[str, pydantic.AfterValidator(_encodable)]
 Numbers = Annotated[tuple[Annotated[float, NUMBER, Field(allow_inf_nan=False)], ...], LISTED]
 
 
+@dataclass(frozen=True)
+class DataSource:
+    """What data are read from."""
+
+    name: str
+    """Value of `data.source`."""
+    open: Reference | None = None
+    """The function (data section, model section) -> `jaxdist.data.Dataset`, which raises ConfigError."""
+    files: bool = False
+    """Whether `data.path` is one of files, which becomes absolute; else it stays as it is given."""
+
+
+SOURCES: Registry[DataSource] = Registry("data source")
+
+
+def register_data_source(row: DataSource) -> None:
+    """Make a data source known to both sides. Raises ConfigError for a name that is taken."""
+    SOURCES.register(row.name, row, owner())
+
+
+SOURCES.register("files", DataSource("files", "jaxdist.data.dataset:open_files", files=True), OURS)
+
+
 class Data(Section):
     """Where tokens or images come from. The batch of a step depends on these fields, the seed and the step alone."""
 
+    source: Annotated[str, OneOf(SOURCES)] = "files"
+    """files, or a data source that a plugin registers; what the other fields mean there is said by the plugin."""
     path: Text = ""
     """File or folder of data: text, JSON (.json, .jsonl, .ndjson) or CSV (.csv, .tsv), each also compressed (.gz, .zst,
     .bz2, .xz); Arrow (.parquet, .arrow); or token ids in .npy or .bin. Empty: the source of Python's standard library.
@@ -72,7 +101,8 @@ class Data(Section):
     def _absolute(cls, value: str, info: pydantic.ValidationInfo) -> str:
         """A resolved config means the same files from any folder."""
         field = str(info.field_name)
-        if value == cls.model_fields[field].default:
+        source = SOURCES.get(info.data.get("source", "files"))
+        if value == cls.model_fields[field].default or (field == "path" and source and not source.files):
             return value
         try:
             return str(Path(value).expanduser().absolute())

@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from jaxdist.config.aliases import SECTION_NAMES, field_here, plain, value_told
-from jaxdist.config.data import Data
+from jaxdist.config.data import SOURCES, Data
 from jaxdist.config.errors import ConfigError, nearest
 from jaxdist.config.fitting import BATCH, CHUNKS, along, grown, multiple, shrunk, splits, ways
 from jaxdist.config.model import (
@@ -172,6 +172,7 @@ class Experiment(Section):
             FAMILIES.owner(self.model.family),
             OPTIMIZERS.owner(self.optimizer.name),
             STRATEGIES.owner(self.parallel.strategy),
+            SOURCES.owner(self.data.source),
         )
         plugins = dict.fromkeys((*(self.plugins or ()), *used(owners)))
         return self.model_copy(update={"plugins": tuple(plugins)}) if plugins else self

@@ -97,17 +97,18 @@ def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
     plugin, the row and the field, where there is none."""
     if (reference := getattr(rows[name], field)) is None:
         raise ConfigError(
-            f"{_named(rows, name)} has no {field}, which {needed} needs; register it with one, or use another"
+            f"{named(rows, name)} has no {field}, which {needed} needs; register it with one, or use another"
         )
     try:
         return resolve(reference)
     except ConfigError as error:
-        raise ConfigError(f"{_named(rows, name)}: {field} = {error}") from None
+        raise ConfigError(f"{named(rows, name)}: {field} = {error}") from None
     except Exception as error:
-        raise _failed(error, f"{_named(rows, name)}: {field} = {reference!r}", "use another") from None
+        raise _failed(error, f"{named(rows, name)}: {field} = {reference!r}", "use another") from None
 
 
-def _named(rows: Registry[Any], name: str) -> str:
+def named(rows: Registry[Any], name: str) -> str:
+    """A row of a plugin, in words."""
     return f"the {rows.kind} {name!r} of plugin {rows.owner(name)!r}"
 
 

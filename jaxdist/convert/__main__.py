@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
-from jaxdist.command_line.arguments import Parser, load, user_path
+from jaxdist.command_line.arguments import Parser, load, load_before_fields, user_path
 from jaxdist.command_line.plugins import add_plugins, load_named
 from jaxdist.config import ConfigError, exit_codes
 from jaxdist.config.bounded import parse
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
 from jaxdist.convert.kinds import hf, peft
-from jaxdist.convert.kinds.registry import KINDS, TARGETS, check_folder_name, check_name, target_kind, with_article
+from jaxdist.convert.kinds.registry import KINDS, check_folder_name, check_name, target_kind, targets, with_article
 from jaxdist.convert.mappings import mapped
 from jaxdist.convert.mappings.mapped import Pytree, Remapping, holds_tensors, is_tree
 from jaxdist.convert.mappings.mapping import MAPPINGS, KeyMapping, find_mapping
@@ -105,6 +105,7 @@ def by_kind(a: Any) -> tuple[Conversion, Target]:
     kind = kind_of(a.source)
     source, target = KINDS[kind], KINDS[a.to or target_kind(kind, a.target)]
     check_name(a.target, target)
+    target.check_writes()
     wanted = load(a.model, {}, "--model") if a.model else None
     if a.peak and not source.rates:
         having = ", ".join(name for name, kind in KINDS.items() if kind.rates)
@@ -179,6 +180,7 @@ def summary(conversion: Resharder) -> str:
 
 def arguments(argv: Sequence[str]) -> Any:
     """The command line. Raises ConfigError."""
+    load_before_fields(argv)
     parser = Parser(prog="python -m jaxdist.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "source",
@@ -189,7 +191,7 @@ def arguments(argv: Sequence[str]) -> Any:
     parser.add_argument("target", type=user_path, nargs="?", metavar="TARGET", help="folder or torch file to write")
     parser.add_argument(
         "--to",
-        choices=TARGETS,
+        choices=targets(),
         help="kind of the target (default: torch for *.pt, hf from orbax, else orbax)",
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="dtype of the written weights (default: that of SOURCE)")

@@ -19,11 +19,11 @@ import numpy as np
 
 from jaxdist.config import ConfigError, Decoder, Experiment, Model, TrainingError
 from jaxdist.convert.content import PARAMETERS, Content, Leaves
-from jaxdist.convert.kinds.registry import Kind
 from jaxdist.convert.stream import Conversion, Resharder
 from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.folders import is_hf
 from jaxdist.formats.hf import experiment_for, read_model
+from jaxdist.formats.kinds import CheckpointKind
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.parallel.mesh import lay_out
 from jaxdist.runs.checkpoints import check_whole, sealed
@@ -106,7 +106,7 @@ def verify_tensors(conversion: Resharder, written: Mapping[str, Leaves]) -> Iter
     yield f"verified: {sum(map(len, conversion.groups.values()))} tensors read again are equal to the bit"
 
 
-def verify(target: Kind, source: Path, path: Path, conversion: Conversion) -> Iterator[str]:
+def verify(target: CheckpointKind, source: Path, path: Path, conversion: Conversion) -> Iterator[str]:
     """Lines that say what holds. Raises TrainingError where what was written to `path` is not what was read."""
     content = conversion.content
     written = target.format.opened(path, content.experiment)

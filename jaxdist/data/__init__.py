@@ -9,6 +9,7 @@ from jaxdist.data.dataset import (
     Batches,
     Dataset,
     Images,
+    Sequences,
     Split,
     Targets,
     dataset_of,
@@ -16,6 +17,7 @@ from jaxdist.data.dataset import (
     in_steps,
     open_dataset,
 )
+from jaxdist.data.sources import Stream
 
 __all__ = [
     "IGNORED",
@@ -23,7 +25,9 @@ __all__ = [
     "Batches",
     "Dataset",
     "Images",
+    "Sequences",
     "Split",
+    "Stream",
     "Targets",
     "dataset_of",
     "dealt",

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, Experiment, ResNet, Train
+from jaxdist.config import ConfigError, Data, Experiment, Model, ResNet, Train
+from jaxdist.config.data import SOURCES
+from jaxdist.config.plugins import piece
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
@@ -39,19 +41,25 @@ Batches = Batch | Images  # of either the first is what the model takes
 def dataset_of(experiment: Experiment) -> "Dataset":
     """The data of an experiment, such as its model takes. Raises ConfigError."""
     data, model = experiment.data, experiment.model
-    if not isinstance(model, ResNet):
-        return open_dataset(data, model.vocab)
+    opened = piece(SOURCES, data.source, "open", "training")
     with _readable(data):
-        return _as_begun(data, lambda fields: Labelled(fields, open_pictures(fields, model)))
+        return _as_begun(data, lambda fields: opened(fields, model))
+
+
+def open_files(data: Data, model: Model) -> "Dataset":
+    """The sequences or images of data.path. Raises ConfigError.
+
+    Formats, checks and memory: see `sources.open_stream` and `images.open_pictures`. Without a path the text is the
+    Python standard library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint`
+    tells them apart, and a run that has recorded one in data.fingerprint is not continued on other data.
+    """
+    if isinstance(model, ResNet):
+        return Labelled(data, open_pictures(data, model))
+    return Sequences(data, open_stream(data, model.vocab))
 
 
 def open_dataset(data: Data, vocab: int) -> "Dataset":
-    """The sequences of data.path for a model of `vocab` tokens. Raises ConfigError.
-
-    Formats, checks and memory: see `sources.open_stream`. Without a path the text is the Python standard
-    library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint` tells them
-    apart, and a run that has recorded one in data.fingerprint is not continued on other data.
-    """
+    """The sequences of data.path for a model of `vocab` tokens, as `open_files`. Raises ConfigError."""
     with _readable(data):
         return _as_begun(data, lambda fields: Sequences(fields, open_stream(fields, vocab)))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, Decoder, Experiment, Model
 from jaxdist.config.bounded import read_json
+from jaxdist.config.plugins import OURS, piece
 from jaxdist.formats import (
     adapters,
     bins,
@@ -25,9 +26,11 @@ from jaxdist.formats.dcp import no_weights
 from jaxdist.formats.dcp_index import EXPERIMENT, INDEX
 from jaxdist.formats.folders import CONFIG, is_bin_folder, is_deepspeed, is_hf, is_trainer_folder
 from jaxdist.formats.hf import experiment_for, read_model
+from jaxdist.formats.kinds import KINDS, CheckpointKind
 from jaxdist.formats.leaves import Leaves, Reader
 from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
+from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF
 from jaxdist.formats.torch_files import SUFFIXES
 from jaxdist.runs.checkpoints import Looked, checkpoint_in, placed, whole
 
@@ -47,25 +50,11 @@ def is_dcp(path: Path) -> bool:
     return (checkpoint_in(path) / INDEX).is_file()
 
 
-# In this order: a folder may have copies of its weights in other layouts too, of fewer bits.
-RECOGNIZED: Mapping[str, Callable[[Path], bool]] = {
-    "deepspeed": is_deepspeed,
-    "trainer": is_trainer_folder,
-    "hf": is_hf,
-    "orbax": orbax.is_checkpoint,
-    "dcp": is_dcp,
-    "llmc": llmc.is_model,
-    "torch": is_torch,
-    "meta": meta.is_meta,
-    "bin": is_bin_folder,
-}
-
-
 def kind_at(path: Path) -> str | None:
     """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind. Raises ConfigError where
     they cannot be looked at."""
     try:
-        return next((name for name, holds in RECOGNIZED.items() if holds(path)), None)
+        return next((n for n in KINDS if piece(KINDS, n, "recognizes", "looking at a checkpoint")(path)), None)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
 
@@ -129,7 +118,8 @@ def located(path: Path, verify: Looked = "checksums") -> Path:
 def found(path: Path, reader: Reader) -> Found:
     """The weights at `path`, none of them read yet; of a run's checkpoints those of the newest that is whole as far as
     small files tell. Raises ConfigError as `kind_of`, and for a damaged source."""
-    return FINDING[kind_of(path)](path, reader)
+    located: Found = piece(KINDS, kind_of(path), "find", "reading it")(path, reader)
+    return located
 
 
 def _in_folder(folder: Path) -> Experiment | None:
@@ -189,14 +179,21 @@ def _meta(path: Path, reader: Reader) -> Found:
     return Found(path, leaves, told)
 
 
-FINDING: Mapping[str, Callable[[Path, Reader], Found]] = {
-    "deepspeed": _deepspeed,
-    "trainer": _trainer,
-    "hf": _hf,
-    "orbax": _orbax,
-    "dcp": _dcp,
-    "llmc": _llmc,
-    "torch": _torch,
-    "meta": _meta,
-    "bin": _bin,
-}
+def _kind(name: str, recognizes: Callable[[Path], bool], find: Any, title: str, module: str, **more: Any) -> None:
+    row = CheckpointKind(name, title, recognizes, find, f"jaxdist.convert.kinds.{module}", **more)
+    KINDS.register(name, row, OURS)
+
+
+# In this order: a folder may have copies of its weights in other layouts too, of fewer bits.
+_kind("deepspeed", is_deepspeed, _deepspeed, "checkpoint of DeepSpeed's", "deepspeed_folders", state=True, rates=True)
+_kind(
+    "trainer", is_trainer_folder, _trainer, "folder of a Trainer or of Accelerate", "trainer_folders",
+    state=True, rates=True,
+)  # fmt: skip
+_kind("hf", is_hf, _hf, "Hugging Face folder", "hf", naming=HUGGINGFACE)
+_kind("orbax", orbax.is_checkpoint, _orbax, "Orbax checkpoint", "orbax_files", naming=LAYERS, state=True)
+_kind("dcp", is_dcp, _dcp, "torch distributed checkpoint", "dcp_files", naming=TORCH_REF, state=True, rates=True)
+_kind("llmc", llmc.is_model, _llmc, "checkpoint of llm.c's", "llmc_files", state=True)
+_kind("torch", is_torch, _torch, "torch file", "torch_files", naming=HUGGINGFACE, state=True, rates=True)
+_kind("meta", meta.is_meta, _meta, "folder of Meta's", "meta")
+_kind("bin", is_bin_folder, _bin, "folder with pytorch_model.bin", "bin_files")

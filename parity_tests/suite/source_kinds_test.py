@@ -27,8 +27,9 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.convert.weights import lies_beside as jax_beside
 from jaxdist.formats.foreign import SINGLE
 from jaxdist.formats.hf import experiment_for
+from jaxdist.formats.kinds import KINDS
 from jaxdist.formats.orbax import arrays, numbers_of
-from jaxdist.formats.sources import RECOGNIZED, kind_of
+from jaxdist.formats.sources import kind_of
 from jaxdist.runs.checkpoints import checkpoint_in
 from jaxdist.training import optim
 from jaxdist.training.checkpoint import Checkpoints
@@ -267,7 +268,7 @@ def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch
 
 
 def test_every_kind_is_there() -> None:
-    assert {kind for kind, *_ in SOURCES.values()} == {*RECOGNIZED}
+    assert {kind for kind, *_ in SOURCES.values()} == {*KINDS}
 
 
 def first_matrix(tensors: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,35 @@
+"""Checkpoints whose weights `jaxdist.formats.sources` finds, as contents: the kinds that plugins add."""
+
+from pathlib import Path
+
+from jaxdist.config import Experiment
+from jaxdist.config.plugins import piece
+from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
+from jaxdist.convert.kinds.reader import READER
+from jaxdist.formats.kinds import KINDS, CheckpointKind
+from jaxdist.formats.naming import carried, recognized
+from jaxdist.formats.sources import Found
+
+
+class Weights:
+    """Reads the weights of a kind."""
+
+    def __init__(self, kind: CheckpointKind) -> None:
+        self.kind = kind
+
+    def _found(self, path: Path) -> Found:
+        found: Found = piece(KINDS, self.kind.name, "find", "reading it")(path, READER)
+        return found
+
+    def described(self, path: Path) -> dict[str, Leaf]:
+        """Every tensor, under the names of the source. Raises ConfigError."""
+        return dict(self._found(path).leaves)
+
+    def opened(self, path: Path, wanted: Experiment | None = None, training: bool = True) -> Content:
+        """The content: weights, with the files that belong to them. Raises ConfigError."""
+        found = self._found(path)
+        experiment = agreed(str(path), found.told, wanted)
+        naming, names = recognized(str(path), found.leaves, experiment.model)
+        groups = {PARAMETERS: {full: found.leaves[name] for full, name in names.items()}}
+        origin = Origin(self.kind.name, naming, carried(names, naming, experiment.model), files=found.files())
+        return Content(experiment, naming, groups, origin=origin).checked(path)

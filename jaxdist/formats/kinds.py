@@ -1,0 +1,82 @@
+"""The kinds of checkpoints, one row each: how it is recognized, and how its weights are read, converted and written."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from jaxdist.config import ConfigError
+from jaxdist.config.plugins import OURS, named, owner
+from jaxdist.config.registry import Reference, Registry, resolve
+from jaxdist.formats.tables import LAYERS, TORCH_REF, naming_for
+
+WEIGHTS = "jaxdist.convert.kinds.found:Weights"  # converts what `find` finds
+
+
+@dataclass(frozen=True)
+class CheckpointKind:
+    """A kind of checkpoint, which both sides read and the converter may write."""
+
+    name: str
+    """Value of --to, where it is written."""
+    title: str
+    """Its name in messages, after an article."""
+    recognizes: Reference | None = None
+    """The function (path) -> whether such a checkpoint is there."""
+    find: Reference | None = None
+    """The function (path, `jaxdist.formats.leaves.Reader`) -> `jaxdist.formats.sources.Found`, for `--init`."""
+    module: str = ""
+    """The module that converts it (`jaxdist.convert.kinds.registry.Format`); empty: what `find` finds is read."""
+    naming: str = ""
+    """Names of the tensors that are written where they came from another kind; empty where it is read alone."""
+    state: bool = False
+    """Whether it holds an optimizer's state and a step."""
+    rates: bool = False
+    """Whether such an optimizer is torch's, which has learning rates and no schedule; `opened` takes --peak then."""
+
+    @property
+    def padded(self) -> bool:
+        """Whether it keeps the padding of the vocabulary: our own kinds do."""
+        return self.naming in (LAYERS, TORCH_REF)
+
+    @property
+    def format(self) -> Any:
+        """What reads and writes it. Raises ConfigError where torch is needed and missing, or a plugin's module is."""
+        if not self.module:
+            return resolve(WEIGHTS)(self)
+        try:
+            return import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
+            if KINDS.owner(self.name) == OURS:
+                raise
+            raise ConfigError(f"{named(KINDS, self.name)}: module = {self.module!r}: {error}") from None
+
+    def naming_of(self, content: Any) -> str:
+        """The naming of this content's tensors when they are written: that of a source of this kind, else its own."""
+        origin = content.origin
+        if origin.kind == self.name and origin.naming:
+            return str(origin.naming)
+        return naming_for(self.naming, content.experiment.model)
+
+    def check_writes(self) -> None:
+        """Raises ConfigError where a plugin's module cannot write."""
+        plugin = KINDS.owner(self.name) != OURS
+        if plugin and not all(hasattr(self.format, name) for name in ("check", "write")):
+            raise ConfigError(
+                f"{named(KINDS, self.name)} has no check and write in its module, which --to needs; add them, or give "
+                "another --to"
+            )
+
+
+KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", "jaxdist.formats.sources")
+
+
+def register_checkpoint_kind(row: CheckpointKind) -> None:
+    """Make a kind of checkpoint known to both sides. Raises ConfigError for a name that is taken."""
+    KINDS.register(row.name, row, owner())
+
+
+def with_article(title: str) -> str:
+    """The name of a kind of checkpoint, after "a" or "an"."""
+    return f"{'an' if title[0] in 'AEIOaeio' else 'a'} {title}"

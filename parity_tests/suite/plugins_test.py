@@ -1,0 +1,273 @@
+"""A package from outside adds an optimizer, a strategy, a data source and a kind of checkpoint.
+
+`toy/toy_plugin` is that package: no file of ours changes for it. Its runs are shared by the tests.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+from safetensors.numpy import load_file
+
+from jaxdist import train
+from jaxdist.config import ConfigError, data, optimizer, plugins, registry, strategies
+from jaxdist.config.registry import Registry
+from jaxdist.convert.__main__ import main as convert
+from jaxdist.formats import kinds
+from jaxdist.plan import main as plan
+from parity_tests.conftest import run
+from parity_tests.runs import compare
+from parity_tests.runs.run import Run, command
+from torch_ref import train as torch_train
+from torch_ref.training import registry as torch_registry
+
+TOY = Path(__file__).parent / "toy"
+PLUGIN, STEPS = "toy_plugin", 6
+CONFIG: dict[str, Any] = {
+    "plugins": [PLUGIN],
+    "model": {
+        "family": "llama", "layers": 2, "dim": 32, "heads": 4, "kv_heads": 4, "head_dim": 8, "hidden": 48,
+        "vocab": 64, "positions": 32, "init_std": 0.1,
+    },
+    "data": {"source": "squares", "path": "61", "sequence": 16},
+    "train": {"steps": STEPS, "batch": 8, "accumulation": 2, "validation_batches": 0},
+    "optimizer": {"name": "centered", "learning_rate": 0.003, "warmup": 2, "clip": 0.5, "decay_steps": STEPS},
+    "parallel": {"mesh": "2x4", "strategy": "fsdp_once"},
+    "precision": {"policy": "fp64"},
+}  # fmt: skip
+QUICK = "--xla_backend_optimization_level=0"
+
+
+@pytest.fixture(scope="module")
+def on_path() -> Iterator[None]:
+    """The toy package can be imported, here and by commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")]))
+        patch.syspath_prepend(str(TOY))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(on_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds config.toml, `seed`, a run of no steps, and weights.toy, its weights in the toy's own file."""
+    folder = tmp_path_factory.mktemp("plugins")
+    (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
+    drawn = {"steps": 0, "mesh": "1x1", "precision": "fp32", "optimizer.decay_steps": 0}
+    seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn, xla_flags=QUICK)
+    with registered(PLUGIN):
+        convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
+        from toy_plugin import checkpoint  # type: ignore[import-not-found]
+
+        told = {name: CONFIG[name] for name in ("plugins", "model", "data")}
+        checkpoint.write(folder / "weights.toy", told, load_file(folder / "hf/model.safetensors"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Run:
+    return trained("jaxdist", folder, {})
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Run:
+    return trained("torch_ref", folder, {})
+
+
+def trained(side: str, folder: Path, settings: dict[str, Any]) -> Run:
+    init = ("--init", str(folder / "weights.toy"))
+    name = "-".join([side, *map(str, settings.values())])
+    return run(side, folder / name, folder / "config.toml", settings, *init, xla_flags=QUICK)
+
+
+TABLES: tuple[Registry[Any], ...] = (
+    registry.FAMILIES, optimizer.OPTIMIZERS, strategies.STRATEGIES, data.SOURCES, kinds.KINDS,
+    torch_registry.OPTIMIZERS,
+)  # fmt: skip
+
+
+@contextmanager
+def registered(*names: str) -> Iterator[None]:
+    """Around what loads plugins into this process: their rows are gone after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_loaded", {})
+        for table in TABLES:
+            len(table)  # ours are registered by then
+            patch.setattr(table, "_rows", dict(table._rows))
+            patch.setattr(table, "_owners", dict(table._owners))
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        plugins.load_plugins(names)
+        yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_both_sides_agree(ours: Run, theirs: Run) -> None:
+    assert ours.experiment.plugins == theirs.experiment.plugins == (PLUGIN,)
+    assert compare.curve(ours.metrics, theirs.metrics, "loss").max() <= compare.LOSS
+    found = compare.states(ours.states, theirs.states)
+    assert {name.partition("/")[0] for name in found} == {"weights", "mean_grad", "mean_square"}
+    assert max(found.values()) <= 1e-12
+    assert ours.metrics[-1]["loss"] < ours.metrics[0]["loss"]
+
+
+def test_the_comparison_sees_another_rule(ours: Run, folder: Path) -> None:
+    wrong = trained("torch_ref", folder, {"optimizer.beta2": 0.951})
+    assert compare.curve(ours.metrics, wrong.metrics, "loss").max() > compare.LOSS
+
+
+def test_the_strategy_shards_as_its_row_says(ours: Run, theirs: Run) -> None:
+    """Parameters and optimizer state over fsdp, gradients whole, in JAX and in torch."""
+    for made in (ours, theirs):
+        memory = made.summary["memory"]
+        assert memory["gradients"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+        assert memory["optimizer_state"] == pytest.approx(2 * memory["parameters"], rel=0.02)
+    sent = [{(c["op"], c["axis"]): c["count"] for c in made.summary["collectives"]} for made in (ours, theirs)]
+    blocks = CONFIG["model"]["layers"]
+    assert sent[1]["reduce_scatter", "fsdp"] == blocks + 1  # once a step, where fsdp has one each microbatch
+
+
+def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(folder: Path, theirs: Run, tmp_path: Path) -> None:
+    """Half of the steps in JAX, through a torch file and a distributed checkpoint, the others in torch by --resume."""
+    half = trained("jaxdist", folder, {"steps": STEPS // 2})
+    with registered(PLUGIN):
+        convert([str(half.path), str(tmp_path / "file.pt"), "--plugins", PLUGIN])
+        convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp", "--plugins", PLUGIN])
+    flags = ["--resume", str(tmp_path / "torch"), "--steps", str(STEPS), "--device", "cpu"]
+    done = command("torch_ref.train", *flags)
+    assert done.returncode == 0, done.stderr
+    resumed = Run("torch_ref", tmp_path / "torch")
+    assert compare.curve(resumed.metrics, theirs.metrics, "loss").max() <= compare.LOSS
+    assert max(compare.states(resumed.states, theirs.states).values()) <= compare.STATE
+
+
+def test_a_run_resumes_in_jax(folder: Path, ours: Run, tmp_path: Path) -> None:
+    half = trained("jaxdist", folder, {"steps": STEPS // 2})
+    done = command(
+        "jaxdist.train", "--resume", str(half.path), "--steps", str(STEPS), "--device", "cpu", xla_flags=QUICK
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        compare.states(Run("jaxdist", half.path).states, ours.states).values() == dict.fromkeys(ours.states, 0).values()
+    )
+
+
+def test_a_run_folder_is_evaluated_and_planned(folder: Path, ours: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    done = command("jaxdist.evaluate", "--checkpoint", str(ours.path), "--batches", "2", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert 0 < json.loads(done.stdout)["loss"] < np.log(CONFIG["model"]["vocab"])
+    with registered(PLUGIN):
+        plan(["--config", str(folder / "config.toml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["strategy"] == "fsdp_once"
+
+
+def test_weights_are_converted_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    with registered(PLUGIN):
+        convert([str(folder / "weights.toy"), str(tmp_path / "hf"), "--to", "hf"])
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "hf", tmp_path / "hf"))
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.slow
+def test_its_proof(folder: Path, tmp_path: Path) -> None:
+    flags = ["--config", str(folder / "config.toml"), "--init", str(folder / "weights.toy"), "--device", "cpu"]
+    done = command("parity_tests", *flags, "--output", str(tmp_path / "proof"), xla_flags=QUICK)
+    assert done.returncode == 0 and "Equivalent" in done.stdout, done.stdout + done.stderr
+
+
+# ---- bad plugins
+
+Package = Callable[[str], str]
+TRAIN = ["--device", "cpu", "--mesh", "1x1", "--steps", "1", "--plugins", "bad_plugin"]
+ROW = "import jaxdist, torch_ref\nfrom jaxdist.config.optimizer import ALL\n"
+TAKEN = {
+    "optimizer 'adamw'": "jaxdist.register_optimizer(jaxdist.UpdateRule('adamw', {}))",
+    "strategy 'fsdp'": "jaxdist.register_strategy(jaxdist.Strategy('fsdp', True, True, True))",
+    "data source 'files'": "jaxdist.register_data_source(jaxdist.DataSource('files'))",
+    "kind of checkpoint 'hf'": "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('hf', 'folder'))",
+    "optimizer of torch's side 'sgd'": "torch_ref.register_optimizer(torch_ref.UpdateRule('sgd', 'a:b', 'a:c'))",
+}
+LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
+    "the optimizer 'bare' of plugin 'bad_plugin' has no rule, which training in JAX needs": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}))",
+        train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the optimizer 'bare' of plugin 'bad_plugin': rule = 'nowhere:rule': No module named 'nowhere'": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, 'nowhere:rule'))",
+        train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the optimizer 'bare' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_optimizer": (
+        "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, 'nowhere:rule'))",
+        torch_train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the data source 'bare' of plugin 'bad_plugin' has no open, which training needs": (
+        "jaxdist.register_data_source(jaxdist.DataSource('bare'))",
+        train.main, [*TRAIN, "--data.source", "bare"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin' has no check and write in its module, which --to needs": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', bool, bool, naming='huggingface'))",
+        convert, ["SOURCE", "bare.file", "--to", "bare", "--plugins", "bad_plugin"],
+    ),
+    "the kind of checkpoint 'bare' of plugin 'bad_plugin' has no find, which reading it needs": (
+        "jaxdist.register_checkpoint_kind(jaxdist.CheckpointKind('bare', 'file', lambda path: path.suffix == '.bare'))",
+        convert, ["w.bare", "--inspect", "--plugins", "bad_plugin"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
+    """bad(source): the package bad_plugin, in the folder in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "bad_plugin", raising=False)
+
+    def made(source: str) -> str:
+        (tmp_path / "bad_plugin.py").write_text(f"{ROW}{source}\n", encoding="utf-8")
+        return "bad_plugin"
+
+    return made
+
+
+@pytest.mark.parametrize("row", TAKEN)
+def test_a_name_that_is_taken(row: str, bad: Package) -> None:
+    with registered(), pytest.raises(ConfigError) as error:
+        plugins.load_plugins([bad(TAKEN[row])])
+    kind, _, name = row.rpartition(" ")
+    assert str(error.value) == (
+        f"plugin 'bad_plugin': bad_plugin registers the {kind} {name}, a name that jaxdist has taken; give it another "
+        "name"
+    )
+
+
+@pytest.mark.parametrize("said", LACKING)
+def test_a_piece_that_a_command_lacks(said: str, bad: Package, folder: Path, tmp_path: Path) -> None:
+    source, main, arguments = LACKING[said]
+    bad(source)
+    (tmp_path / "w.bare").touch()
+    given = [str(folder / "hf") if argument == "SOURCE" else argument for argument in arguments]
+    with registered(), pytest.raises(ConfigError, match=said):
+        main(given)
+
+
+def test_a_strategy_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="strategy 'odd': parameters or gradients are sharded and the optimizer"):
+        strategies.Strategy("odd", parameters=True, gradients=False, optimizer=False)
+    with pytest.raises(ConfigError, match="strategy 'odd': reshards=True without sharded parameters"):
+        strategies.Strategy("odd", parameters=False, gradients=True, optimizer=True, reshards=True)
+
+
+def test_exit_code_and_one_message(bad: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad("raise RuntimeError('no licence for this machine')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = command("jaxdist.plan", "--plugins", "bad_plugin")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: plugin 'bad_plugin': its import fails, RuntimeError: no licence for this machine (")
