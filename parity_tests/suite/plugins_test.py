@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,11 +48,12 @@ QUICK = "--xla_backend_optimization_level=0"
 
 @pytest.fixture(scope="module")
 def on_path() -> Iterator[None]:
-    """The toy package can be imported, here and by commands."""
+    """The toy packages can be imported by commands, and are loaded here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TOY), os.environ.get("PYTHONPATH", "")]))
         patch.syspath_prepend(str(TOY))
-        yield
+        with registered(PLUGIN, "toy_family"):
+            yield
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +63,22 @@ def folder(on_path: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.toml").write_text(tomli_w.dumps(CONFIG), encoding="utf-8")
     drawn = {"steps": 0, "mesh": "1x1", "precision": "fp32", "optimizer.decay_steps": 0}
     seed = run("jaxdist", folder / "seed", folder / "config.toml", drawn, xla_flags=QUICK)
-    with registered(PLUGIN):
-        convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
-        from toy_plugin import checkpoint  # type: ignore[import-not-found]
+    convert([str(seed.path), str(folder / "hf"), "--to", "hf"])
+    from toy_plugin import checkpoint  # type: ignore[import-not-found]
 
-        told = {name: CONFIG[name] for name in ("plugins", "model", "data")}
-        checkpoint.write(folder / "weights.toy", told, load_file(folder / "hf/model.safetensors"))
+    told = {name: CONFIG[name] for name in ("plugins", "model", "data")}
+    checkpoint.write(folder / "weights.toy", told, load_file(folder / "hf/model.safetensors"))
     return folder
 
 
 @pytest.fixture(scope="module")
 def ours(folder: Path) -> Run:
     return trained("jaxdist", folder, {})
+
+
+@pytest.fixture(scope="module")
+def half(folder: Path) -> Run:
+    return trained("jaxdist", folder, {"steps": STEPS // 2})
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +140,10 @@ def test_the_strategy_shards_as_its_row_says(ours: Run, theirs: Run) -> None:
     assert sent[1]["reduce_scatter", "fsdp"] == blocks + 1  # once a step, where fsdp has one each microbatch
 
 
-def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(folder: Path, theirs: Run, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(half: Run, theirs: Run, tmp_path: Path) -> None:
     """Half of the steps in JAX, through a torch file and a distributed checkpoint, the others in torch by --resume."""
-    half = trained("jaxdist", folder, {"steps": STEPS // 2})
-    with registered(PLUGIN):
-        convert([str(half.path), str(tmp_path / "file.pt"), "--plugins", PLUGIN])
-        convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp", "--plugins", PLUGIN])
+    convert([str(half.path), str(tmp_path / "file.pt")])
+    convert([str(tmp_path / "file.pt"), str(tmp_path / "torch"), "--to", "dcp", "--plugins", PLUGIN])
     flags = ["--resume", str(tmp_path / "torch"), "--steps", str(STEPS), "--device", "cpu"]
     done = command("torch_ref.train", *flags)
     assert done.returncode == 0, done.stderr
@@ -148,29 +152,24 @@ def test_a_run_goes_on_in_torch_and_a_config_needs_no_flag(folder: Path, theirs:
     assert max(compare.states(resumed.states, theirs.states).values()) <= compare.STATE
 
 
-def test_a_run_resumes_in_jax(folder: Path, ours: Run, tmp_path: Path) -> None:
-    half = trained("jaxdist", folder, {"steps": STEPS // 2})
-    done = command(
-        "jaxdist.train", "--resume", str(half.path), "--steps", str(STEPS), "--device", "cpu", xla_flags=QUICK
-    )
+def test_a_run_resumes_in_jax(half: Run, ours: Run, tmp_path: Path) -> None:
+    resumed = Run("jaxdist", shutil.copytree(half.path, tmp_path / "run"))
+    flags = ["--resume", str(resumed.path), "--steps", str(STEPS), "--device", "cpu"]
+    done = command("jaxdist.train", *flags, xla_flags=QUICK)
     assert done.returncode == 0, done.stderr
-    assert (
-        compare.states(Run("jaxdist", half.path).states, ours.states).values() == dict.fromkeys(ours.states, 0).values()
-    )
+    assert set(compare.states(resumed.states, ours.states).values()) == {0}
 
 
 def test_a_run_folder_is_evaluated_and_planned(folder: Path, ours: Run, capsys: pytest.CaptureFixture[str]) -> None:
     done = command("jaxdist.evaluate", "--checkpoint", str(ours.path), "--batches", "2", "--json", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert 0 < json.loads(done.stdout)["loss"] < np.log(CONFIG["model"]["vocab"])
-    with registered(PLUGIN):
-        plan(["--config", str(folder / "config.toml"), "--json"])
+    plan(["--config", str(folder / "config.toml"), "--json"])
     assert json.loads(capsys.readouterr().out)["strategy"] == "fsdp_once"
 
 
 def test_weights_are_converted_to_the_bit(folder: Path, tmp_path: Path) -> None:
-    with registered(PLUGIN):
-        convert([str(folder / "weights.toy"), str(tmp_path / "hf"), "--to", "hf"])
+    convert([str(folder / "weights.toy"), str(tmp_path / "hf"), "--to", "hf", "--plugins", PLUGIN])
     before, after = (load_file(path / "model.safetensors") for path in (folder / "hf", tmp_path / "hf"))
     assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
 

@@ -1,0 +1,13 @@
+"""The model section of the family."""
+
+from typing import Literal
+
+from jaxdist.config.model import Count, Rotary
+
+
+class Wide(Rotary):
+    """A decoder whose blocks are x + attention(norm(x)) + mlp(norm(x)), of one norm."""
+
+    family: Literal["wide"] = "wide"
+    rotated: Count = 4
+    """How many numbers of each head are rotated."""
