@@ -155,7 +155,7 @@ def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
     if m.qkv_bias:  # a vector is split along the one dimension that it has
         yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", *SHARDS)
         yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", *SHARDS)
-    if m.mlp_bias:
+    if getattr(m, "mlp_bias", False):
         yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *SHARDS)
     if m.qk_norm:
         yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", SHARDS
