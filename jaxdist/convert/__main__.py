@@ -164,15 +164,15 @@ def dtype_before(content: Content) -> str | None:
 
 
 def told(source: Path, conversion: Conversion, to_folder: bool) -> list[str]:
-    """What training in transformers would do that training here does not, by the config.json that is read or, where
-    there is none, written."""
+    """Notes on settings of the config.json, read or written, that transformers applies in training and jaxdist does
+    not."""
     if (source / CONFIG).is_file():
         return read_folder(source)[1]
     return [f"{CONFIG}: {note}" for note in notes_on(parse(hf.check(conversion)))] if to_folder else []
 
 
 def summary(conversion: Resharder) -> str:
-    """What is converted, in words."""
+    """One line that describes the conversion."""
     parameters = conversion.groups[PARAMETERS]
     dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in parameters.values()}))
     return f"{len(parameters)} parameters in {dtypes}, {megabytes(conversion.bytes)}"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever wrote it: tensors that are read when asked for, and all that goes beside them."""
+"""Content of a checkpoint of any kind: tensors, read on demand, and everything beside them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ class OriginFields(BaseModel, strict=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Origin:
-    """What only the kind that wrote a checkpoint knows of it. It travels along, for the way back to that kind."""
+    """Facts that only the kind that wrote a checkpoint knows. They are kept, for a conversion back to that kind."""
 
     kind: str = ""
     naming: str = ""
@@ -60,7 +60,7 @@ class Origin:
 
     @property
     def extras(self) -> Any:
-        """What a torch training script saved besides: groups, schedule, scaler, RNG states. Raises ConfigError where
+        """Further state that a torch training script saved: groups, schedule, scaler, RNG states. Raises ConfigError if
         torch is needed to read it, and missing."""
         return self.held()
 
@@ -70,11 +70,11 @@ class Origin:
         return self.kind == "torch" and not self.own
 
     def names_in(self, kind: str) -> Mapping[str, str]:
-        """What tensors are to be called in a target of a kind, where a source of that kind called them otherwise."""
+        """Tensor names for a target of a kind, if a source of that kind had other names."""
         return self.names if self.kind == kind else {}
 
     def buffers_in(self, kind: str) -> Leaves:
-        """What a target of a kind is to have besides its parameters, where a source of that kind had it."""
+        """Tensors of a target of a kind that are not parameters, if a source of that kind had them."""
         return self.buffers if self.kind == kind else {}
 
 
@@ -110,7 +110,7 @@ class Content:
         averages, weights = self.groups.get(EMA, self.averages), self.groups[PARAMETERS]
         if not averages:
             raise ConfigError(f"--ema: {source} has no average of its weights; train with --optimizer.ema 0.999")
-        # Of running statistics there is none, as in torch's AveragedModel, which copies them.
+        # Running statistics have no average, as in torch's AveragedModel, which copies them.
         taken = {name: averages.get(name, leaf) for name, leaf in weights.items()}
         if other := [name for name, leaf in taken.items() if leaf.shape != weights[name].shape]:
             raise ConfigError(f"--ema: {source}: the average of {other[0]} has another shape; use a whole copy")
@@ -189,7 +189,7 @@ def in_memory(experiment: Experiment, parameters: Mapping[str, np.ndarray]) -> C
 
 
 def with_vocabulary(experiment: Experiment, vocab: int, multiple: int = 1) -> Experiment:
-    """The experiment of a decoder, with a vocabulary of so many tokens, padded to a multiple."""
+    """The experiment of a decoder with that number of tokens in its vocabulary, padded to a multiple."""
     model = experiment.model.model_copy(update={"vocab": vocab, "vocab_multiple": multiple})
     return experiment.model_copy(update={"model": model})
 

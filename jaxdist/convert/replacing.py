@@ -1,4 +1,5 @@
-"""What --force may replace: a checkpoint and nothing else, which neither this conversion reads nor a run writes."""
+"""Targets that --force may replace: a checkpoint and nothing else, which neither this conversion reads nor a run
+writes."""
 
 import os
 import re
@@ -116,7 +117,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def known_in(target: Path) -> Callable[[str], object]:
-    """What tells whether a file is of the checkpoint, or the run, that a folder holds."""
+    """A predicate: whether a file belongs to the checkpoint, or the run, in a folder."""
     if is_hf(target) or holds_tensors(target):
         return HUGGING_FACE.fullmatch
     if not (target / FOLDER).is_dir():
@@ -131,7 +132,7 @@ def known_in(target: Path) -> Callable[[str], object]:
 
 
 def known_to(folder: Path) -> Callable[[str], object]:
-    """What tells whether the manifest of a folder lists a file, or it is called as files of checkpoints are."""
+    """A predicate: whether a folder's manifest lists a file, or its name is one of a checkpoint's files."""
     names = listed(folder)
 
     def known(name: str) -> object:

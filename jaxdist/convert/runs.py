@@ -1,4 +1,4 @@
-"""What a run folder keeps beside its checkpoints when the weights came from elsewhere: `origin/`, for the way back."""
+"""`origin/`, which a run folder keeps beside its checkpoints if the weights came from elsewhere, for the way back."""
 
 import json
 import textwrap
@@ -68,7 +68,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 def _extras(beside: Path) -> Any:
-    """What torch alone had. Raises ConfigError."""
+    """Content that only torch had. Raises ConfigError."""
     if not (beside / EXTRAS).exists():
         return None
     found = _torch_files().load(beside / EXTRAS, mapped=True)
@@ -87,7 +87,7 @@ def metrics_of(checkpoint: Path) -> bytes:
 
 
 def _torch_files() -> Any:
-    """What reads and writes it, imported where a run has some. Raises ConfigError where torch is missing."""
+    """The module that reads and writes it, imported on demand. Raises ConfigError if torch is missing."""
     from jaxdist.convert.kinds.registry import KINDS
 
     return KINDS["torch"].format

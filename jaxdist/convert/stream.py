@@ -73,7 +73,7 @@ class Resharder(ABC):
     dtype: str | None = None
     widen: bool = False
     nonfinite: NonFinite = "keep"
-    report: Callable[[int], None] = lambda count: None  # is told the bytes of each tensor that is taken
+    report: Callable[[int], None] = lambda count: None  # called with the bytes of each tensor that is read
     found: dict[str, BadValues] = field(default_factory=dict, compare=False)  # by name, of the tensors read so far
 
     @property
@@ -150,7 +150,7 @@ class Resharder(ABC):
         return np.where(np.isfinite(array), array, array.dtype.type(0))
 
     def called(self, name: str) -> str:
-        """What the source itself calls a parameter."""
+        """The source's name of a parameter."""
         return name
 
     def refuse(self, source: object, fix: str) -> None:
@@ -188,8 +188,8 @@ class Resharder(ABC):
         return [Job(self._cost(group, unit), group, unit) for group in groups for unit in self.units[group]]
 
     def _cost(self, group: str, unit: ConversionUnit) -> int:
-        """Bytes that a unit's conversion takes: what is made, and a tensor as it is read and in the dtype to be; one of
-        these is what is made where both sides have the same."""
+        """Bytes that a unit's conversion takes: the result, and a tensor both as read and in the target dtype; one of
+        these is the result if both sides have the same tensor."""
         dtype = self._dtype(group, unit)
 
         def taken(leaf: Leaf) -> int:
@@ -262,8 +262,8 @@ def ahead(jobs: Sequence[Job], do: Callable[[Job], T]) -> Iterator[tuple[Job, T]
 
 
 def together(jobs: Sequence[Job], do: Callable[[Job], T]) -> Iterator[T]:
-    """What `do` makes of each job, as they end, by several threads: the largest first that there is room for, or one
-    core would be at it alone in the end. When one raises, those not begun are left."""
+    """Results of `do` for each job, as they finish, by several threads: the largest job that fits into memory first, so
+    that no core works alone at the end. If one raises, jobs that have not started are dropped."""
     waiting = {size: deque(alike) for size, alike in groupby(sorted(jobs, reverse=True, key=_size), _size)}
     running, room = dict[Future[T], Job](), room_for(jobs)
     pool = ThreadPoolExecutor(2 * (os.cpu_count() or 1))  # of which half wait for the disk
@@ -292,7 +292,7 @@ def room_for(jobs: Iterable[Job]) -> int:
 
 
 def one_dtype(group: str) -> str:
-    """What to do about tensors of a group that have several dtypes, and are to have one."""
+    """The fix for a group whose tensors have several dtypes and must have one."""
     return "give --dtype" if group == PARAMETERS else "--dtype is of weights alone: --to hf leaves the optimizer out"
 
 

@@ -1,4 +1,4 @@
-"""What a conversion writes: whole or not at all."""
+"""The output of a conversion, written completely or not at all."""
 
 import errno
 import os
@@ -62,7 +62,7 @@ def _check_there(target: Path, there: Path, replaceable: Check | None) -> None:
 
 @contextmanager
 def refusing(target: Path) -> Iterator[None]:
-    """What keeps a conversion from its beginning becomes a ConfigError."""
+    """Turn errors that keep a conversion from starting into ConfigErrors."""
     try:
         yield
     except Taken:

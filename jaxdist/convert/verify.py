@@ -185,8 +185,8 @@ def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, 
 
 
 def bound(layers: int, dtype: str | None) -> float:
-    """How far logits may be apart, of their norm: what float32 does to two programs of so many blocks, whose roundings
-    add up as independent ones do; or 6.4 times the epsilon of what the weights were rounded to, 0.05 of bfloat16."""
+    """Bound on the difference of logits, relative to their norm: the independent float32 roundings of two programs with
+    that many blocks, or 6.4 times the epsilon of the dtype that the weights were rounded to (0.05 for bfloat16)."""
     rounded = float(jnp.finfo(dtype).eps) if dtype else 0.0
     return max(5e-6 * math.sqrt(layers), 6.4 * rounded)
 
@@ -217,7 +217,7 @@ def probe(*models: Model) -> np.ndarray:
 
 
 def logits(content: Content, inputs: np.ndarray) -> np.ndarray:
-    """Of `inputs`, by our program, in float32, on one device: [2, T, V]; of two images [2, V]."""
+    """Our program's logits of `inputs`, in float32 on one device: [2, T, V], or [2, V] of two images."""
     model = content.experiment.model
     if has(model, "capacity"):  # no weight depends on it, and transformers leaves out no token
         model = model.model_copy(update={"capacity": 0.0})

@@ -57,7 +57,7 @@ def _axes(content: Content) -> dict[str, dict[str, int]]:
 
 
 def _resized(leaf: Leaf, axis: int, sizes: tuple[int, Decoder], mean: bool) -> Leaf:
-    """A tensor with its tokens along `axis`, of `sizes` so many, and as many rows as the model asks for."""
+    """A tensor with tokens along `axis`: their number in `sizes`, and rows as the model needs."""
     tokens, model = sizes
     shape = (*leaf.shape[:axis], model.vocab_rows, *leaf.shape[axis + 1 :])
 

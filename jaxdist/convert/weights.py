@@ -36,8 +36,8 @@ def source_experiment(path: Path) -> Experiment:
 
 
 def described(path: Path) -> Source | None:
-    """What both backends can tell of the model at `path`, or what a reader of checkpoints can; None where the file does
-    not say. Raises ConfigError as `source_of`."""
+    """The model at `path`, by the readers of both backends or of the converter; None if the file does not state it.
+    Raises ConfigError, as `source_of` does."""
     if found := source_of(path):
         return found
     with suppress(ConfigError):  # whoever reads the weights says what is wrong
@@ -46,8 +46,8 @@ def described(path: Path) -> Source | None:
 
 
 def lies_beside(path: Path) -> Beside | None:
-    """What a run that begins with these weights keeps for the way back; also of what only a reader of checkpoints can
-    open. Raises ConfigError as `beside`."""
+    """Facts about the source of these weights that a run keeps for its export, also for kinds that only the converter
+    reads. Raises ConfigError, as `beside` does."""
     if (found := beside(path)) is not None:
         return found
     with suppress(ConfigError):

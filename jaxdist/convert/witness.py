@@ -1,4 +1,4 @@
-"""What transformers computes from a Hugging Face folder: logits in which no code and no table of ours has a part."""
+"""Logits that transformers computes from a Hugging Face folder, without any code or table of ours."""
 
 import os
 import textwrap
@@ -27,7 +27,7 @@ def knows(folder: Path) -> bool:
 
 
 def logits(folder: Path, inputs: np.ndarray) -> np.ndarray:
-    """Of tokens [B, T] or images [B, Y, X, C], in float32. No code of the folder's is run, and no pickle.
+    """Logits of tokens [B, T] or images [B, Y, X, C], in float32. No code or pickle of the folder is executed.
 
     Raises TrainingError where transformers cannot read it.
     """

@@ -18,7 +18,7 @@ from jaxdist.formats.tables import Shape
 
 ENOUGH = 400_000_000  # bytes: beyond them and the largest tensor, what is free goes to the system
 DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-PASSAGE = 1 << 20  # bytes on their way to the disk: so many stay in the processor's cache
+PASSAGE = 1 << 20  # bytes per write, few enough to stay in the processor's cache
 
 
 class Loan:
@@ -48,7 +48,7 @@ class Buffers:
         self.returned.append(memory)
 
     def _take(self, size: int) -> np.ndarray:
-        """What is free of that size, or new."""
+        """A free buffer of that size, or a new one."""
         with self.lock:
             while self.returned:
                 self.free.append(self.returned.popleft())

@@ -17,8 +17,8 @@ COMPANIONS = (
     "merges.txt", "tekken.json", "chat_template*", "additional_chat_templates/*",
 )  # fmt: skip
 MOST_BYTES = 200_000_000  # of all of them, which are in memory; the largest tokenizers have 40 MB
-# Other files beside weights, as a model card, a license or code, go along too, each up to so many bytes, unless they
-# are weights of another format, or an index of some.
+# Other files beside weights, as a model card, a license or code, are copied too, each up to this many bytes, unless
+# they are weights of another format, or an index of some.
 MOST_EACH = 100_000_000
 FOLDERS = {PurePosixPath(pattern).parts[0] for pattern in COMPANIONS if "/" in pattern}
 LONGEST = 255  # bytes of a name
@@ -76,7 +76,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def neighbours(file: Path) -> dict[str, bytes]:
-    """The companions in the folder of a file; they may be of something else, and what is wrong with them is told."""
+    """Companions in the folder of a file; they may belong to something else, so their errors become notes."""
     try:
         return companions(file.parent)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What the entries of a checkpoint of torch.distributed.checkpoint are, by their names."""
+"""Kinds of the entries of a torch.distributed.checkpoint, by their names."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ FIRST = ("", ".0", "_0")  # Lightning's optimizers and schedulers are the first 
 # torchtitan has its weights below nothing, beside these parts of a run.
 TRAIN_STATE = "train_state."
 BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
-# What stands before the names of a part. Others call parts otherwise, have all below `app.`, or weights below nothing.
+# Prefixes of the names of a part. Others name parts otherwise, have everything below `app.`, or weights without a
+# prefix.
 PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
 
 
@@ -52,8 +53,8 @@ def _is_one_number(shape: Shape | None) -> bool:
 
 
 def _before(given: Sequence[str], outer: str) -> str:
-    """What stands before the parameters, as `model.`; nothing where that is the model's own, or a wrapper's: others lie
-    beside it then, which are no averages of those within."""
+    """Prefix of the parameters, as `model.`; "" if it is part of the model or of a wrapper: then other parameters,
+    which are not averages, lie beside it."""
     for begun in (f"{outer}{key}." for key in MODEL):
         inside = {plain(name.removeprefix(begun)) for name in given if name.startswith(begun)}
         beside = [n.removeprefix(outer) for n in given if not n.startswith(begun) and n.endswith((".weight", ".bias"))]

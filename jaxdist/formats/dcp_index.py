@@ -101,7 +101,7 @@ def _check_counts(*numbers: int) -> None:
 
 
 def nesting(ways: Any) -> dict[str, list[str | int]]:
-    """Of the entries that an index calls by their way in the tree that was saved, that way."""
+    """Path in the saved tree of each entry that an index names by its path."""
     found = ways.items() if isinstance(ways, dict) else ()
     return {name: [*way] for name, way in found if isinstance(way, tuple | list) and _leads(way, name)}
 

@@ -88,7 +88,7 @@ class Saved:
 
     @property
     def model(self) -> dict[Any, Any]:
-        """What the first rank kept of the model."""
+        """The first rank's part of the model."""
         return self.models[0]
 
     @property
@@ -306,7 +306,7 @@ class Zero(Saved):
         return {name: self.reader.leaf(self.model_files[0], name, tensor) for name, tensor in there.items()}
 
     def frozen(self) -> dict[str, Leaf]:
-        """What was not trained. Raises ConfigError."""
+        """Untrained tensors. Raises ConfigError."""
         shapes = self.model.get("frozen_param_shapes") or {}
         pieces = [model.get("frozen_param_fragments") or {} for model in self.models]
         found: dict[str, Leaf] = {}

@@ -1,4 +1,4 @@
-"""What is said of a tensor that was read with values that it cannot have: NaN, infinity, or a square below zero."""
+"""Messages on tensors with invalid values: NaN, infinity, or a square below zero."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class BadValues:
 
 
 def of_kind(name: str, kind: str) -> str:
-    """What a tensor is called that the optimizer keeps, as `kind`, of the parameter `name`."""
+    """Name of the optimizer's tensor of that `kind` for the parameter `name`."""
     return f"{name} ({kind})"
 
 
@@ -68,7 +68,7 @@ def of_weights(path: Path, found: Mapping[str, BadValues], here: str, there: str
 
 
 def of_start(path: Path) -> str:
-    """What helps where starting weights are not finite."""
+    """The fix for starting weights that are not finite."""
     model = "" if source_of(path) else " --model CONFIG"
     return (
         "Training cannot begin with them. Give weights without them, or a copy with zeros in their place, which "
@@ -77,7 +77,7 @@ def of_start(path: Path) -> str:
 
 
 def of_resume(path: Path, weights: bool) -> str:
-    """What helps where the state to go on from is not finite, in its weights or only in what the optimizer keeps."""
+    """The fix for a resumed state that is not finite, in its weights or only in its optimizer state."""
     if weights:
         return (
             f"No later step mends a weight, also not with train.nonfinite = skip. Move {path} away, to resume from the "

@@ -46,7 +46,7 @@ def is_trainer_folder(path: Path) -> bool:
 
 
 def beside(file: Path) -> list[str]:
-    """What a trainer keeps of its state beside a file of weights, which is not in it."""
+    """Trainer state in files beside a file of weights."""
     names = (*OPTIMIZERS, FSDP_OPTIMIZER, *SCHEDULERS, TRAINER_STATE)
     return [name for name in names if name != file.name and (file.parent / name).exists()]
 
@@ -74,7 +74,7 @@ def deepspeed_tag(path: Path) -> Path | None:
 
 
 def is_deepspeed(path: Path) -> bool:
-    """Whether `path` is a checkpoint of DeepSpeed's, or the folder around one that is told by its file `latest`."""
+    """Whether `path` is a DeepSpeed checkpoint, or the folder around one that its file `latest` names."""
     return deepspeed_tag(path) is not None
 
 
@@ -136,7 +136,7 @@ PART_FILES = (
 
 
 def part_of(path: Path) -> PartFile | None:
-    """What the file `path` is a part of, by its name; None where it stands for itself."""
+    """The whole that the file `path` is a part of, by its name; None if it is complete."""
     return next((part for part in PART_FILES if part.holds(path)), None) if path.is_file() else None
 
 
@@ -152,6 +152,6 @@ UNREADABLE = (
 
 
 def unreadable(path: Path) -> str:
-    """What `path`, or the first such file of a folder, is, where it is a format that is not read; else empty."""
+    """The unsupported format of `path`, or of the first such file in a folder; "" if there is none."""
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else [path.name] if path.is_file() else []
     return next((title for name in names for pattern, title in UNREADABLE if pattern.fullmatch(name)), "")

@@ -32,8 +32,8 @@ BEGINNINGS = {  # first bytes of files of other formats that are found where wei
 
 
 def foreign_content(path: Path) -> Foreign | None:
-    """What a file is by its first bytes, where it is neither torch's nor safetensors'; also of a safetensors file, for
-    whoever looks for one of torch's. None where they do not tell. Raises OSError."""
+    """Foreign format of a file by its first bytes, including safetensors for readers of torch files. None if it is not
+    recognized. Raises OSError."""
     with path.open("rb") as file:
         start = file.read(64)
     if start[8:9] == b"{" and 0 < int.from_bytes(start[:8], "little") < path.stat().st_size:
@@ -42,8 +42,8 @@ def foreign_content(path: Path) -> Foreign | None:
 
 
 def check_files(folder: Path) -> None:
-    """What is to be opened by a library that opens anything. Raises OSError, and ValueError where something in `folder`
-    is neither file nor folder, or a link that leads outside."""
+    """Check a folder before a library opens its files. Raises OSError, and ValueError if an entry of `folder` is
+    neither file nor folder, or a link that leads outside."""
     for entry in folder.rglob("*"):
         name = entry.relative_to(folder).as_posix()
         if not within(folder, name).is_dir():

@@ -1,4 +1,4 @@
-"""What safetensors files say of their tensors: of one file, or of a folder with model.safetensors or shards."""
+"""Headers of safetensors files: of one file, or of a folder with model.safetensors or shards."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ DTYPES = {
 
 
 class Header(NamedTuple):
-    """What is known of a tensor before it is read; `dtype` by numpy's name."""
+    """A tensor's entry in a header; `dtype` by numpy's name."""
 
     shape: Shape
     dtype: str

@@ -13,7 +13,7 @@ from jaxdist.formats.hf_keys import SHOWN, Key, Settings
 
 
 class Effect(Enum):
-    """What a key means to jaxdist."""
+    """The decision on a key of config.json."""
 
     HONOURED = auto()  # a field of the model follows from it
     FIXED = auto()  # refused unless it has one of the values that jaxdist computes
@@ -56,7 +56,7 @@ def read(keys: Mapping[str, Key]) -> dict[str, Decision]:
     return dict.fromkeys((key.name for key in keys.values()), HONOURED)
 
 
-# What transformers takes for settings of generation, which has a file of its own.
+# Settings of generation in transformers, which has a file of its own.
 GENERATION = """
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff

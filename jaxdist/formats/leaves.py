@@ -30,7 +30,7 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def contiguous(self) -> np.ndarray:
-        """What is read, its numbers one after the other in memory."""
+        """The array, read into contiguous memory."""
         return np.asarray(self.read(), order="C")
 
     def equals(self, other: "Leaf") -> bool:

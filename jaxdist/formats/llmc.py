@@ -4,7 +4,7 @@ from pathlib import Path
 
 HEADER = 256  # numbers, int32
 MODEL, STATE = 20240326, 20240527  # of a checkpoint: its weights, and what its optimizer keeps
-# Of token ids: magic -> version, type of the ids (dev/data/data_common.py).
+# Headers of token ids: magic -> version, type of the ids (dev/data/data_common.py).
 TOKENS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 OTHERS = {
     20240522: "evaluation set", MODEL: "checkpoint", 20240327: "debugging state", 20240328: "tokenizer",

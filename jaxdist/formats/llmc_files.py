@@ -91,7 +91,7 @@ def _shapes_of(model: Model, reader: Reader) -> dict[str, Shape]:
 
 
 def _multiple(path: Path, vocab: int, rows: int) -> int:
-    """The `vocab_multiple` with which so many tokens have so many rows. Raises ConfigError where they have more."""
+    """The `vocab_multiple` that pads the tokens to the rows. Raises ConfigError if no multiple does."""
     if not 0 < vocab <= rows:
         raise ConfigError(f"{path}: its header has {vocab} tokens in {rows} rows, padding among them; use a whole copy")
     return next(multiple for multiple in (1, MULTIPLE, rows) if math.ceil(vocab / multiple) * multiple == rows)

@@ -29,7 +29,7 @@ def is_meta(path: Path) -> bool:
 
 
 def read(path: Path, reader: Reader) -> tuple[Experiment, dict[str, Leaf]]:
-    """What model it is, and its tensors, of all ranks together, under Meta's names. Raises ConfigError."""
+    """The model, and its tensors joined over all ranks, under Meta's names. Raises ConfigError."""
     try:
         files = [within(path, file.name) for file in sorted(path.glob(FILES))]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What model a torch file holds, as the file itself or the config.json beside it tells."""
+"""The model of a torch file, as stated by the file or by the config.json beside it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ def told(path: Path, tree: Any) -> Experiment | None:
 
 
 def notes(path: Path, tree: Any) -> list[str]:
-    """What is to be said of a file of which `told` tells the experiment."""
+    """Notes on a file whose experiment is `told`."""
     return nanogpt.notes(path, tree) if nanogpt.is_nanogpt(tree) and not is_own(tree) else []
 
 

@@ -1,4 +1,4 @@
-"""What the tensors of a file are called: without prefixes of wrappers and outer modules, and by which naming."""
+"""Tensor names of a file: their naming, and prefixes of wrappers and outer modules."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from jaxdist.config import ConfigError, Model
 from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.formats.tables import HUGGINGFACE, Shape, Table, table_of, tables_of
 
-# What DDP and FSDP, FSDP1, torch.compile and activation checkpointing put into a parameter's path.
+# Path components added by DDP and FSDP, FSDP1, torch.compile and activation checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
 MODEL = ("model", "state_dict", "model_state_dict", "module")  # under which keys training scripts keep its state
 CURRENT = "current_model_state"  # of Lightning's WeightAveraging, whose state_dict has averages
@@ -82,8 +82,8 @@ def inverted(source: str, names: Iterable[str], naming: str, model: Model) -> di
 
 
 def outer(names: Iterable[str], table: Table) -> str:
-    """What stands before the names of a model that is an attribute of a larger module, as Lightning's `model.` or
-    `net.`: what leaves most names that the table has, and nothing where leaving it out gains none."""
+    """Prefix of a model that is an attribute of a larger module, as Lightning's `model.` or `net.`: the prefix whose
+    removal leaves most names in the table, or "" if none gains any."""
     known = _kinds(table)
     found: Counter[str] = Counter({"": 0})
     for name in names:
@@ -102,7 +102,7 @@ def renaming(names: Mapping[str, str], naming: str, model: Model) -> Callable[[s
 
 
 def carried(names: Mapping[str, str], naming: str, model: Model) -> dict[str, str]:
-    """Of full name -> name in the file, what a naming does not say itself: prefixes, and a tied head that is stored."""
+    """The part of full name -> name in the file that a naming does not state: prefixes, and a stored tied head."""
     head = table_of(naming, model).head
     return {full: name for full, name in names.items() if full != name or (model.tied and full == head)}
 

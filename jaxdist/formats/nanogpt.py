@@ -1,4 +1,4 @@
-"""What nanoGPT's train.py saves beside weights and optimizer: `model_args`, of the model, and `config`, of its loop."""
+"""`model_args` and `config`, which nanoGPT's train.py saves beside weights and optimizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +44,7 @@ def sections(path: Path, tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def notes(path: Path, tree: Mapping[str, Any]) -> list[str]:
-    """What is to be said of the file: what of its model is not computed."""
+    """Notes on settings of the file's model that are not computed."""
     dropout = tree[ARGUMENTS].get("dropout")
     return [f"{path}: dropout = {dropout} of its {ARGUMENTS} ends here: jaxdist trains without"] if dropout else []
 

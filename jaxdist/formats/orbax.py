@@ -102,7 +102,7 @@ def check_chunks(name: str, array: "ts.TensorStore") -> None:
 
 
 def numbers_of(checkpoint: Path, array: "ts.TensorStore") -> np.ndarray:
-    """What is stored. Raises ConfigError."""
+    """The stored array. Raises ConfigError."""
     import tensorstore as ts
 
     made = buffers.empty(tuple(array.shape), np.dtype(array.dtype.numpy_dtype))

@@ -1,4 +1,4 @@
-"""What jaxdist keeps beside the weights in its own torch files, as tensors of bytes: config.json, tokenizer."""
+"""Files that jaxdist keeps in its own torch files, as tensors of bytes: config.json, tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def bytes_of(path: Path, name: str, value: Any, most: int, leaf: ToLeaf) -> byte
 
 
 def files_of(path: Path, tree: Any, leaf: ToLeaf) -> dict[str, bytes]:
-    """What came along with the weights. Raises ConfigError."""
+    """Companions of the weights. Raises ConfigError."""
     found = dict[str, bytes]()
     for name, file in part(tree, (FILES,)).items() if is_own(tree) else ():
         try:

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 MOST = 1000  # values that a key, or what a call is given, is written out
 WIDEST = 64  # bits of a number that is a key, which is hashed each time
-COPIES = 4  # so many times the bytes of the file may be copied by calls
+COPIES = 4  # limit on bytes copied by calls, in multiples of the file's size
 OPERATIONS = 50_000_000  # of a pickle, each of which may make a small object: those of a million tensors
-# What no checkpoint has: a bytearray is made as long as it says, and the others hash or call in ways of their own.
+# Operations that no checkpoint needs: a bytearray allocates any length, and the others hash or call in special ways.
 _ABSENT = ("BYTEARRAY8", "DICT", "ADDITEMS", "FROZENSET", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4")
 _absent = {getattr(pickle, name)[0]: name for name in _ABSENT}
 # In Python: C's takes as much memory as a few bytes of a hostile pickle may name.
@@ -20,7 +20,7 @@ _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 def _counted(code: int, name: str) -> Callable[[Any], None]:
-    """What does the operation of that code by the method of that name."""
+    """The method that performs the operation of that code."""
     absent = _absent.get(code)
 
     def done(unpickler: Any) -> None:
@@ -44,7 +44,7 @@ class Careful(_Unpickler):  # type: ignore[misc]
         self.left, self.operations = COPIES * size, OPERATIONS
 
     def inside(self, value: Any) -> Iterable[Any]:
-        """What is hashed with a value."""
+        """Values that are hashed with a value."""
         return value if isinstance(value, tuple) else ()
 
     def written_out(self, value: Any) -> list[Any]:

@@ -36,7 +36,7 @@ def parted(naming: str, model: Model, names: Iterable[str]) -> Parts:
 
 
 def embedding(naming: str, model: Model) -> str:
-    """What a naming calls the embedding, of which a tied head is a copy."""
+    """A naming's name of the embedding, of which a tied head is a copy."""
     return table_of(naming, model).rows[0].theirs
 
 

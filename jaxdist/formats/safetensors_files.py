@@ -18,7 +18,7 @@ DTYPES = {theirs: np.dtype(name) for theirs, name in NAMES.items()}
 
 
 class Tensor(NamedTuple):
-    """What a file says of a tensor before it is read."""
+    """A tensor's entry in a file's header."""
 
     shape: tuple[int, ...]
     dtype: np.dtype

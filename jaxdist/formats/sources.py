@@ -81,7 +81,7 @@ def kind_of(path: Path) -> str:
 
 
 def beside(path: Path, part: str) -> Path:
-    """What a conversion has beside the path it writes: what has such a name was made by one, and is removed by it."""
+    """Temporary paths of a conversion beside its target, which it creates and removes."""
     return path.parent / f".{path.name}.jaxdist-{part}"
 
 
@@ -102,8 +102,7 @@ class Found:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def model(self, wanted: Model) -> Model:
-        """What model they are of: that which the source tells, else the one that is wanted, without padding. Raises
-        ConfigError."""
+        """The model of the weights: the source's, else the wanted one, without padding. Raises ConfigError."""
         if self.told:
             return self.told.model
         plain = wanted.model_copy(update={"vocab_multiple": 1}) if isinstance(wanted, Decoder) else wanted

@@ -20,7 +20,7 @@ STACKED = "layers."  # how the names of our stacked parameters begin
 EXPERTS = ".experts."  # what those have in their names that are stacked by experts too, [L, E, ...]
 
 
-# Of torch's Linear (out, in) and Conv2d (out, in, Y, X), the axes in the order of our kernels, and the other way.
+# Permutations of the axes of torch's Linear (out, in) and Conv2d (out, in, Y, X) to our kernels', and back.
 TURNED, RETURNED = {2: (1, 0), 4: (2, 3, 1, 0)}, {2: (1, 0), 4: (3, 2, 0, 1)}
 
 

@@ -35,7 +35,7 @@ def is_own(tree: Any) -> bool:
 
 @contextmanager
 def reading(path: Path, part: str) -> Iterator[None]:
-    """What a part of another form than torch's makes Python raise becomes a ConfigError."""
+    """Turn Python's errors on a part with an unexpected structure into ConfigErrors."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # torch's own are the last
@@ -60,7 +60,7 @@ def _is_state(value: Mapping[str, Any]) -> bool:
 
 
 def only(value: Any) -> Any:
-    """What a list of one holds; all else as it is."""
+    """The item of a list of one; other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -77,7 +77,7 @@ def state_dict(tree: Any) -> dict[str, Any]:
 
 
 def inside(node: Any) -> Collection[Any]:
-    """What a dict, a list or a tuple holds, whatever its own class; nothing of all else."""
+    """Items of a dict, list or tuple, of any subclass; none for other values."""
     return node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
 
 

@@ -93,7 +93,7 @@ def storage_of(places: Mapping[str, Place], key: Any, dtype: str, itemsize: int,
 
 
 def _content(file: IO[bytes], places: dict[str, Place], name: str) -> bytes:
-    """What a record holds; nothing where it is missing. Raises ValueError for a huge one, which may be sparse."""
+    """Content of a record; b"" if it is missing. Raises ValueError for a huge one, which may be sparse."""
     start, size = places.get(name, (0, 0))
     if size > MOST_BYTES:
         raise ValueError(f"its record {name} has {size:,} bytes, more than {MOST_BYTES:,}")

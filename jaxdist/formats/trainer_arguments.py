@@ -65,5 +65,5 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value of a member of an Enum, which is made of it alone; all else as it is."""
+    """The value of an Enum member, which is constructed from it; other values unchanged."""
     return value.given[0] if isinstance(value, Thing) and isinstance(value.given, tuple) and value.given else value

@@ -82,7 +82,7 @@ class Weights:
         return {full: self.leaves[name] for full, name in self.names.items()}
 
     def state(self, file: Path, optimizer: Mapping[Any, Any]) -> State | None:
-        """What a state dict of torch's holds, whose tensors lie in `file`; None of one without a state. Raises
+        """Content of a torch state dict, whose tensors are in `file`; None for an optimizer without state. Raises
         ConfigError."""
         with reading(file, "optimizer"):
             optimizer = rules.with_entries(optimizer)

@@ -101,7 +101,7 @@ class Tensors:
             raise ConfigError(f"{self.folder}: tensor {name}: {reason}; use another checkpoint, or a copy") from None
 
     def _part(self, name: str, chunk: ChunkStorageMetadata, dtype: np.dtype) -> tuple[Path, str, Tensor]:
-        """What one rank wrote of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` within a file."""
+        """One rank's part of a tensor, as `torch_leaves.leaf` takes it: a file of `torch.save` inside a file."""
         found = self.index.storage_data[MetadataIndex(name, chunk.offsets)]
         if extended(found):
             raise ConfigError(f"it is written by {found.transform_descriptors}; write it without extensions")
@@ -114,7 +114,7 @@ class Tensors:
         return path, name, part
 
     def _loaded(self, found: Any, mapped: bool = False) -> tuple[Path, Any]:
-        """What `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""
+        """Object that `torch.save` wrote to a part of a file. Raises ConfigError, OSError."""
         path = self.folder / found.relative_path
         return path, torch_files.load(path, Place(found.offset, found.length), mapped)
 
@@ -263,7 +263,7 @@ def opened(
 
 
 def states_of(found: Mapping[str, Any], optimizer: str) -> dict[tuple[str, str], Any]:
-    """What an optimizer keeps, by parameter and kind: a tensor that is not read yet, or a plain value."""
+    """Optimizer state by parameter and kind: a tensor that is not read yet, or a plain value."""
     begun = f"{optimizer}{STATE}"
     return {n.removeprefix(begun).rpartition(".")[::2]: value for n, value in found.items() if n.startswith(begun)}
 
@@ -277,7 +277,7 @@ def counts_of(path: str, states: Mapping[tuple[str, str], Any], needed: bool) ->
 
 
 def _number(path: str, name: str, value: Any) -> Any:
-    """What a tensor holds; all else as it is. Raises ConfigError where it holds more than one number."""
+    """The number in a tensor; other values unchanged. Raises ConfigError if the tensor has more than one number."""
     if isinstance(value, Leaf | Tensor) and math.prod(value.shape) != 1:
         raise ConfigError(f"{path}: {name} is a tensor {list(value.shape)}; give one whole number")
     return value.read().item() if isinstance(value, Leaf) else value
@@ -307,8 +307,8 @@ def scheduler_of(extras: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _extras(content: Content, optimizer: str) -> dict[str, Any]:
-    """What lay beside weights and moments, to be written again; the groups as they are after more steps. `optimizer`:
-    what stands before its names."""
+    """State beside weights and moments, to be written again, with the groups as after more steps. `optimizer`: prefix
+    of the optimizer's names."""
     origin = content.origin
     extras = dict(origin.extras or {}) if origin.kind == "dcp" else {}
     if not extras or content.step == origin.step:

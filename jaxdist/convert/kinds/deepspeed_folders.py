@@ -73,8 +73,8 @@ def saved_at(path: Path) -> "TrainedUniversal | TrainedWhole | TrainedZero":
 
 
 def sections(saved: Saved) -> dict[str, dict[str, Any]]:
-    """What ds_config says of batch, clip and precision; said. Values that are still "auto" say nothing. Raises
-    ConfigError."""
+    """Fields of an experiment from ds_config's batch, clip and precision, and a note on them. Values that are still
+    "auto" say nothing. Raises ConfigError."""
     config = saved.model.get("ds_config")
     if not isinstance(config, dict):
         return {}
@@ -141,7 +141,7 @@ class TrainedWhole(Whole):
         return weights.state(self.file, {"state": entries, GROUPS: groups})
 
     def entries(self, entry: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[dict[str, Any]]:
-        """What is kept of each parameter, cut from what is kept of the vector of all."""
+        """Optimizer state of each parameter, cut from the state of the flat vector."""
         cut = {kind: self.cut(value, shapes) for kind, value in entry.items() if getattr(value, "ndim", 0)}
         return [{kind: cut[kind][name] if kind in cut else entry[kind] for kind in entry} for name in shapes]
 
@@ -150,7 +150,7 @@ class TrainedWhole(Whole):
         return scaler_of(self.file, self.wrapped) if self.wrapped.get("dynamic_loss_scale") else {}
 
     def left(self, training: bool) -> list[str]:
-        """What is not read, in words."""
+        """A note on content that is not read."""
         if not training:
             return ["the optimizer's state"] if self.wrapped else []
         return static_scale(self.wrapped, self.wrapped)
@@ -166,7 +166,7 @@ class TrainedZero(Zero):
         return scaler_of(self.files[0], kept) if dynamic and isinstance(kept, dict) else {}
 
     def left(self, training: bool) -> list[str]:
-        """What is not read, in words."""
+        """A note on content that is not read."""
         if not training:
             return [f"the moments in {DEEPSPEED_OPTIMIZER}"]
         return static_scale(self.states[0], self.states[0].get("loss_scaler"))
@@ -271,7 +271,7 @@ class TrainedUniversal(Universal, TrainedZero):
         return [(file, torch_files.load(file)) for file in files]
 
     def left(self, training: bool) -> list[str]:
-        """What is not read, in words."""
+        """A note on content that is not read."""
         return super().left(True) if training else ["the moments"]
 
 

@@ -60,7 +60,7 @@ def of_folder(
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """What the index of a folder that has been opened says of the whole of it."""
+    """The index's metadata on the folder as a whole."""
     indexed = (path / INDEX).exists() and not (path / SINGLE).exists()
     said = read_json(path / INDEX).get("metadata") if indexed else None
     return said if isinstance(said, dict) else {}
@@ -105,8 +105,8 @@ def write(path: Path, conversion: Conversion) -> None:
 
 
 def _config(model: Model, dtype: str, before: bytes | None, was: str) -> bytes:
-    """The config.json that came with the weights, with what has changed since: fields of the model, and the dtype,
-    which it need not have told. Ours, where it is that of another model."""
+    """The config.json that came with the weights, updated by changed fields of the model and by the dtype; a new one,
+    if it describes another model."""
     with suppress(ConfigError, ValueError):  # it may be that of something else: a training script's own
         settings = parse(before or b"null")
         if isinstance(settings, dict):

@@ -28,7 +28,8 @@ def experiment_of(path: Path, tree: Mapping[str, Any], wanted: Experiment | None
 
 
 def filled(told: Mapping[str, dict[str, Any]], wanted: Experiment, source: str) -> Experiment:
-    """What --model sets, and of all else what the file tells; all as it is of another family. Raises ConfigError."""
+    """The experiment of --model, with fields that it does not set taken from the file; unchanged for another family.
+    Raises ConfigError."""
     if wanted.model.family != told["model"]["family"]:
         return wanted
     given: dict[str, dict[str, Any]] = wanted.model_dump(exclude={"plugins"}, exclude_unset=True, exclude_none=True)

@@ -39,7 +39,7 @@ from jaxdist.training.loss_scale import state_of
 from jaxdist.training.optim import State, optimizer
 from jaxdist.training.orbax_io import checkpointer, items
 
-# Of TensorStore: files are seen where the page cache has them, not copied into fresh memory.
+# TensorStore's setting: map files in the page cache, instead of copying them into fresh memory.
 READING = ts.Context.Spec({"file_io_mode": {"mode": "memmap"}})
 
 
@@ -179,7 +179,7 @@ class Streaming(ocp.type_handlers.NumpyHandler):
         return {f"{name}/{file}": digest for name, array in self.arrays for file, digest in array.sums.items()}
 
     def handler(self) -> ocp.PyTreeCheckpointHandler:
-        """What handles pytrees of `Coming` and of numpy arrays."""
+        """An Orbax handler of pytrees of `Coming` and of numpy arrays."""
         arrays = ocp.type_handlers.create_type_handler_registry(
             (Coming, self), (np.ndarray, ocp.type_handlers.NumpyHandler())
         )

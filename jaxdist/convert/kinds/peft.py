@@ -38,7 +38,7 @@ FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(\.weight)?")
 
 
 class Pair(NamedTuple):
-    """What is added to a tensor of the base: scale · B A of B [O, r] and A [r, I]; `turned` where that is (I, O)."""
+    """The term added to a base tensor: scale · B A with B [O, r] and A [r, I]; `turned` if the tensor is [I, O]."""
 
     a: Leaf
     b: Leaf

@@ -13,7 +13,7 @@ __all__ = ["KINDS", "Format", "check_folder_name", "check_name", "target_kind", 
 
 
 class Format(Protocol):
-    """What the module of a kind has."""
+    """Interface of a kind's module."""
 
     def described(self, path: Path) -> dict[str, Leaf]:
         """Every tensor of the model, under the names of the source. Raises ConfigError."""
@@ -53,7 +53,7 @@ def check_folder_name(target: Path, title: str, other: str = "") -> None:
 
 
 def target_kind(source: str, target: Path) -> str:
-    """What is written where `--to` does not say: a torch file if the name is one's, else Orbax, or from it hf."""
+    """The kind to write without `--to`: a torch file if the name is one's, else Orbax, or hf from Orbax."""
     if target.suffix in SUFFIXES:
         return "torch"
     return "hf" if source == "orbax" else "orbax"

@@ -79,8 +79,8 @@ AVERAGED, INNER = "n_averaged", "module."  # in the state dict of torch's Averag
 
 
 def load(path: Path, part: Place | None = None, mapped: bool = False) -> Any:
-    """What the file holds, or a part of it; its tensors on the meta device, where they know their place in the file, or
-    `mapped` into memory. Files of before torch 1.6 have no places: all of it is read. Raises ConfigError."""
+    """Content of the file, or of a part of it; its tensors are on the meta device, with their offset in the file, or
+    `mapped` into memory. Files from before torch 1.6 have no offsets and are read in full. Raises ConfigError."""
     with loading(path, COPY if part else TORCH_WROTE):
         if not (size := size_of(path)):
             raise ValueError("it is empty")
@@ -196,7 +196,7 @@ def _averages(path: Path, averages: Any, names: Mapping[str, str]) -> dict[str, 
 
 
 def _own_extras(path: Path) -> Any:
-    """What a file of ours keeps of one that a script saved. Raises ConfigError."""
+    """Content of a script's file that a file of ours keeps. Raises ConfigError."""
     with reading(path, ORIGIN):
         return contiguous(path, load(path, mapped=True)[ORIGIN]["extras"])
 
@@ -238,7 +238,7 @@ def count_of(path: Path, value: Any) -> int:
 
 
 def number(path: Path, value: Any) -> Any:
-    """The number of a tensor that has one; all else as it is."""
+    """The number in a tensor with one element; other values unchanged."""
     return leaf(path, "number", value).read().item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

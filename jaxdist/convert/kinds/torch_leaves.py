@@ -58,8 +58,8 @@ def extent(shape: Shape, strides: Shape) -> tuple[int, list[int]]:
 
 
 def gather(into: np.ndarray, path: Path, start: int, strides: Shape) -> None:
-    """Fill an array with numbers of a file that lie so many apart, from the byte `start` on, as of some columns of a
-    matrix. What lies between them is read too, a PIECE at a time. Raises OSError and ValueError."""
+    """Fill an array with strided numbers of a file, from the byte `start` on, as for some columns of a matrix. The
+    numbers between them are read too, a PIECE at a time. Raises OSError and ValueError."""
     count, spans = extent(into.shape, strides)
     if count * into.itemsize <= PIECE:
         raw = buffers.read(path, start, (count,), into.dtype)

@@ -1,5 +1,5 @@
-"""What a file of torch's has of ours besides what training scripts keep in theirs: the experiment, what the run logged,
-what came along with the weights, and where these came from."""
+"""Our additions to a torch file, beyond the content of training scripts' files: experiment, log, companions of the
+weights, and their origin."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,8 +21,8 @@ METRICS, ORIGIN, BUFFERS = "metrics.jsonl", "origin", "buffers"
 
 
 def put_own(content: Content, room: Callable[[Leaves], Mapping[str, Tensor]]) -> dict[str, Any]:
-    """What we keep, by our keys: what has many bytes are tensors that get `room` in the file, as a pickle has little.
-    What came along with a script's file stays out of it."""
+    """Our entries by key; large ones are tensors, to which `room` gives space in the file outside the pickle.
+    Companions of a script's file are left out."""
     found: dict[str, Any] = {EXPERIMENT: content.experiment.model_dump(mode="json", exclude_none=True)}
     found |= room({METRICS: _of_bytes(content.metrics)}) if content.metrics else {}
     files = {} if content.origin.of_a_script else content.origin.files
@@ -34,7 +34,7 @@ def _of_bytes(file: bytes) -> Leaf:
 
 
 def log_of(path: Path, tree: Mapping[str, Any]) -> bytes:
-    """What the run logged. Raises ConfigError where it is no such log."""
+    """The run's log. Raises ConfigError if it is not a valid log."""
     found = tree.get(METRICS, "")
     try:
         # Once it was a string.

@@ -22,7 +22,7 @@ ENTRIES = "entries"  # of an optimizer: of each parameter's what is no moment
 
 
 def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
-    """What puts it in place of that dict: in a list where that was in one."""
+    """A function that replaces that dict: inside a list, if it was in one."""
     key = key_of(tree, keys)
     return {key: [part] if isinstance(tree.get(key), list) else part}
 
@@ -33,7 +33,7 @@ def has_groups(value: Any) -> bool:
 
 
 def unread(source: str, key: str) -> ConfigError:
-    """What to raise for an optimizer at another place than where one is read."""
+    """The error for an optimizer under a key where none is read."""
     return ConfigError(
         f"{source}: its {key!r} has an optimizer that is not read; give one alone, as {OPTIMIZER[0]!r}, or leave "
         "it out; --to hf takes the weights alone"

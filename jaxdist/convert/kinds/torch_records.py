@@ -26,7 +26,7 @@ class Records:
         self.pickle, self.places = opened(path, part)
 
     def tree(self, mapped: bool = False) -> Any:
-        """What was saved. Its tensors are on the meta device, and `place` says where they lie; or they are `mapped`
+        """The saved object. Its tensors are on the meta device, and `place` states their offset; or they are `mapped`
         into memory. Raises UnpicklingError, ValueError, and whatever else a damaged pickle leads to."""
         self.storages.clear()
         rehearse(io.BytesIO(self.pickle), len(self.pickle))
@@ -36,7 +36,7 @@ class Records:
             return reader.load()
 
     def _storage(self, made: Callable[[Place], UntypedStorage], said: Any) -> TypedStorage:
-        """What a pickle says of a storage: its type, its key, where it was, and how many numbers it has."""
+        """A pickle's entry for a storage: type, key, device, and number of elements."""
         _, kind, key, _, count = said
         dtype = torch.uint8 if kind is UntypedStorage else kind.dtype
         asked = storage_of(self.places, key, str(dtype), dtype.itemsize, count)

@@ -78,7 +78,7 @@ def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | 
     Raises ConfigError."""
     if not (path / CONFIG).is_file():
         return None
-    # What is unset stays so: the dtypes and the loss scale follow from the policy that is told.
+    # Unset fields stay unset: dtypes and loss scale follow from the stated policy.
     found = experiment_for(read_model(path).model_dump(), str(path))
     values: dict[str, Any] = found.model_dump(exclude_unset=True, exclude_none=True)
     source = f"{path}: {TRAINER_STATE}, {trainer_arguments.FILE}"
@@ -86,7 +86,7 @@ def found_in(path: Path, told: Mapping[str, Mapping[str, Any]]) -> Experiment | 
 
 
 def sections(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What trainer_state.json and training_args.bin say of steps, batch, optimizer, precision. Raises ConfigError."""
+    """Steps, batch, optimizer and precision from trainer_state.json and training_args.bin. Raises ConfigError."""
     steps: dict[str, Any] = {"steps": int(logged["max_steps"])} if logged.get("max_steps") else {}
     if not arguments:
         return {"train": steps} if steps else {}
@@ -102,7 +102,7 @@ ADAMW = {
 
 
 def _told(path: Path, logged: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the arguments say of the sections of an experiment; said."""
+    """Sections of an experiment from the arguments, and a note on them."""
     accumulation = arguments.get("gradient_accumulation_steps", 1)
     each = logged.get("train_batch_size")  # of a process, which may have several GPUs
     each = each if type(each) is int else arguments.get("per_device_train_batch_size", 8)
@@ -171,7 +171,7 @@ def _plain(path: Path, names: tuple[str, ...]) -> dict[Any, Any]:
 
 
 def trainer_state(path: Path) -> dict[str, Any]:
-    """What trainer_state.json says; its log may have NaN. Raises ConfigError."""
+    """Content of trainer_state.json; its log may contain NaN. Raises ConfigError."""
     if not (file := path / TRAINER_STATE).exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What two namings of a model share: the least pieces that both have, and how tensors are made of them. numpy only."""
+"""Atoms, the smallest pieces that two namings of a model share, and the assembly of tensors from them. numpy only."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product

@@ -71,7 +71,7 @@ def read_row(place: str, values: Any) -> Row:
 
 
 def check_row(place: str, row: Row) -> None:
-    """What can be said of a row without the models. Raises ConfigError."""
+    """Check a row without the models. Raises ConfigError."""
     if row.transform not in TRANSFORMS:
         raise ConfigError(f"{place}: transform = {row.transform!r}: unknown; {nearest(row.transform, TRANSFORMS)}")
     if row.part is not None and row.part < 0:

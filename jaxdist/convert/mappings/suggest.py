@@ -22,7 +22,7 @@ from jaxdist.convert.mappings.rows import missing_layers
 from jaxdist.convert.mappings.transforms import RESHAPE, fitting
 
 LEAST = 0.2  # of the score of a folded pair; a poorer one may fit better name by name
-CLOSE = 0.05  # two candidates whose scores differ by less cannot be told apart
+CLOSE = 0.05  # scores of two candidates that differ by less are a tie
 CHUNKS = (2, 3)  # pieces that one array of theirs may be: keys and values, queries with them, gate and up
 PIECES = {"query": 0, "key": 1, "value": 2, "gate": 0, "up": 1}  # in the order in which all write them
 NUMBERS = 0.2  # what equal numbers add to a score

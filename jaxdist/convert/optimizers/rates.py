@@ -41,7 +41,7 @@ def peak_in(group: Mapping[str, Any]) -> Any:
 
 
 def given(wanted: Experiment | None, own: str = "") -> str:
-    """Whose schedule is given: that of --model if it says anything of one, else the source's `own`; empty for none."""
+    """Origin of the schedule: --model if it sets any field of one, else the source's `own`; "" if there is none."""
     return MODEL if wanted and wanted.optimizer.model_fields_set & FIELDS else own
 
 

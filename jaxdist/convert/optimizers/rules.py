@@ -30,7 +30,7 @@ class Rule(NamedTuple):
     counts: bool = False  # its updates, in `step`
 
     def kinds(self, groups: Sequence[Group]) -> tuple[str, ...]:
-        """What it keeps of each parameter; nothing where no group has a momentum that it keeps."""
+        """Kinds of state per parameter; none if no group has a momentum."""
         still = self.name == "sgd" and groups and all(group.get("momentum") == 0 for group in groups)
         return () if still else tuple(OPTIMIZERS[self.name].states)
 
@@ -272,7 +272,7 @@ def settings(source: str, rule: Rule, groups: Sequence[Group], shapes: Mapping[s
 
 
 def _decay_changes(groups: Sequence[Group], shapes: Mapping[str, Shape], decay: float) -> Iterator[str]:
-    """What changes where parameters had another weight decay than jaxdist gives them, in words."""
+    """A note on parameters whose weight decay changes under jaxdist."""
     had = {name: group.get("weight_decay", 0) for group in groups for name in group["params"]}
     matrices, vectors = by_decay({name: shapes[name] for name in had})
     if others := [name for name in vectors if had[name]]:
@@ -295,10 +295,9 @@ def state_dict(
     counted: bool,
     before: Mapping[Any, Group] | None = None,
 ) -> dict[str, Any]:
-    """What the `state_dict` of torch's class would give of `named` groups. `moments`: kind -> name -> tensor.
+    """The `state_dict` of torch's class for `named` groups. `moments`: kind -> name -> tensor.
 
-    `counted`: also of a rule that keeps no count. `before`: entries that there were, which are kept but for moments and
-    the count.
+    `counted`: also of a rule that keeps no count. `before`: earlier entries, kept except moments and the count.
     """
     step = {"step": torch.tensor(float(updates))} if counted or by_name()[o.name].counts else {}
     kinds = [kind for kind in o.kept if kind != EMA]

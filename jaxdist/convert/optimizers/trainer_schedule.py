@@ -106,7 +106,7 @@ def in_words(fields: Mapping[str, Any]) -> str:
 
 
 def _warmup_of(arguments: Mapping[str, Any], steps: int) -> int:
-    """Steps of warm-up, which may be told as a share of all steps."""
+    """Steps of warm-up, which may be given as a share of all steps."""
     told = arguments.get("warmup_steps", 0)
     share = told or arguments.get("warmup_ratio", 0)
     return int(min(told, steps)) if told >= 1 else math.ceil(steps * share)
