@@ -28,7 +28,7 @@ from jaxdist.runs.signals import Action, Interrupted, Saving
 from torch_ref.accounting import footprint
 from torch_ref.accounting.arithmetic import Arithmetic
 from torch_ref.accounting.traffic import Traffic
-from torch_ref.families.models import build
+from torch_ref.families.models import build, module_of
 from torch_ref.formats.hf import describe, lies_beside
 from torch_ref.parallel import experts, pipeline
 from torch_ref.parallel.context import context
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_offload(experiment)  # after what a pipeline refuses: it offloads nothing, whatever goes together
     check_compile(experiment, plan.axes, plan.device)
     rule_of(experiment.optimizer)
+    module_of(experiment.model)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)

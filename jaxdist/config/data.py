@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxdist.config.model import LISTED, NUMBER, Count, Fraction, Section
 from jaxdist.config.names import OneOf
-from jaxdist.config.plugins import OURS, owner
-from jaxdist.config.registry import Reference, Registry
+from jaxdist.config.registry import OURS, Reference, Registry, owner
 
 
 def _encodable(value: str) -> str:

@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 from jaxdist.config.names import OneOf
-from jaxdist.config.plugins import OURS, owner
-from jaxdist.config.registry import Reference, Registry
+from jaxdist.config.registry import OURS, Reference, Registry, owner
 
 
 class ParamRole(NamedTuple):

@@ -14,13 +14,11 @@ import pydantic
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import listed
-from jaxdist.config.registry import Registry, resolve
+from jaxdist.config.registry import Registry, loading, resolve
 
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
 
 _loaded: dict[str, None] = {}  # packages in the order in which they were imported
-_loading: list[str] = []  # packages that are being imported
-OURS = "jaxdist"
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -51,7 +49,7 @@ def _declared() -> dict[str, str]:
 def _load(package: str, named: str, otherwise: str) -> None:
     if package in _loaded:
         return
-    _loading.append(package)
+    loading.append(package)
     try:
         import_module(package)
     except ModuleNotFoundError as error:
@@ -66,7 +64,7 @@ def _load(package: str, named: str, otherwise: str) -> None:
     except (Exception, SystemExit) as error:
         raise _failed(error, named, otherwise) from None
     finally:
-        _loading.pop()
+        loading.pop()
     _loaded[package] = None
 
 
@@ -79,11 +77,6 @@ def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
     return ConfigError(
         f"{named}: its import fails, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
     )
-
-
-def owner() -> str:
-    """Who registers a row now: the plugin that is being imported, else the program that imports jaxdist."""
-    return _loading[-1] if _loading else "__main__"
 
 
 def used(owners: Iterable[str]) -> tuple[str, ...]:
@@ -110,6 +103,16 @@ def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
 def named(rows: Registry[Any], name: str) -> str:
     """A row of a plugin, in words."""
     return f"the {rows.kind} {name!r} of plugin {rows.owner(name)!r}"
+
+
+def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: str) -> Any:
+    """The row of torch's side of one that jaxdist has. Raises ConfigError where a plugin lacks it, which `register`
+    would add."""
+    if name not in theirs:
+        raise ConfigError(
+            f"{named(ours, name)} has no row on torch's side; add it by torch_ref.{register}, or train in JAX alone"
+        )
+    return theirs[name]
 
 
 def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -16,6 +16,10 @@ Row = TypeVar("Row")
 Reference = str | Any  # "package.module:name", or the object itself
 
 
+OURS = "jaxdist"  # owner of our own rows
+loading: list[str] = []  # plugins that are being imported
+
+
 class Registry(Mapping[str, Row], Generic[Row]):
     """Rows of one kind by name, in the order in which they were registered; ours come first.
 
@@ -58,6 +62,11 @@ class Registry(Mapping[str, Row], Generic[Row]):
     def __len__(self) -> int:
         self._load()
         return len(self._rows)
+
+
+def owner(otherwise: str = "__main__") -> str:
+    """Who registers a row now: the plugin that is being imported, else the module that `otherwise` names."""
+    return loading[-1] if loading else otherwise
 
 
 def resolve(reference: Reference) -> Any:
@@ -105,7 +114,7 @@ FAMILIES: Registry[Family] = Registry("family", "jaxdist.families.rows")
 
 def register_family(row: Family) -> None:
     """Make a family known to jaxdist. Raises ConfigError for a name that is taken."""
-    FAMILIES.register(row.name, row, row.config.__module__)
+    FAMILIES.register(row.name, row, owner(row.config.__module__))
 
 
 def default_family() -> str:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.plugins import OURS, owner
-from jaxdist.config.registry import Registry
+from jaxdist.config.registry import OURS, Registry, owner
 
 
 @dataclass(frozen=True)

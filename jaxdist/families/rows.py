@@ -1,10 +1,10 @@
-"""The families that jaxdist has, each registered as a package from outside registers its own.
+"""The families that jaxdist has, one row each, as a package from outside registers its own.
 
 Neutral: a model, and the names that other formats have for it, are imported where they are first needed.
 """
 
 from jaxdist.config.model import GPT2, Llama, Mixture, ResNet
-from jaxdist.config.registry import Family, register_family
+from jaxdist.config.registry import FAMILIES, OURS, Family
 
 HERE = "jaxdist.families"
 
@@ -50,4 +50,4 @@ for row in (
         accounting=f"{HERE}.resnet.accounting:ACCOUNTING",
     ),
 ):
-    register_family(row)
+    FAMILIES.register(row.name, row, OURS)

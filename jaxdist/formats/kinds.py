@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.config.plugins import OURS, named, owner
-from jaxdist.config.registry import Reference, Registry, resolve
+from jaxdist.config.plugins import named
+from jaxdist.config.registry import OURS, Reference, Registry, owner, resolve
 from jaxdist.formats.tables import LAYERS, TORCH_REF, naming_for
 
 WEIGHTS = "jaxdist.convert.kinds.found:Weights"  # converts what `find` finds

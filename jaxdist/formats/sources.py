@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxdist.config import ConfigError, Decoder, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import OURS, piece
+from jaxdist.config.plugins import piece
+from jaxdist.config.registry import OURS
 from jaxdist.formats import (
     adapters,
     bins,

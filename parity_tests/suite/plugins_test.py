@@ -27,6 +27,7 @@ from parity_tests.conftest import run
 from parity_tests.runs import compare
 from parity_tests.runs.run import Run, command
 from torch_ref import train as torch_train
+from torch_ref.families import registry as torch_families
 from torch_ref.training import registry as torch_registry
 
 TOY = Path(__file__).parent / "toy"
@@ -93,7 +94,7 @@ def trained(side: str, folder: Path, settings: dict[str, Any]) -> Run:
 
 
 TABLES: tuple[Registry[Any], ...] = (
-    registry.FAMILIES, optimizer.OPTIMIZERS, strategies.STRATEGIES, data.SOURCES, kinds.KINDS,
+    registry.FAMILIES, torch_families.FAMILIES, optimizer.OPTIMIZERS, strategies.STRATEGIES, data.SOURCES, kinds.KINDS,
     torch_registry.OPTIMIZERS,
 )  # fmt: skip
 
@@ -187,6 +188,8 @@ Package = Callable[[str], str]
 TRAIN = ["--device", "cpu", "--mesh", "1x1", "--steps", "1", "--plugins", "bad_plugin"]
 ROW = "import jaxdist, torch_ref\nfrom jaxdist.config.optimizer import ALL\n"
 TAKEN = {
+    "family 'llama'": "jaxdist.register_family(jaxdist.Family('llama', jaxdist.config.Llama, 'a:b'))",
+    "family of torch_ref 'llama'": "torch_ref.register_family(torch_ref.Family('llama', 'a:b'))",
     "optimizer 'adamw'": "jaxdist.register_optimizer(jaxdist.UpdateRule('adamw', {}))",
     "strategy 'fsdp'": "jaxdist.register_strategy(jaxdist.Strategy('fsdp', True, True, True))",
     "data source 'files'": "jaxdist.register_data_source(jaxdist.DataSource('files'))",
@@ -205,6 +208,12 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
     "the optimizer 'bare' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_optimizer": (
         "jaxdist.register_optimizer(jaxdist.UpdateRule('bare', {'m': ALL}, 'nowhere:rule'))",
         torch_train.main, [*TRAIN, "--optimizer.name", "bare"],
+    ),
+    "the family 'bare' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_family": (
+        "from typing import Literal\nfrom jaxdist.config import Llama\n"
+        "class Bare(Llama):\n    family: Literal['bare'] = 'bare'\n"
+        "jaxdist.register_family(jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama'))",
+        torch_train.main, [*TRAIN, "--model.family", "bare"],
     ),
     "the data source 'bare' of plugin 'bad_plugin' has no open, which training needs": (
         "jaxdist.register_data_source(jaxdist.DataSource('bare'))",

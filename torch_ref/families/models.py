@@ -1,12 +1,22 @@
 """The modules of configs."""
 
+from collections.abc import Callable
+
 from torch import nn
 
 from jaxdist.config import Model
-from jaxdist.config.registry import resolve
+from jaxdist.config.plugins import piece, twin
+from jaxdist.config.registry import FAMILIES as OURS
 from torch_ref.families.registry import FAMILIES
 
 
 def build(model: Model) -> nn.Module:
     """The module of a config, on torch's current default device; `torch_ref.parallel.weights` gives it its values."""
-    return resolve(FAMILIES[model.family].model)(model)
+    return module_of(model)(model)
+
+
+def module_of(model: Model) -> Callable[[Model], nn.Module]:
+    """The class of a config's module. Raises ConfigError where a plugin's family has none on torch's side."""
+    twin(OURS, FAMILIES, model.family, "register_family")
+    found: Callable[[Model], nn.Module] = piece(FAMILIES, model.family, "model", "training in torch")
+    return found

@@ -5,7 +5,7 @@ Twin: jaxdist/config/registry.py.
 
 from dataclasses import dataclass
 
-from jaxdist.config.registry import Reference, Registry
+from jaxdist.config.registry import Reference, Registry, owner
 
 
 @dataclass(frozen=True)
@@ -26,4 +26,4 @@ FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families
 def register_family(row: Family) -> None:
     """Make a family known to torch_ref. Raises ConfigError for a name that is taken."""
     module = row.model.partition(":")[0] if isinstance(row.model, str) else row.model.__module__
-    FAMILIES.register(row.name, row, module)
+    FAMILIES.register(row.name, row, owner(module))

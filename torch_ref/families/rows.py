@@ -1,6 +1,7 @@
-"""The families that torch_ref has, each registered as a package from outside registers its own."""
+"""The families that torch_ref has, one row each, as a package from outside registers its own."""
 
-from torch_ref.families.registry import Family, register_family
+from jaxdist.config.registry import OURS
+from torch_ref.families.registry import FAMILIES, Family
 
 for row in (
     Family("llama", "torch_ref.families.llama:Llama", "torch_ref.families.llama:ACCOUNTING"),
@@ -9,4 +10,4 @@ for row in (
     Family("qwen3_moe", "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"),
     Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING"),
 ):
-    register_family(row)
+    FAMILIES.register(row.name, row, OURS)

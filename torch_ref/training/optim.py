@@ -19,12 +19,12 @@ from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
 from jaxdist.config.optimizer import OPTIMIZERS as OURS
 from jaxdist.config.optimizer import ParamRole
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import piece, twin
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.mesh import SHARDS, over
 from torch_ref.parallel.weights import local, named
 from torch_ref.training.matrices import Pieces, kept
-from torch_ref.training.registry import OPTIMIZERS, Groups, twin
+from torch_ref.training.registry import OPTIMIZERS, Groups
 
 with warnings.catch_warnings():  # its package uses torch.jit, which is deprecated
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,13 +1,10 @@
 """The optimizers of torch's side, one row each. Imports no torch: plugins register their own by it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.config import ConfigError
 from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of
-from jaxdist.config.plugins import OURS, owner
-from jaxdist.config.registry import Reference, Registry
+from jaxdist.config.registry import OURS, Reference, Registry, owner
 
 Groups = tuple[tuple[Of, dict[str, Any]], ...]
 BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
@@ -42,17 +39,6 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side")
 def register_optimizer(row: UpdateRule) -> None:
     """Make an optimizer known to torch_ref. Raises ConfigError for a name that is taken."""
     OPTIMIZERS.register(row.name, row, owner())
-
-
-def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: str) -> Any:
-    """The row of torch's side of one that jaxdist has. Raises ConfigError where a plugin lacks it, which `register`
-    would add."""
-    if name not in theirs:
-        raise ConfigError(
-            f"the {ours.kind} {name!r} of plugin {ours.owner(name)!r} has no row on torch's side; add it by "
-            f"torch_ref.{register}, or train in JAX alone"
-        )
-    return theirs[name]
 
 
 for _row in (
