@@ -17,7 +17,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "jaxdist": (
         ("config",),
-        ("family configs",),
+        ("family rows",),
         ("runs",),
         ("formats",),
         ("family names",),
@@ -31,13 +31,24 @@ FLOORS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (".",),
         ("bench",),
     ),
-    "torch_ref": (("runtime",), ("parallel",), ("families",), ("formats",), ("training",), ("accounting",), (".",)),
+    "torch_ref": (
+        ("family rows",),
+        ("runtime",),
+        ("parallel",),
+        ("families",),
+        ("formats",),
+        ("training",),
+        ("accounting",),
+        (".",),
+    ),
     "parity_tests": (("runs",), ("expected",), ("proof",), ("report",), ("port", "."), ("validation",), ("examples",)),
 }
 # What of jaxdist both sides read.
-NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family configs", "family names")
+NEUTRAL = ("config", "runs", "formats", "command_line", "data", "family rows", "family names")
 # Modules of `families` that import no framework are rooms of their own, by the last part of their names.
-PARTS_OF_FAMILIES = {"config": "family configs", "rows": "family configs", "huggingface": "family names"}
+PARTS_OF_FAMILIES = {
+    "config": "family rows", "registry": "family rows", "rows": "family rows", "huggingface": "family names"
+}  # fmt: skip
 
 
 def source_files(folder: str) -> list[Path]:
@@ -71,11 +82,11 @@ def packages(file: Path) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room of a dotted name: `config` of `jaxdist.config.model`, `.` of `jaxdist.train`, `family configs` of
+    """The room of a dotted name: `config` of `jaxdist.config.model`, `.` of `jaxdist.train`, `family rows` of
     `jaxdist.families.llama.config`."""
     package, _, rest = name.partition(".")
     room = rest.partition(".")[0]
-    if (package, room) == ("jaxdist", "families"):
+    if room == "families":
         return next((PARTS_OF_FAMILIES[part] for part in rest.split(".") if part in PARTS_OF_FAMILIES), room)
     return room if (ROOT / package / room / "__init__.py").is_file() and room else "."
 

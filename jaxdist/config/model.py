@@ -92,6 +92,28 @@ class Model(Section):
         @property
         def head_dim(self) -> int: ...
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the output head."""
+        return self.vocab
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its microbatch."""
+        return False
+
+    def input_shape(self, sequence: int) -> tuple[int, ...]:
+        """Shape of one row of a batch, where sequences have `sequence` tokens."""
+        return (sequence,)
+
+    def describe(self) -> str:
+        """Its sizes in a few words."""
+        return f"{self.layers} layers, D {self.dim}, V {self.vocab}"
+
+    def describe_rows(self, sequence: int) -> str:
+        """Kind and size of the rows of a batch."""
+        return f"sequences of {sequence} tokens"
+
     norm_eps: Positive = 1e-5
     """Term added to the variance (LayerNorm, batch norm) or mean square (RMSNorm)."""
     init_std: Positive = 0.02
@@ -125,6 +147,9 @@ class Decoder(Model):
     def vocab_rows(self) -> int:
         """Rows of the embedding and the output head: V, padded to a multiple of vocab_multiple."""
         return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
+
+    def describe(self) -> str:
+        return f"{self.layers} layers, D {self.dim}, H {self.heads}, F {self.hidden}, V {self.vocab}"
 
     def keys(self, times: int) -> float:
         """How many keys a query of a sequence sees under the causal mask, the mean over its times: half of them."""
@@ -231,6 +256,13 @@ class Mixture(Rotary):
             )
         return self
 
+    @property
+    def mixes_rows(self) -> bool:
+        return bool(self.balance or self.capacity)
+
+    def describe(self) -> str:
+        return f"{super().describe()}, E {self.experts}, {self.top_k} a token"
+
     def room(self, times: int) -> int:
         """Tokens of a sequence of so many times that an expert takes at most; no more than all."""
         return min(times, math.ceil(self.capacity * self.top_k * times / self.experts)) if self.capacity else times
@@ -277,12 +309,34 @@ class GPT2(Decoder):
         return self.dim // self.heads
 
 
-class ResNet(Model):
-    """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
+class ImageModel(Model):
+    """What every model from images to classes has."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "images"
     tied: ClassVar[bool] = False
     head_dim: ClassVar[int] = 0
+
+    channels: Count = 3
+    """Channels of an image: 3 for colours, 1 for grey."""
+    image: Count = 224
+    """Height and width of an image, in pixels."""
+    classes: Count = 1000
+    """Classes, V."""
+
+    @property
+    def vocab(self) -> int:
+        """What the head tells apart, V."""
+        return self.classes
+
+    def input_shape(self, sequence: int) -> tuple[int, ...]:
+        return (self.image, self.image, self.channels)
+
+    def describe_rows(self, sequence: int) -> str:
+        return f"images of {self.image}×{self.image}×{self.channels}"
+
+
+class ResNet(ImageModel):
+    """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
 
     family: Literal["resnet"]
     """resnet: images to classes, with batch norm."""
@@ -295,12 +349,6 @@ class ResNet(Model):
     """Channels that each stage puts out; 64,128,256,512 with basic blocks."""
     stem: Count = 64
     """Channels of the first convolution, which is 7×7 with a stride of 2, before the max-pooling."""
-    channels: Count = 3
-    """Channels of an image: 3 for colours, 1 for grey."""
-    image: Count = 224
-    """Height and width of an image, in pixels."""
-    classes: Count = 1000
-    """Classes, V."""
     momentum: Share = 0.1
     """Share of a batch's statistics in the new running ones, torch's momentum: flax's is 1 minus it."""
 
@@ -337,9 +385,11 @@ class ResNet(Model):
         return self.widths[-1]
 
     @property
-    def vocab(self) -> int:
-        """What the head tells apart, V."""
-        return self.classes
+    def mixes_rows(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"{'+'.join(map(str, self.depths))} {self.block} blocks, D {self.dim}, V {self.classes}"
 
     def places(self, path: str) -> int:
         """How often the kernel of a module is applied to an image: the places of what it puts out."""

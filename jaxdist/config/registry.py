@@ -117,6 +117,11 @@ def register_family(row: Family) -> None:
     FAMILIES.register(row.name, row, owner(row.config.__module__))
 
 
+def families_of(input_kind: str) -> str:
+    """The families that are trained on `tokens` or on `images`, as a message gives them."""
+    return " or ".join(name for name, row in FAMILIES.items() if row.config.input_kind == input_kind)
+
+
 def default_family() -> str:
     """The family of a config that names none: the first row."""
     return next(iter(FAMILIES))

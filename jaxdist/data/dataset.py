@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, Experiment, Model, ResNet, Train
+from jaxdist.config import ConfigError, Data, Experiment, Model, Train
 from jaxdist.config.data import SOURCES
+from jaxdist.config.model import ImageModel
 from jaxdist.config.plugins import piece
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
@@ -53,7 +54,7 @@ def open_files(data: Data, model: Model) -> "Dataset":
     Python standard library's own source, about 12 MB, which differs between Python versions: `Dataset.fingerprint`
     tells them apart, and a run that has recorded one in data.fingerprint is not continued on other data.
     """
-    if isinstance(model, ResNet):
+    if isinstance(model, ImageModel):
         return Labelled(data, open_pictures(data, model))
     return Sequences(data, open_stream(data, model.vocab))
 

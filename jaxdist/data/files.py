@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError
 from jaxdist.config.bounded import read_json
+from jaxdist.config.registry import families_of
 
 # Tests are half of the library and dull to learn from.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -227,7 +228,7 @@ def kind_of(file: Path) -> str:
     if suffix == ".npz":
         raise ConfigError(
             f"data.path = {str(file)!r}: .npz holds images, and this model.family takes tokens; give text or "
-            "token ids, or model.family = resnet"
+            f"token ids, or model.family = {families_of('images')}"
         )
     if suffix == ".idx":
         raise ConfigError(f"data.path = {str(file)!r}: an index without {file.stem}.bin beside it; put that there")

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxdist.config import ConfigError, Data, ResNet
+from jaxdist.config import ConfigError, Data
+from jaxdist.config.model import ImageModel
 from jaxdist.data.blocks import Earlier, fingerprint_of
 from jaxdist.data.files import SPLITS, names, siblings, split_of
 
@@ -32,7 +33,7 @@ class Pictures(NamedTuple):
     training: int | None = None
 
 
-def open_pictures(data: Data, model: ResNet) -> Pictures:
+def open_pictures(data: Data, model: ImageModel) -> Pictures:
     """The images of data.path for a model, all labels checked to be classes of it. Raises ConfigError.
 
     .npz: `images` [N, Y, X] or [N, Y, X, C], bytes or finite floats, and `labels` [N]. A folder, as torchvision's
@@ -44,7 +45,10 @@ def open_pictures(data: Data, model: ResNet) -> Pictures:
     by_name = data.split == "auto"
     if by_name and path.is_dir():  # of train.npz and val.npz
         path = next((file for file in sorted(path.glob("*.npz")) if split_of(file, path) == "train"), path)
-    found = digits() if not data.path else folder(path, model, by_name) if path.is_dir() else arrays(path, by_name)
+    if not data.path:
+        found = digits()
+    else:
+        found = folder(path, model, by_name) if path.is_dir() else arrays(path, model.family, by_name)
     source = f"data.path = {data.path!r}" + (" (empty: scikit-learn's digits)" if not data.path else "")
     if len(found.labels) == 0:
         raise ConfigError(f"{source}: holds no images; {FORMS}")
@@ -90,10 +94,10 @@ def digits() -> Pictures:
     return Pictures(labels, read, content, earlier, {"images": f"{told}; scikit-learn's digits"})
 
 
-def arrays(path: Path, by_name: bool) -> Pictures:
+def arrays(path: Path, family: str, by_name: bool) -> Pictures:
     """A .npz file, with the one of the other split beside it. Raises ConfigError."""
     if path.suffix != ".npz":
-        raise ConfigError(f"data.path = {str(path)!r}: model.family = resnet takes images; {FORMS}")
+        raise ConfigError(f"data.path = {str(path)!r}: model.family = {family} takes images; {FORMS}")
     beside = siblings(path) if by_name and path.is_file() else []
     files = [path, *([file for file in beside if split_of(file, path) == "validation"] or beside)]
     read = [_array(file) for file in files]
@@ -136,7 +140,7 @@ def _array(path: Path) -> tuple[NDArray, NDArray]:
     return images, labels
 
 
-def folder(path: Path, model: ResNet, by_name: bool) -> Pictures:
+def folder(path: Path, model: ImageModel, by_name: bool) -> Pictures:
     """A folder of a folder for each class, or of such folders for the splits. Raises ConfigError."""
     try:
         from PIL import Image

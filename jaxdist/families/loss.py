@@ -45,7 +45,7 @@ def head(
 
 def of_tokens(logits: jax.Array, model: Config | None) -> jax.Array:
     """This device's logits [..., V] with no probability for the padding of the vocabulary, and so no gradient."""
-    if not isinstance(model, Decoder) or model.vocab == model.vocab_rows:
+    if model is None or model.vocab == model.vocab_rows:
         return logits
     size = logits.shape[-1]
     return jnp.where(

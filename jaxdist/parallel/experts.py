@@ -15,13 +15,14 @@ boxes have room for as many rows as it has times, if that is less than C.
 """
 
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.config import Mixture, Model
+from jaxdist.config import Model
 from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Context, Dispatch, Routing, Rows
 
@@ -61,11 +62,19 @@ def places(chosen_BTk: jax.Array, count: int) -> jax.Array:
     return jnp.take_along_axis(until_BNE, chosen_BN[..., None], axis=-1).reshape(chosen_BTk.shape) - 1
 
 
+class Limited(Protocol):
+    """A config with a `capacity`."""
+
+    experts: int
+
+    def room(self, times: int) -> int: ...
+
+
 @dataclass(frozen=True)
 class Capped:
     """Each sequence has a box of C rows for each expert, which travels to the expert's device and back."""
 
-    model: Mixture
+    model: Limited
 
     def taken(self, routing: Routing, context: Context) -> jax.Array:
         """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
@@ -103,4 +112,6 @@ class Capped:
 
 def dispatch(model: Model) -> Dispatch:
     """The row for a model; one without experts asks for none."""
-    return Capped(model) if isinstance(model, Mixture) and model.capacity else Dropless(getattr(model, "experts", 0))
+    if getattr(model, "capacity", 0):
+        return Capped(cast(Limited, model))
+    return Dropless(getattr(model, "experts", 0))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,7 +21,6 @@ from rich.table import Column, Table
 
 from jaxdist.config.errors import printable
 from jaxdist.config.experiment import Experiment
-from jaxdist.config.model import Mixture, ResNet
 
 console = Console(highlight=False)
 
@@ -61,23 +60,14 @@ def show_start(
     title: str, experiment: Experiment, axes: Mapping[str, int], parameters: int, notes: Mapping[str, str]
 ) -> None:
     """The start-up table: what is trained, how it is laid out, and a backend's own `notes`."""
-    e, p, model = experiment, experiment.precision, cast(Any, experiment.model)
-    if isinstance(model, ResNet):
-        depths = "+".join(map(str, model.depths))
-        sizes = f"{depths} {model.block} blocks, D {model.dim}, V {model.classes}"
-        rows_of = f"images of {model.image}×{model.image}×{model.channels}"
-    else:
-        sizes = f"{model.layers} layers, D {model.dim}, H {model.heads}, F {model.hidden}, V {model.vocab}"
-        rows_of = f"sequences of {e.data.sequence} tokens"
-    if isinstance(model, Mixture):
-        sizes += f", E {model.experts}, {model.top_k} a token"
+    e, model, p = experiment, experiment.model, experiment.precision
     rows = {
-        "model": f"{model.family}, {sizes}",
+        "model": f"{model.family}, {model.describe()}",
         "parameters": f"{parameters:,}",
         "mesh": " × ".join(f"{axis} {size}" for axis, size in axes.items()),
         "strategy": e.parallel.strategy,
         "precision": f"{p.policy} (weights {p.parameters}, compute {p.compute}, reduce {p.reduce})",
-        "batch": f"{e.train.batch} {rows_of}, {microbatches(e)}",
+        "batch": f"{e.train.batch} {model.describe_rows(e.data.sequence)}, {microbatches(e)}",
     }
     table = Table("", Column(overflow="fold"), title=title, show_header=False, title_justify="left")
     for name, value in (rows | dict(notes)).items():

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from jaxdist.config.bounded import read_bytes
 from jaxdist.config.errors import ConfigError, TrainingError, remedy
 from jaxdist.config.experiment import Experiment, as_argument, read_toml
-from jaxdist.config.model import Mixture, ResNet
 from jaxdist.config.plugins import load_plugins, plugins_of
 from jaxdist.config.record import write_record
 from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_whole, steps_in, synchronize
@@ -365,9 +364,7 @@ def _may_change(begun: Experiment, field: str) -> bool:
     """
     if not begun.data.fingerprint and field.startswith(CONVERTED):
         return True
-    model = begun.model
-    within = isinstance(model, ResNet) or (isinstance(model, Mixture) and (model.balance or model.capacity))
-    return field == "train.accumulation" and not within
+    return field == "train.accumulation" and not begun.model.mixes_rows
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:

@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import Experiment, ResNet
-from jaxdist.config.model import Decoder
+from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.families import models
 from jaxdist.formats.finite import is_square
@@ -119,8 +118,7 @@ class Program:
 
         def tokens(axis: str, size: int) -> int:
             """The size of an axis without padding of the vocabulary."""
-            padded = axis == "vocab" and isinstance(model, Decoder) and size == model.vocab_rows
-            return model.vocab if padded else size
+            return model.vocab if axis == "vocab" and size == model.vocab_rows else size
 
         def draw(layout: sharding.Layout) -> jax.Array:
             if not layout.std:
@@ -189,10 +187,10 @@ class Program:
     @cached_property
     def abstract_batch(self) -> Batches:
         e, rows = self.experiment, self.experiment.train.batch
-        if isinstance(e.model, ResNet):
-            images = rows, e.model.image, e.model.image, e.model.channels
-            return Images(jax.ShapeDtypeStruct(images, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
-        tokens = jax.ShapeDtypeStruct((rows, e.data.sequence), jnp.int32)
+        shape = rows, *e.model.input_shape(e.data.sequence)
+        if e.model.input_kind == "images":
+            return Images(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32))
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         return Batch(tokens, tokens)
 
     @cached_property

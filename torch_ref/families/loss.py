@@ -38,7 +38,7 @@ def head(model: Model, x_BTD: Tensor, targets_SN: Tensor | None = None) -> Tenso
 
 def of_tokens(logits: Tensor, model: Config | None) -> Tensor:
     """Logits [..., V] with no probability for the padding of the vocabulary, and so no gradient."""
-    if not isinstance(model, Decoder) or model.vocab == model.vocab_rows:
+    if model is None or model.vocab == model.vocab_rows:
         return logits
     if not isinstance(logits, DTensor):
         return _masked(logits, model.vocab)

@@ -145,7 +145,7 @@ class Mixtral(nn.Module):
     has a loss. So neither depends on how far sequences are padded. By default all tokens are valid.
     """
 
-    context, dispatch = Context(), Dispatch()
+    context, dispatch, masks_padding = Context(), Dispatch(), True
 
     def __init__(self, c: Config):
         super().__init__()

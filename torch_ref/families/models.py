@@ -1,5 +1,6 @@
 """The modules of configs."""
 
+import re
 from collections.abc import Callable
 
 from torch import nn
@@ -7,7 +8,7 @@ from torch import nn
 from jaxdist.config import Model
 from jaxdist.config.plugins import piece, twin
 from jaxdist.config.registry import FAMILIES as OURS
-from torch_ref.families.registry import FAMILIES
+from torch_ref.families.registry import FAMILIES, Family
 
 
 def build(model: Model) -> nn.Module:
@@ -20,3 +21,15 @@ def module_of(model: Model) -> Callable[[Model], nn.Module]:
     twin(OURS, FAMILIES, model.family, "register_family")
     found: Callable[[Model], nn.Module] = piece(FAMILIES, model.family, "model", "training in torch")
     return found
+
+
+def row_of(model: nn.Module) -> Family:
+    """The row of a module's family."""
+    config: Model = model.config  # type: ignore[assignment]
+    return FAMILIES[config.family]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, in order."""
+    pattern = re.compile(re.escape(row_of(model).blocks).replace(r"\*", r"\d+"))
+    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]

@@ -3,9 +3,35 @@
 Twin: jaxdist/config/registry.py.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from jaxdist.config.registry import Reference, Registry, owner
+
+# Modules of a decoder, where * is the number of a block -> their style under tensor parallelism, by its name in
+# `training/parallelize.py`. Modules that a model lacks are passed over.
+TENSOR_PLAN: Mapping[str, str] = MappingProxyType(
+    {
+        "embed": "embedding",
+        "positions": "positions",
+        "layers.*.attention_norm": "norm",
+        "layers.*.attention": "enter",
+        "layers.*.attention.q_proj": "column",
+        "layers.*.attention.k_proj": "column",
+        "layers.*.attention.v_proj": "column",
+        "layers.*.attention.q_norm": "heads",
+        "layers.*.attention.k_norm": "heads",
+        "layers.*.attention.o_proj": "row",
+        "layers.*.mlp_norm": "norm",
+        "layers.*.mlp": "enter",
+        "layers.*.mlp.gate_proj": "column",
+        "layers.*.mlp.up_proj": "column",
+        "layers.*.mlp.down_proj": "row",
+        "norm": "last_norm",
+        "lm_head": "head",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -15,9 +41,20 @@ class Family:
     name: str
     """Value of `model.family`."""
     model: Reference
-    """The class of its module, which is built from a config: "package.module:name", or the class."""
+    """The class of its module, which is built from a config and keeps it as `config`: "package.module:name", or it."""
     accounting: Reference | None = None
     """Closed forms of its FLOPs and memory; None: unknown."""
+    blocks: str = "layers.*"
+    """Names of its blocks, in order; * is a number."""
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    """What its plan of tensor parallelism has beside TENSOR_PLAN, or other than it; "" leaves a module alone."""
+    no_pipeline: str = ""
+    """Why torch's pipeline stages can't train it; empty: they can."""
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """Pattern of module names -> style under tensor parallelism."""
+        return {name: style for name, style in {**TENSOR_PLAN, **self.tensor}.items() if style}
 
 
 FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families.rows")

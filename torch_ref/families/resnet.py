@@ -125,6 +125,7 @@ class ResNet(nn.Module):
         inputs = (c.stem, *c.widths)  # of each stage's first block
         self.stages = nn.ModuleList(stage(c, i, inputs[i]) for i in range(len(c.depths)))
         self.head = nn.Linear(c.widths[-1], c.classes)
+        self.config = c
 
     def forward(self, x_BYXC: Tensor) -> Tensor:
         x_BCYX = x_BYXC.movedim(-1, 1).to(self.head.weight.dtype)

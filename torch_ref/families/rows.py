@@ -3,11 +3,15 @@
 from jaxdist.config.registry import OURS
 from torch_ref.families.registry import FAMILIES, Family
 
+MIXTRAL, MIXTRAL_FORMS = "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"
+EXPERTS = {"layers.*.mlp": "", "layers.*.mlp.router": "norm"}  # the experts are entered by themselves
+TALLY = "between torch's stages a tally of experts has no way to go"
+
 for row in (
     Family("llama", "torch_ref.families.llama:Llama", "torch_ref.families.llama:ACCOUNTING"),
     Family("gpt2", "torch_ref.families.gpt2:GPT2", "torch_ref.families.gpt2:ACCOUNTING"),
-    Family("mixtral", "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"),
-    Family("qwen3_moe", "torch_ref.families.mixtral:Mixtral", "torch_ref.families.mixtral:ACCOUNTING"),
-    Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING"),
+    Family("mixtral", MIXTRAL, MIXTRAL_FORMS, tensor=EXPERTS, no_pipeline=TALLY),
+    Family("qwen3_moe", MIXTRAL, MIXTRAL_FORMS, tensor=EXPERTS, no_pipeline=TALLY),
+    Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING", "stages.*.*"),
 ):
     FAMILIES.register(row.name, row, OURS)

@@ -76,6 +76,12 @@ def own(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the experts of a block: those that have a Dispatch for their `rows`."""
+    holders = [module for module in model.modules() if isinstance(getattr(module, "dispatch", None), Dispatch)]
+    return [module for module in holders if hasattr(module, "rows")]
+
+
 def spread(experts: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
     """The experts of a block over `mesh` of the axes `expert` and `tensor`, or one of them.
 

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import loss_parallel
 
-from jaxdist.config import ConfigError, Experiment, Mixture
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.fitting import moved, split_into
+from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.mesh import BATCH, axis_size
 from torch_ref.parallel.weights import local
 
@@ -37,10 +38,10 @@ def check(experiment: Experiment, axes: dict[str, int]) -> None:
     if stages == 1:
         return
     given = f"the mesh axis pipeline = {stages}"
-    if isinstance(model, Mixture):
+    if why := FAMILIES[model.family].no_pipeline:
         raise ConfigError(
-            f"model.family = {model.family} with {given}: between torch's stages a tally of experts has no way to go; "
-            f"use {moved(experiment, axes, 'pipeline')}, or jaxdist.train"
+            f"model.family = {model.family} with {given}: {why}; use "
+            f"{moved(experiment, axes, 'pipeline')}, or jaxdist.train"
         )
     if parallel.sequence:
         raise ConfigError(

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
@@ -38,12 +37,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from jaxdist.config import ConfigError, Experiment, Memory, Parallel
 from jaxdist.config.fitting import moved
-from torch_ref.families.gpt2 import GPT2
-from torch_ref.families.mixtral import Mixtral
-from torch_ref.families.resnet import BatchNorm, ResNet
+from torch_ref.families.models import blocks, row_of
 from torch_ref.parallel.context import Context, context
-from torch_ref.parallel.experts import AllToAll, Dispatch, spread
-from torch_ref.parallel.images import AllImages
+from torch_ref.parallel.experts import AllToAll, Dispatch, experts_of, spread
+from torch_ref.parallel.images import AllImages, Images
 from torch_ref.parallel.mesh import OF_EXPERTS, SHARDS, TOKENS, axis_size, over
 from torch_ref.parallel.pipeline import Pipeline, part
 from torch_ref.runtime.compat import replicate
@@ -67,8 +64,7 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
     """A whole model, or one part of a pipeline's."""
     if axis_size(mesh, "tensor") > 1:
         tensor_parallel(model, mesh["tensor"], experiment.parallel.sequence)
-    if isinstance(model, Mixtral):
-        expert_parallel(model, mesh, experiment.parallel.sequence)
+    expert_parallel(model, mesh, experiment.parallel.sequence)
     if experiment.parallel.batch_norm == "global":
         model = of_all_images(model, mesh)
     if axis_size(mesh, "context") > 1:
@@ -78,13 +74,6 @@ def laid_out(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) -> nn.M
         for module in [model] if mesh.size() == 1 else blocks(model):  # a block at a time, FSDP2 gathers between them
             module.compile()
     return data_parallel(model, experiment, mesh)
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model, in order."""
-    if isinstance(model, ResNet):
-        return [block for stage in model.stages for block in stage.children()]
-    return list(model.get_submodule("layers").children())
 
 
 class Replicated(ParallelStyle):
@@ -114,6 +103,24 @@ class Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)  # type: ignore[arg-type]
 
 
+class Entered(ParallelStyle):
+    """Makes a module's first input one DTensor, whole on every rank, for all projections that read it: their input
+    gradients are summed in one all-reduce. Its other inputs are left alone. `layout` is that of the plain input."""
+
+    def __init__(self, layout: Placement):
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+            x, *others = inputs
+            x = DTensor.from_local(x, device_mesh, [self.layout], run_check=False)
+            return (x if self.layout.is_replicate() else x.redistribute(device_mesh, [Replicate()]), *others)
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Heads, MLP width and vocabulary over the axis `tensor` (Megatron-LM, arXiv:1909.08053).
 
@@ -122,51 +129,35 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     under `sequence` each rank has its times of them (torch: `SequenceParallel`), and each all-reduce is a
     reduce-scatter there and an all-gather before the next product.
     """
-    # One DTensor for all projections that read it, so that their input gradients are summed in one
-    # all-reduce.
     between: Placement = Shard(1) if sequence else Replicate()
-    rotation = () if isinstance(model, GPT2) else (None,)
-    enter: dict[str, Any] = {"input_layouts": (between, *rotation), "desired_input_layouts": (Replicate(), *rotation)}
-    plan: dict[str, ParallelStyle] = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+    styles: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "positions": Replicated(outputs=Shard(0) if sequence else None),
-        "layers.*.attention_norm": Replicated(between),
-        "layers.*.attention": PrepareModuleInput(**enter),
-        "layers.*.attention.q_proj": ColwiseParallel(),
-        "layers.*.attention.k_proj": ColwiseParallel(),
-        "layers.*.attention.v_proj": ColwiseParallel(),
-        "layers.*.attention.q_norm": Replicated(Shard(2)),
-        "layers.*.attention.k_norm": Replicated(Shard(2)),
-        "layers.*.attention.o_proj": RowwiseParallel(output_layouts=between),
-        "layers.*.mlp_norm": Replicated(between),
-        "layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
-        "layers.*.mlp.router": Replicated(between),
-        "layers.*.mlp.gate_proj": ColwiseParallel(),
-        "layers.*.mlp.up_proj": ColwiseParallel(),
-        "layers.*.mlp.down_proj": RowwiseParallel(output_layouts=between),
-        "norm": Replicated(between, outputs=Replicate(), local=False),
-        "lm_head": ColwiseParallel(use_local_output=False),
+        "norm": Replicated(between),
+        "enter": Entered(between),
+        "column": ColwiseParallel(),
+        "heads": Replicated(Shard(2)),
+        "row": RowwiseParallel(output_layouts=between),
+        "last_norm": Replicated(between, outputs=Replicate(), local=False),
+        "head": ColwiseParallel(use_local_output=False),
     }
-    present = [name for name, _ in model.named_modules()]
-    if isinstance(model, Mixtral):
-        del plan["layers.*.mlp"]  # its experts are entered by themselves
-    parallelize_module(model, mesh, {name: plan[name] for name in plan if fnmatch.filter(present, name)})
+    present, plan = [name for name, _ in model.named_modules()], row_of(model).plan
+    parallelize_module(model, mesh, {name: styles[plan[name]] for name in plan if fnmatch.filter(present, name)})
 
 
-def expert_parallel(model: Mixtral, mesh: DeviceMesh, sequence: bool) -> None:
+def expert_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """Split experts over `expert`, and their width over `tensor`; for traffic see `torch_ref/parallel/experts.py`."""
     counted = [axis for axis in (*TOKENS, *(("tensor",) if sequence else ())) if axis_size(mesh, axis) > 1]
     groups = [mesh.get_group(axis) for axis in counted]
     part = (mesh.get_local_rank("tensor"), axis_size(mesh, "tensor")) if sequence else (0, 1)
     over_expert = axis_size(mesh, "expert") > 1
     dispatch = AllToAll(mesh["expert"], *groups, part=part) if over_expert else Dispatch(*groups, part=part)
+    for module in model.modules():
+        if isinstance(getattr(module, "dispatch", None), Dispatch):
+            module.dispatch = dispatch  # type: ignore[assignment]
     split = tuple(axis for axis in ("expert", "tensor") if axis_size(mesh, axis) > 1)
-    model.dispatch = dispatch
-    for block in blocks(model):
-        mixture, experts = block.get_submodule("mlp"), block.get_submodule("mlp.experts")
-        mixture.dispatch = experts.dispatch = dispatch  # type: ignore[assignment]
-        if split:
-            spread(experts, mesh[split], Shard(1) if sequence else Replicate())
+    for experts in experts_of(model) if split else ():
+        spread(experts, mesh[split], Shard(1) if sequence else Replicate())
 
 
 def context_parallel(model: nn.Module, row: Context) -> None:
@@ -179,14 +170,14 @@ def context_parallel(model: nn.Module, row: Context) -> None:
 
 def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Batch norms over the images of all ranks: torch's own on GPUs, all-reduced sums on the CPU."""
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(getattr(module, "images", None), Images)]
     if not norms:
         return model
     group = over(mesh, *TOKENS).get_group()
     if mesh.device_type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     for norm in norms:
-        norm.images = AllImages(group)
+        norm.images = AllImages(group)  # type: ignore[assignment]
     return model
 
 
@@ -324,8 +315,8 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
     }
     for block in blocks(model):
         if axis_size(mesh, "expert") > 1:
-            experts = block.get_submodule("mlp.experts")
-            apply(experts, **(options | again | of_experts(experts, mesh, whole)))
+            for experts in experts_of(block):
+                apply(experts, **(options | again | of_experts(experts, mesh, whole)))
         apply(block, **options, **again)
     apply(model, **options)  # the root's own stay gathered: the backward pass starts with them
     if parallel.overlap and not whole:

@@ -25,7 +25,7 @@ from jaxdist.data import dealt
 from jaxdist.runs.folder import RunFolder
 from torch_ref.families import loss
 from torch_ref.families.layers import at_least_f32
-from torch_ref.families.resnet import ResNet
+from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
@@ -35,10 +35,10 @@ from torch_ref.training.step import Rows, Watch
 
 Arrays = dict[str, np.ndarray]
 
-# What tensor parallelism leaves in slices, along dimension 2: columns or heads. Of the rest sequence parallelism may
-# leave times, along dimension 1.
-COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-HEADS = {"q_norm", "k_norm", "q_rotated", "k_rotated", "attended"}
+# Tensor parallelism leaves slices along dimension 2 of these functions of attention, and of modules whose style is one
+# of SLICED: columns or heads. Of the rest sequence parallelism may leave times, along dimension 1.
+OF_HEADS = {"q_rotated", "k_rotated", "attended"}
+SLICED = {"column", "heads"}
 SPLIT = 2
 
 
@@ -156,7 +156,8 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
 
     Called by all ranks; the step must not update.
     """
-    taps, gradients = Taps(not isinstance(parts_of(model)[0], ResNet), largest), dict[str, Tensor]()
+    config: Any = parts_of(model)[0].config
+    taps, gradients = Taps(config.input_kind == "tokens", largest), dict[str, Tensor]()
 
     def watch(stage: str) -> None:
         if stage == "gradient":
@@ -205,6 +206,8 @@ class Recorder:
         experiment, mesh, model = program.experiment, program.mesh, program.model
         self.steps = experiment.record.steps if folder else ()
         self.namespace = sys.modules[type(parts_of(model)[0]).__module__]
+        plan = FAMILIES[experiment.model.family].plan
+        self.sliced = OF_HEADS | {name.rpartition(".")[2] for name, style in plan.items() if style in SLICED}
         self.every = experiment.record.tensors == "all"
         self.images = experiment.model.input_kind == "images"
         self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
@@ -274,7 +277,7 @@ class Recorder:
         in_order = np.argsort(self.times)
 
         def join(name: str) -> np.ndarray:
-            split = SPLIT if name.rpartition(".")[-1] in COLUMNS | HEADS else TIME
+            split = SPLIT if name.rpartition(".")[-1] in self.sliced else TIME
             whole = split == TIME and ranks[0, 0, 0][name][0].shape[TIME] == self.length
 
             def part(row: int, c: int, microbatch: int) -> np.ndarray:

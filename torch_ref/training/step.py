@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from jaxdist.config import Experiment, Model
 from jaxdist.data import IGNORED
 from torch_ref.families.loss import chunked, cross_entropy, of_tokens
-from torch_ref.families.mixtral import Mixtral
 from torch_ref.parallel.images import statistics_of_the_first
 from torch_ref.parallel.mesh import TOKENS, over
 from torch_ref.parallel.pipeline import Pipeline, parts_of
@@ -114,7 +113,7 @@ def losses(model: nn.Module, rows: Rows, chunks: int) -> tuple[Tensor, Tensor | 
     """Sum of cross-entropy over a rank's rows, nats, over chunks of its tokens; and this rank's part of the auxiliary
     loss: a mixture's balance, else 0."""
     given = {"targets_SN": chunked(rows.targets, chunks)} if chunks > 1 else {}
-    if isinstance(parts_of(model)[0], Mixtral):
+    if getattr(parts_of(model)[0], "masks_padding", False):
         given["valid_BT"] = rows.targets != IGNORED
     made = model(rows.inputs, **given)
     output, added = made if isinstance(made, tuple) else (made, 0)
