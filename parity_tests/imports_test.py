@@ -230,3 +230,26 @@ def test_the_checks_see_what_they_forbid(tmp_path: Path) -> None:
     circle["jaxdist.config.errors"].add("jaxdist.config.model")
     with pytest.raises(CycleError):
         TopologicalSorter(circle).prepare()
+
+
+FAMILY_CLASSES = {"Llama", "GPT2", "Mixture", "Mixtral", "ResNet"}
+
+
+def classes_asked_for(file: Path) -> set[str]:
+    """Names that a module passes to `isinstance` as classes."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
+    tests = [call.args[1] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]
+    inner = [node for test in tests for node in ast.walk(test)]
+    names = {node.id for node in inner if isinstance(node, ast.Name)}
+    return names | {node.attr for node in inner if isinstance(node, ast.Attribute)}
+
+
+def test_nothing_outside_families_asks_for_a_family_by_class() -> None:
+    files = [file for package in FLOORS for file in source_files(package) if "families" not in file.parts]
+    assert {str(file): found for file in files if (found := classes_asked_for(file) & FAMILY_CLASSES)} == {}
+
+
+def test_a_question_for_a_class_is_found(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("ok = isinstance(x, Llama | config.GPT2)")
+    assert classes_asked_for(tmp_path / "module.py") == {"Llama", "GPT2", "config"}

@@ -25,10 +25,9 @@ from jaxdist.config.model import (
     Count,
     CountOrZero,
     Decoder,
-    Mixture,
+    ImageModel,
     Model,
     NotNegative,
-    ResNet,
     Section,
     Seed,
 )
@@ -192,7 +191,7 @@ class Experiment(Section):
     def _fits(self, info: ValidationInfo) -> "Experiment":
         model, train = self.model, self.train
         self._held = frozenset(info.context or ())
-        if isinstance(model, ResNet):
+        if isinstance(model, ImageModel):
             self._fits_images(model)
         elif isinstance(model, Decoder) and self.data.sequence > model.positions:
             longer = "" if "model.positions" in self.held else f", or model.positions = {self.data.sequence}"
@@ -213,20 +212,20 @@ class Experiment(Section):
             )
         return self
 
-    def _fits_images(self, model: ResNet) -> None:
+    def _fits_images(self, model: ImageModel) -> None:
         """Raises ValueError for what is of decoders alone."""
         if self.memory.loss_chunks > 1:
             raise ValueError(
-                f"memory.loss_chunks = {self.memory.loss_chunks} with model.family = resnet, which has one row of "
-                "logits for each image; leave it out"
+                f"memory.loss_chunks = {self.memory.loss_chunks} with model.family = {model.family}, which has one "
+                "row of logits for each image; leave it out"
             )
         if self.memory.remat != "none" or self.memory.offload:
             given = f"memory.remat = {self.memory.remat}"
             if self.memory.remat == "none":
                 given = f"memory.offload = {','.join(self.memory.offload)}"
             raise ValueError(
-                f"{given} with model.family = resnet: a batch norm that is computed again would move its running "
-                "statistics twice, as in torch, and nothing of an image model waits on the host; leave it out"
+                f"{given} with model.family = {model.family}: a batch norm that is computed again would move its "
+                "running statistics twice, as in torch, and nothing of an image model waits on the host; leave it out"
             )
         for field, values in (("pixel_mean", self.data.pixel_mean), ("pixel_std", self.data.pixel_std)):
             if len(values) not in (1, model.channels):
@@ -235,7 +234,9 @@ class Experiment(Section):
                     "for each channel"
                 )
         if self.optimizer.name == "muon":
-            raise ValueError("optimizer.name = muon with model.family = resnet: it is of matrices alone; use adamw")
+            raise ValueError(
+                f"optimizer.name = muon with model.family = {model.family}: it is of matrices alone; use adamw"
+            )
         if not all(self.data.pixel_std):
             raise ValueError("data.pixel_std = 0 divides by nothing; use data.pixel_std = 1 for pixels as they are")
 
@@ -251,7 +252,7 @@ class Experiment(Section):
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh does not divide what it must."""
-        if isinstance(self.model, ResNet):
+        if isinstance(self.model, ImageModel):
             self._check_images(self.model, axes)
             return
         self._check_experts(axes)
@@ -279,7 +280,7 @@ class Experiment(Section):
         if train.batch % (devices * train.accumulation):
             named = "data × fsdp × expert" if axes["expert"] > 1 else "data × fsdp"
             least = devices * train.accumulation
-            images = isinstance(self.model, ResNet)
+            images = isinstance(self.model, ImageModel)
             batch, others = multiple(least, train.batch), {} if images else grown(self, axes)
             fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
             if self.held & {"train.batch", *others}:
@@ -300,29 +301,29 @@ class Experiment(Section):
                 f"most {tokens}"
             )
 
-    def _check_images(self, model: ResNet, axes: Mapping[str, int]) -> None:
+    def _check_images(self, model: ImageModel, axes: Mapping[str, int]) -> None:
         """Raises ConfigError for axes that images have no use for, and where a batch norm would see one number."""
         for axis, size in axes.items():
             if size > 1 and axis not in ("data", "fsdp"):
                 raise ConfigError(
-                    f"parallel.mesh: axis {axis} = {size} with model.family = resnet, which is split by rows of the "
-                    f"batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
+                    f"parallel.mesh: axis {axis} = {size} with model.family = {model.family}, which is split by rows of "
+                    f"the batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
                 )
         if self.parallel.sequence:
             raise ConfigError(
-                "parallel.sequence = true splits sequences, and model.family = resnet has none; leave it out"
+                f"parallel.sequence = true splits sequences, and model.family = {model.family} has none; leave it out"
             )
         self._check_rows(axes, "images")
         train, replicas = self.train, axes["data"] * axes["fsdp"]
         together = train.batch // train.accumulation // (1 if self.parallel.batch_norm == "global" else replicas)
-        if together * model.sizes[-1] ** 2 == 1:
+        if together * model.least_places == 1:
             raise ConfigError(
                 f"train.batch = {train.batch} leaves a batch norm one number for each channel, which has no variance; "
                 "use a larger batch or model.image, or parallel.batch_norm = global"
             )
         if not self.parallel.row.optimizer:
             return
-        widths = {model.stem, *model.widths, *(w // 4 for w in model.widths if model.block != "basic")}
+        widths = model.sharded_widths
         if bad := sorted(width for width in widths if width % axes["fsdp"]):
             fsdp = math.gcd(axes["fsdp"], *widths)
             raise ConfigError(
@@ -333,7 +334,7 @@ class Experiment(Section):
     def _check_experts(self, axes: Mapping[str, int]) -> None:
         """Raises ConfigError where the mesh axis `expert` has nothing to split, or a limit needs times it has not."""
         model, n = self.model, axes["expert"]
-        if not isinstance(model, Mixture):
+        if not (experts := getattr(model, "experts", 0)):
             if n > 1:
                 mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
                 other = "" if "model.family" in self.held else ", or model.family = mixtral or qwen3_moe"
@@ -342,9 +343,9 @@ class Experiment(Section):
                     f"--mesh {written(mesh)}{along(grown(self, mesh))}{other}"
                 )
             return
-        if model.experts % n:
+        if experts % n:
             raise ConfigError(
-                f"model.experts = {model.experts} cannot be divided over the mesh axis expert = {n}; "
+                f"model.experts = {experts} cannot be divided over the mesh axis expert = {n}; "
                 f"{ways(self, axes, ['expert'], 'experts', n)}"
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from jaxdist.config.model import GPT2, Decoder, Mixture, ResNet
+from jaxdist.config.model import Decoder, Model
 from jaxdist.config.parallel import AXES, written
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def grown(e: "Experiment", axes: Mapping[str, int]) -> dict[str, int]:
         for names, parts in needs(e, axes):
             *others, name = names
             _grow(sizes, name, parts // math.gcd(parts, math.prod(sizes[other] for other in others)))
-        if isinstance(e.model, GPT2):
-            _grow(sizes, "dim", sizes["heads"])
-        else:
+        if own_heads(e.model):
             _grow(sizes, "heads", sizes["kv_heads"])
             _grow(sizes, "head_dim", 2)
+        else:
+            _grow(sizes, "dim", sizes["heads"])
         sizes["positions"] = max(sizes["positions"], sizes["sequence"])
         if sizes == before:  # no size is ever passed beyond a multiple of all that it needs
             return {field(name): size for name, size in sizes.items() if size != given[name]}
@@ -83,7 +83,7 @@ def moved(e: "Experiment", axes: Mapping[str, int], *away: str) -> str:
     batch = "fsdp" if e.parallel.row.optimizer else "data"
     ways = math.prod(axes[axis] for axis in (batch, *away))
     whole = {**axes, **dict.fromkeys(away, 1), batch: ways}
-    mesh = shrunk(e, whole, [batch], "dim") if not isinstance(e.model, ResNet) else whole
+    mesh = shrunk(e, whole, [batch], "dim") if isinstance(e.model, Decoder) else whole
     return f"--mesh {written(mesh)}{along(grown(e, mesh))}"
 
 
@@ -127,16 +127,21 @@ def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
         yield ("sequence",), of("context", "tensor")
     if axes["pipeline"] > 1:
         yield ("layers",), axes["pipeline"] * parallel.virtual_stages
-    if isinstance(m, Mixture):
+    if getattr(m, "experts", 0):
         yield ("experts",), axes["expert"]
     for name, size, _, over in splits(e):
         if name == "vocab":
             if size % of(*over):
                 yield ("vocab_multiple",), math.lcm(of(*over), m.vocab_multiple)
-        elif not isinstance(m, GPT2):
+        elif own_heads(m):
             yield tuple(name.split(" × ")), of(*over)
-        elif not name.startswith("kv_heads"):  # its kv heads are its heads, and their sizes make up its width
+        elif not name.startswith("kv_heads"):  # its kv heads are its heads, which divide its width
             yield ("dim" if "×" in name else name,), of(*over)
+
+
+def own_heads(model: Model) -> bool:
+    """Whether the sizes of a decoder's heads are fields of their own, or its width divided by their number."""
+    return "head_dim" in type(model).model_fields
 
 
 def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
@@ -147,7 +152,8 @@ def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
     heads = ("tensor", "context") if e.parallel.context == "ulysses" else ("tensor",)
     yield "heads", m.heads, f"{attention}.q_proj", heads
     yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
-    yield "hidden", m.hidden, f"{mlp}.experts.up_proj" if isinstance(m, Mixture) else f"{mlp}.up_proj", ("tensor",)
+    up_proj = f"{mlp}.experts.up_proj" if getattr(m, "experts", 0) else f"{mlp}.up_proj"
+    yield "hidden", m.hidden, up_proj, ("tensor",)
     yield "vocab", m.vocab_rows, "embed", ("tensor",)
     if not e.parallel.row.optimizer:
         return

@@ -328,6 +328,16 @@ class ImageModel(Model):
         """What the head tells apart, V."""
         return self.classes
 
+    @property
+    def least_places(self) -> int:
+        """Least number of places of an image over which a batch norm takes its statistics."""
+        return 1
+
+    @property
+    def sharded_widths(self) -> frozenset[int]:
+        """Widths that fsdp has to divide."""
+        return frozenset()
+
     def input_shape(self, sequence: int) -> tuple[int, ...]:
         return (self.image, self.image, self.channels)
 
@@ -387,6 +397,15 @@ class ResNet(ImageModel):
     @property
     def mixes_rows(self) -> bool:
         return True
+
+    @property
+    def least_places(self) -> int:
+        return self.sizes[-1] ** 2
+
+    @property
+    def sharded_widths(self) -> frozenset[int]:
+        within = (width // 4 for width in self.widths if self.block != "basic")
+        return frozenset({self.stem, *self.widths, *within})
 
     def describe(self) -> str:
         return f"{'+'.join(map(str, self.depths))} {self.block} blocks, D {self.dim}, V {self.classes}"
