@@ -21,7 +21,7 @@ from jaxdist.config.experiment import (
     Metrics,
     Train,
 )
-from jaxdist.config.model import GPT2, Decoder, Llama, Mixture, Model, ResNet, Rotary, check_shapes, same_model
+from jaxdist.config.model import Decoder, Model, Rotary, check_shapes, same_model
 from jaxdist.config.optimizer import EMA, Optimizer, state_kinds
 from jaxdist.config.parallel import AXES, Parallel
 from jaxdist.config.precision import POLICIES, Precision
@@ -31,7 +31,6 @@ from jaxdist.config.strategies import STRATEGIES
 __all__ = [
     "AXES",
     "EMA",
-    "GPT2",
     "POLICIES",
     "STRATEGIES",
     "Checkpoint",
@@ -39,16 +38,13 @@ __all__ = [
     "Data",
     "Decoder",
     "Experiment",
-    "Llama",
     "Memory",
     "Metrics",
-    "Mixture",
     "Model",
     "Optimizer",
     "Parallel",
     "Precision",
     "Record",
-    "ResNet",
     "Rotary",
     "Train",
     "TrainingError",

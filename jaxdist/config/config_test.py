@@ -10,7 +10,8 @@ import pytest
 
 from jaxdist.command_line.arguments import fields, find_config, load, parse
 from jaxdist.config import POLICIES, ConfigError, Experiment, TrainingError, check_finite, exit_codes
-from jaxdist.config.model import GPT2, Llama
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats.hf import read_model
 from jaxdist.runs.display import show_end
 

@@ -306,8 +306,8 @@ class Experiment(Section):
         for axis, size in axes.items():
             if size > 1 and axis not in ("data", "fsdp"):
                 raise ConfigError(
-                    f"parallel.mesh: axis {axis} = {size} with model.family = {model.family}, which is split by rows of "
-                    f"the batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
+                    f"parallel.mesh: axis {axis} = {size} with model.family = {model.family}, which is split by rows "
+                    f"of the batch alone; use --mesh fsdp={size}, or --mesh data={size} --strategy ddp"
                 )
         if self.parallel.sequence:
             raise ConfigError(

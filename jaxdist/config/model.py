@@ -4,7 +4,6 @@ import ast
 import inspect
 import math
 import re
-import reprlib
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
@@ -33,10 +32,8 @@ Share = Annotated[float, NUMBER, Field(ge=0, le=1)]
 Positive = Annotated[float, NUMBER, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, NUMBER, Field(ge=0, allow_inf_nan=False)]
 
-# Far above any model: the tensors of each layer, expert and block are looked for by name.
-MOST_LAYERS = MOST_EXPERTS = 10_000
-MOST_EXPERTS_IN_ALL = 100_000
-MOST_BLOCKS = 1_000  # of a ResNet, whose blocks are modules of their own
+# Far above any model: the tensors of each layer are looked for by name.
+MOST_LAYERS = 10_000
 
 
 class Section(pydantic.BaseModel):
@@ -201,7 +198,7 @@ class Rotary(Decoder):
             raise ValueError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
                 "each key and value head serves a whole number of query heads; use model.kv_heads = "
-                f"{_divisor(self.heads, self.kv_heads)}, or model.heads = {self.kv_heads}"
+                f"{largest_divisor(self.heads, self.kv_heads)}, or model.heads = {self.kv_heads}"
             )
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
@@ -210,103 +207,6 @@ class Rotary(Decoder):
                 "model.rope_low_freq_factor = 1.0 and model.rope_high_freq_factor = 4.0"
             )
         return self
-
-
-class Llama(Rotary):
-    """Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, gated MLP."""
-
-    family: Literal["llama"] = "llama"
-    """llama (covers Llama, Mistral, Qwen2 and Qwen3), mixtral, qwen3_moe, gpt2 or resnet."""
-    mlp_bias: bool = False
-    """Biases in the MLP."""
-
-
-class Mixture(Rotary):
-    """Mixtral and Qwen3-MoE: Llama's blocks with E gated MLPs, of which a router chooses a few for each token."""
-
-    family: Literal["mixtral", "qwen3_moe"]
-    """mixtral or qwen3_moe: the same model, with Hugging Face's names of either."""
-    experts: Count = 8
-    """Experts, E, in each block; each is an MLP of width `hidden`."""
-    top_k: Count = 2
-    """Experts that each token goes to: those of the highest probabilities of the router."""
-    norm_topk_prob: bool = True
-    """Divide the probabilities of a token's experts by their sum (Mixtral always)."""
-    balance: NotNegative = 0.001
-    """Weight of the load-balance loss, which is added to that of the tokens (arXiv:2101.03961, eq. 4): E · the sum over
-    experts of the share of tokens that go there times their mean probability, over all blocks and a microbatch. Tokens
-    whose target has no loss, such as padding, are not counted."""
-    capacity: NotNegative = 0.0
-    """Tokens of a sequence that an expert takes at most, in multiples of its even share of them, top_k · T / E, T being
-    the tokens before the padding; those that come later in time go without it. 0: all are taken."""
-    mlp_bias: ClassVar[bool] = False
-
-    @model_validator(mode="after")
-    def _chosen(self) -> "Mixture":
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"model.top_k = {self.top_k} is more than model.experts = {self.experts}; use at most {self.experts}"
-            )
-        if self.experts > MOST_EXPERTS:
-            raise ValueError(f"model.experts = {self.experts} is absurd; use at most {MOST_EXPERTS:,}")
-        if (total := self.layers * self.experts) > MOST_EXPERTS_IN_ALL:
-            raise ValueError(
-                f"model.experts = {self.experts} in each of model.layers = {self.layers} are {total:,} experts, "
-                f"more than {MOST_EXPERTS_IN_ALL:,}; use at most model.experts = {MOST_EXPERTS_IN_ALL // self.layers}"
-            )
-        return self
-
-    @property
-    def mixes_rows(self) -> bool:
-        return bool(self.balance or self.capacity)
-
-    def describe(self) -> str:
-        return f"{super().describe()}, E {self.experts}, {self.top_k} a token"
-
-    def room(self, times: int) -> int:
-        """Tokens of a sequence of so many times that an expert takes at most; no more than all."""
-        return min(times, math.ceil(self.capacity * self.top_k * times / self.experts)) if self.capacity else times
-
-
-class GPT2(Decoder):
-    """GPT-2 and nanoGPT: LayerNorm, learned positions, biases everywhere or nowhere, GELU by tanh or exact."""
-
-    family: Literal["gpt2"]
-    """gpt2: learned positions, LayerNorm, biases."""
-    tied: bool = True
-    """The output head is the embedding itself."""
-    gelu: Literal["tanh", "exact"] = "tanh"
-    """GELU (arXiv:1606.08415): tanh, its approximation, as OpenAI, Hugging Face's gelu_new and llm.c compute it; exact,
-    by the error function, as nanoGPT and torch's default do."""
-    bias: bool = True
-    """Biases of every projection and LayerNorm; false: none of them has one (nanoGPT's bias=False)."""
-    qk_norm: ClassVar[bool] = False
-
-    @model_validator(mode="after")
-    def _heads(self) -> "GPT2":
-        if self.dim % self.heads:
-            raise ValueError(
-                f"model.heads = {self.heads} does not divide model.dim = {self.dim}; "
-                f"GPT-2 splits its width evenly among the heads; use model.heads = {_divisor(self.dim, self.heads)}, "
-                f"or model.dim = {math.ceil(self.dim / self.heads) * self.heads}"
-            )
-        return self
-
-    @property
-    def kv_heads(self) -> int:
-        return self.heads
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.bias
-
-    @property
-    def mlp_bias(self) -> bool:
-        return self.bias
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
 
 class ImageModel(Model):
@@ -345,103 +245,9 @@ class ImageModel(Model):
         return f"images of {self.image}×{self.image}×{self.channels}"
 
 
-class ResNet(ImageModel):
-    """ResNet (arXiv:1512.03385) as torchvision and Hugging Face compute it, the stride of a bottleneck in its 3×3."""
-
-    family: Literal["resnet"]
-    """resnet: images to classes, with batch norm."""
-    block: Literal["basic", "bottleneck"] = "bottleneck"
-    """basic: two 3×3 convolutions (ResNet-18, 34); bottleneck: 1×1, 3×3, 1×1 (50, 101, 152)."""
-    depths: Counts = (3, 4, 6, 3)
-    """Blocks of each stage; each stage but the first halves height and width. 3,4,6,3 is ResNet-50, 2,2,2,2 with basic
-    blocks ResNet-18."""
-    widths: Counts = (256, 512, 1024, 2048)
-    """Channels that each stage puts out; 64,128,256,512 with basic blocks."""
-    stem: Count = 64
-    """Channels of the first convolution, which is 7×7 with a stride of 2, before the max-pooling."""
-    momentum: Share = 0.1
-    """Share of a batch's statistics in the new running ones, torch's momentum: flax's is 1 minus it."""
-
-    @model_validator(mode="after")
-    def _stages(self) -> "ResNet":
-        if not self.depths or len(self.depths) != len(self.widths):
-            depths = self.depths or (1,)
-            widths = [*self.widths[: len(depths)]] or [64]
-            while len(widths) < len(depths):
-                widths.append(2 * widths[-1])
-            raise ValueError(
-                f"model.widths = {listing(self.widths)} are not as many as model.depths = {listing(self.depths)}: each "
-                f"stage has one of each; use model.widths = {listing(tuple(widths))}"
-                + ("" if self.depths else f" with model.depths = {listing(depths)}")
-            )
-        if self.layers > MOST_BLOCKS:
-            shown = reprlib.repr(list(self.depths))
-            raise ValueError(f"model.depths = {shown} are {self.layers:,} blocks; use at most {MOST_BLOCKS:,}")
-        if self.block == "bottleneck" and (odd := [width for width in self.widths if width % 4]):
-            raise ValueError(
-                f"model.widths = {listing(self.widths)}: {odd[0]} is no multiple of 4, a bottleneck's width within; "
-                f"use model.widths = {listing(tuple(math.ceil(width / 4) * 4 for width in self.widths))}"
-            )
-        return self
-
-    @property
-    def layers(self) -> int:
-        """Blocks of all stages."""
-        return sum(self.depths)
-
-    @property
-    def dim(self) -> int:
-        """Width of what the head takes, D."""
-        return self.widths[-1]
-
-    @property
-    def mixes_rows(self) -> bool:
-        return True
-
-    @property
-    def least_places(self) -> int:
-        return self.sizes[-1] ** 2
-
-    @property
-    def sharded_widths(self) -> frozenset[int]:
-        within = (width // 4 for width in self.widths if self.block != "basic")
-        return frozenset({self.stem, *self.widths, *within})
-
-    def describe(self) -> str:
-        return f"{'+'.join(map(str, self.depths))} {self.block} blocks, D {self.dim}, V {self.classes}"
-
-    def places(self, path: str) -> int:
-        """How often the kernel of a module is applied to an image: the places of what it puts out."""
-        if path == "head":
-            return 1
-        if path.startswith("stem."):
-            return halved(self.image) ** 2
-        _, stage, block, part, *layer = path.split(".")
-        before_stride = self.block == "bottleneck" and stage != "0" and (block, part, layer[0]) == ("0", "layer", "0")
-        return self.sizes[int(stage) - before_stride] ** 2
-
-    @property
-    def sizes(self) -> list[int]:
-        """Height and width of what each stage puts out: the first's is that after the stem and its pooling."""
-        found = [halved(halved(self.image))]
-        while len(found) < len(self.depths):
-            found.append(halved(found[-1]))
-        return found
-
-
-def _divisor(number: int, most: int) -> int:
+def largest_divisor(number: int, most: int) -> int:
     """The largest divisor of `number` up to `most`."""
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
-
-
-def halved(size: int) -> int:
-    """Of a height or width, what a stride of 2 leaves, padded as torch's convolutions are."""
-    return (size + 1) // 2
-
-
-def listing(values: tuple[int, ...]) -> str:
-    """As a command line gives them."""
-    return ",".join(map(str, values))
 
 
 Shape = tuple[int, ...]

@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxdist.config import GPT2, ConfigError, Llama, Mixture, Model, TrainingError
+from jaxdist.config import ConfigError, Model, TrainingError
 from jaxdist.convert import experiment_for, read_hf, stream, write_hf
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import in_memory
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds import orbax_files, safetensors_writer
 from jaxdist.convert.stream import Conversion
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
+from jaxdist.families.mixtral.config import Mixture
 from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square
 from jaxdist.formats.hf import from_settings, model_types, to_settings

@@ -12,13 +12,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.config import GPT2, Checkpoint, ConfigError, Llama, Model
+from jaxdist.config import Checkpoint, ConfigError, Model
 from jaxdist.convert import stream
 from jaxdist.convert.content import PARAMETERS, Leaf
 from jaxdist.convert.convert_test import SMALL
 from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.kinds import orbax_files
 from jaxdist.convert.stream import Conversion
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats import meta
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.orbax import CHUNK

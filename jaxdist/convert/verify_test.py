@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, Llama, TrainingError
+from jaxdist.config import ConfigError, Experiment, TrainingError
 from jaxdist.convert import verify
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Content
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.families.llama.config import Llama
 from jaxdist.families.llama.huggingface import TABLES
 from jaxdist.formats.sources import located
 from jaxdist.formats.tables import HUGGINGFACE, Table

@@ -13,11 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import Model, ResNet, TrainingError
+from jaxdist.config import Model, TrainingError
 from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.convert.convert_test import MODELS, draw, saved
 from jaxdist.convert.kinds.hf import write_hf
 from jaxdist.convert.verify import probe
+from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.tables import HUGGINGFACE, STATISTICS
 from jaxdist.parallel.mesh import make_mesh

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.accounting.traffic import walk
-from jaxdist.config import Llama
 from jaxdist.conftest import tiny
 from jaxdist.data import IGNORED
+from jaxdist.families.llama.config import Llama
 from jaxdist.families.loss import chunked, cross_entropy, cross_entropy_of_chunks
 from jaxdist.ops.linear import dot
 from jaxdist.parallel.mesh import make_mesh

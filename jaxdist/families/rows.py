@@ -3,8 +3,11 @@
 Neutral: a model, and the names that other formats have for it, are imported where they are first needed.
 """
 
-from jaxdist.config.model import GPT2, Llama, Mixture, ResNet
 from jaxdist.config.registry import FAMILIES, OURS, Family
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
+from jaxdist.families.mixtral.config import Mixture
+from jaxdist.families.resnet.config import ResNet
 
 HERE = "jaxdist.families"
 

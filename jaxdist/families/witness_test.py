@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import GPT2 as GPT2_CONFIG
 from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.registry import FAMILIES, resolve
 from jaxdist.conftest import often
 from jaxdist.convert import experiment_for, read_hf
 from jaxdist.families import layers
 from jaxdist.families.gpt2 import model as gpt2
+from jaxdist.families.gpt2.config import GPT2 as GPT2_CONFIG
 from jaxdist.families.gpt2.huggingface import GELUS
 from jaxdist.families.llama import model as llama
 from jaxdist.families.mixtral import model as mixtral

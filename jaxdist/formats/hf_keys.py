@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.model import MOST_BLOCKS, MOST_LAYERS
+from jaxdist.config.model import MOST_LAYERS
+from jaxdist.families.resnet.config import MOST_BLOCKS
 
 Settings = dict[str, Any]
 REQUIRED = object()

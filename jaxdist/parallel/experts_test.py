@@ -8,7 +8,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.config import AXES, Mixture
+from jaxdist.config import AXES
+from jaxdist.families.mixtral.config import Mixture
 from jaxdist.parallel import experts
 from jaxdist.parallel.collectives import Routing
 from jaxdist.parallel.context import NoContextParallel

@@ -11,8 +11,9 @@ from jax import lax
 
 from jaxdist.accounting import exchanges
 from jaxdist.accounting.traffic_test import BOUND, ratios
-from jaxdist.config import Checkpoint, ConfigError, Llama
+from jaxdist.config import Checkpoint, ConfigError
 from jaxdist.conftest import GPT2, often, tiny
+from jaxdist.families.llama.config import Llama
 from jaxdist.parallel import pipeline
 from jaxdist.parallel.mesh import axes_of, make_mesh
 from jaxdist.parallel.pipeline import OneFOneB, Pipeline, Timetable

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from jaxdist.command_line.arguments import load
-from jaxdist.config import ConfigError, Llama
+from jaxdist.config import ConfigError
 from jaxdist.config.hardware import hardware
+from jaxdist.families.llama.config import Llama
 from jaxdist.planner.plans import Plan
 from jaxdist.planner.time import reach
 

@@ -186,9 +186,13 @@ def test_its_proof(folder: Path, tmp_path: Path) -> None:
 
 Package = Callable[[str], str]
 TRAIN = ["--device", "cpu", "--mesh", "1x1", "--steps", "1", "--plugins", "bad_plugin"]
-ROW = "import jaxdist, torch_ref\nfrom jaxdist.config.optimizer import ALL\n"
+ROW = """
+import jaxdist, torch_ref
+from jaxdist.config.optimizer import ALL
+from jaxdist.families.llama.config import Llama
+"""
 TAKEN = {
-    "family 'llama'": "jaxdist.register_family(jaxdist.Family('llama', jaxdist.config.Llama, 'a:b'))",
+    "family 'llama'": "jaxdist.register_family(jaxdist.Family('llama', Llama, 'a:b'))",
     "family of torch_ref 'llama'": "torch_ref.register_family(torch_ref.Family('llama', 'a:b'))",
     "optimizer 'adamw'": "jaxdist.register_optimizer(jaxdist.UpdateRule('adamw', {}))",
     "strategy 'fsdp'": "jaxdist.register_strategy(jaxdist.Strategy('fsdp', True, True, True))",
@@ -210,7 +214,7 @@ LACKING: dict[str, tuple[str, Callable[[list[str]], None], list[str]]] = {
         torch_train.main, [*TRAIN, "--optimizer.name", "bare"],
     ),
     "the family 'bare' of plugin 'bad_plugin' has no row on torch's side; add it by torch_ref.register_family": (
-        "from typing import Literal\nfrom jaxdist.config import Llama\n"
+        "from typing import Literal\nfrom jaxdist.families.llama.config import Llama\n"
         "class Bare(Llama):\n    family: Literal['bare'] = 'bare'\n"
         "jaxdist.register_family(jaxdist.Family('bare', Bare, 'jaxdist.families.llama.model:Llama'))",
         torch_train.main, [*TRAIN, "--model.family", "bare"],

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from jaxdist.config import GPT2, Checkpoint, Model
+from jaxdist.config import Checkpoint, Model
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.kinds import deepspeed_folders_test as deepspeed
@@ -25,6 +25,7 @@ from jaxdist.convert.kinds import trainer_folders_test as trainer
 from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.weights import lies_beside as jax_beside
+from jaxdist.families.gpt2.config import GPT2
 from jaxdist.formats.foreign import SINGLE
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.kinds import KINDS

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jaxdist.command_line.arguments import parse
-from jaxdist.config import GPT2, ConfigError, Experiment, Llama, Mixture, Model, ResNet
+from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
@@ -21,6 +21,10 @@ from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
 from jaxdist.convert.vocabulary import resized
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
+from jaxdist.families.mixtral.config import Mixture
+from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.described import Source
 from jaxdist.formats.finite import is_square, of_start
 from jaxdist.formats.finite import refused as refused_weights

@@ -12,12 +12,14 @@ import torch
 from safetensors.numpy import load_file
 
 from jaxdist import evaluate
-from jaxdist.config import GPT2, ConfigError, Experiment, Llama, Model
+from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.convert import write_hf
 from jaxdist.convert.__main__ import main as convert
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.kinds.registry import KINDS
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats.foreign import SINGLE
 from jaxdist.formats.hf import read_model
 from jaxdist.formats.sources import kind_of

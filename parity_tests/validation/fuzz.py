@@ -35,11 +35,14 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.numpy import save, save_file
 
-from jaxdist.config import ConfigError, Llama, Mixture, Model, ResNet, check_shapes
+from jaxdist.config import ConfigError, Model, check_shapes
 from jaxdist.convert.content import Content
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import dcp_files, hf, torch_files, torch_leaves, torch_numpy
 from jaxdist.convert.kinds.torch_parts import MODEL as PARTS
+from jaxdist.families.llama.config import Llama
+from jaxdist.families.mixtral.config import Mixture
+from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.dcp_index import INDEX as DCP
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import experiment_for, read_model, to_settings

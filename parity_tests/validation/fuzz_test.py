@@ -20,6 +20,8 @@ from jaxdist.config import bounded, model
 from jaxdist.convert.kinds import torch_files, torch_leaves, torch_records
 from jaxdist.convert.kinds.torch_records import place
 from jaxdist.families.llama import huggingface
+from jaxdist.families.mixtral import config as mixtral
+from jaxdist.families.resnet import config as resnet
 from jaxdist.formats import dcp_index, foreign, safetensors_files
 from jaxdist.formats.hf_keys import COUNT, Key
 from jaxdist.formats.torch_zips import Place
@@ -112,10 +114,10 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
         "of each layer",
     ),
     "experts without end": (
-        "config", [(model, "MOST_EXPERTS", END), (model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"
+        "config", [(mixtral, "MOST_EXPERTS", END), (mixtral, "MOST_EXPERTS_IN_ALL", END)], "of each layer"
     ),
-    "experts in all without end": ("config", [(model, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
-    "blocks without end": ("config", [(model, "MOST_BLOCKS", END)], "one by one"),
+    "experts in all without end": ("config", [(mixtral, "MOST_EXPERTS_IN_ALL", END)], "of each layer"),
+    "blocks without end": ("config", [(resnet, "MOST_BLOCKS", END)], "one by one"),
     "numpy's errors": ("safetensors", [(safetensors_files.Tensors, "read", read_unchecked)], "imension"),
     "numbers from beside": ("torch", [(torch_leaves, "place", beside)], "other numbers than those that torch reads"),
     "torch's errors": ("torch", [(torch_files, "load", load_as_it_is)], "Weights only load failed"),

@@ -25,12 +25,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxdist.config import Llama
 from jaxdist.config.errors import exit_codes
 from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.kinds.safetensors_writer import lay_out
 from jaxdist.convert.target import remove
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats import buffers
 from jaxdist.formats.hf import to_settings
 from jaxdist.formats.safetensors_files import Tensor

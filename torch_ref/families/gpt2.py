@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.config import GPT2 as Config
+from jaxdist.families.gpt2.config import GPT2 as Config
 from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, LayerNorm, attend
 from torch_ref.families.loss import head

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jaxdist.config import GPT2, Llama
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 from torch_ref.families.layers import Embedding, attend
 from torch_ref.families.loss import cross_entropy
 from torch_ref.families.models import build

@@ -6,8 +6,8 @@ Twin: jaxdist/families/llama/model.py.
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jaxdist.config import Llama as Config
 from jaxdist.config import Rotary
+from jaxdist.families.llama.config import Llama as Config
 from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
 from torch_ref.families.loss import head

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from jaxdist.config import Llama
 from jaxdist.data import IGNORED
+from jaxdist.families.llama.config import Llama
 from torch_ref.families.loss import chunked, cross_entropy, cross_entropy_of_chunks
 
 UNIT = 2.0**-8  # of bfloat16, relative

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Experiment
-from jaxdist.config import Mixture as Config
+from jaxdist.families.mixtral.config import Mixture as Config
 from torch_ref.families.accounting import Accounting, flops_of_decoder
 from torch_ref.families.layers import Embedding, RMSNorm, Rotation, at_least_f32, rotary
 from torch_ref.families.llama import Attention

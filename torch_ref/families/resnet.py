@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jaxdist.config import Experiment
-from jaxdist.config import ResNet as Config
+from jaxdist.families.resnet.config import ResNet as Config
 from torch_ref.families.accounting import Accounting
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.images import Images

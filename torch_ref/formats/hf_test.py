@@ -12,7 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from jaxdist.config import GPT2, ConfigError, Llama, Model
+from jaxdist.config import ConfigError, Model
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats import headers
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import to_settings

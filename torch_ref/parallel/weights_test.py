@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from jaxdist.config import Llama
+from jaxdist.families.llama.config import Llama
 from torch_ref.families.models import build
 from torch_ref.parallel.weights import draw, extended, fill, named
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Experiment, Llama
+from jaxdist.config import ConfigError, Experiment
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import MODELS, SMALL
 from jaxdist.convert.kinds.foreign_sources_test import config
@@ -18,6 +18,7 @@ from jaxdist.convert.kinds.formats_test import content_of, written
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.scripts_test import EXPERIMENT, MODEL, saved_dcp, script
 from jaxdist.convert.stream import Conversion
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats.dcp_index import INDEX, nesting, read_index
 from jaxdist.formats.hf import experiment_for
 from jaxdist.runs.checkpoints import checkpoint_in

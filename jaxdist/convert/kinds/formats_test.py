@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Llama, Model, Optimizer, TrainingError
+from jaxdist.config import ConfigError, Model, Optimizer, TrainingError
 from jaxdist.conftest import often
 from jaxdist.convert import stream, verify
 from jaxdist.convert.__main__ import main
@@ -27,6 +27,7 @@ from jaxdist.convert.entries import entries, shapes_of
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.mappings.atoms import Shape
 from jaxdist.convert.stream import Conversion, units
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square, of_kind
 from jaxdist.formats.hf import experiment_for

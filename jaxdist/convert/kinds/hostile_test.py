@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxdist.config import GPT2, ConfigError, Llama, Mixture, ResNet, bounded
-from jaxdist.config.model import MOST_EXPERTS, MOST_LAYERS
+from jaxdist.config import ConfigError, bounded
+from jaxdist.config.model import MOST_LAYERS
 from jaxdist.convert.__main__ import main
+from jaxdist.families.gpt2.config import GPT2
+from jaxdist.families.llama.config import Llama
+from jaxdist.families.mixtral.config import MOST_EXPERTS, Mixture
+from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.foreign import INDEX, SINGLE
 from jaxdist.formats.hf import read_model, to_settings
 from jaxdist.formats.safetensors_files import Tensors

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Llama
+from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import Leaf
 from jaxdist.convert.convert_test import SMALL
@@ -16,6 +16,7 @@ from jaxdist.convert.entries import entries
 from jaxdist.convert.kinds import meta
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.verify import logits
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats import meta as formats_meta
 from jaxdist.formats.hf import experiment_for
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Llama
+from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS, Content, Leaf
 from jaxdist.convert.convert_test import MODELS
@@ -18,6 +18,7 @@ from jaxdist.convert.kinds.formats_test import content_of
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.optimizers.fused import unfused
 from jaxdist.convert.stream import Conversion
+from jaxdist.families.llama.config import Llama
 from jaxdist.formats.dcp_index import read_index
 from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.sources import kind_of

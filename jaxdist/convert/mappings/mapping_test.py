@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxdist.config import ConfigError, Mixture
+from jaxdist.config import ConfigError
 from jaxdist.convert.convert_test import MODELS
 from jaxdist.convert.entries import shapes_of
 from jaxdist.convert.mappings import atoms
 from jaxdist.convert.mappings.mapping import KeyMapping, Module, Row, Shape, Shapes
 from jaxdist.convert.mappings.suggest import Suggestion, suggest
 from jaxdist.convert.mappings.transforms import TRANSFORMS, as_ours, fitting, result
+from jaxdist.families.mixtral.config import Mixture
 from jaxdist.formats.hf import to_settings
 from jaxdist.formats.tables import HUGGINGFACE, table_of
 

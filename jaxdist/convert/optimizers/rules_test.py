@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tomli_w
 
-from jaxdist.config import ConfigError, ResNet
+from jaxdist.config import ConfigError
 from jaxdist.convert.__main__ import main
 from jaxdist.convert.content import PARAMETERS
 from jaxdist.convert.convert_test import MODELS
@@ -15,6 +15,7 @@ from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.scripts_test import same
 from jaxdist.evaluate import main as evaluate
+from jaxdist.families.resnet.config import ResNet
 from jaxdist.formats.sources import kind_of
 
 torch = pytest.importorskip("torch", reason="torch files need torch: pip install 'jaxdist[torch]'")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.config import GPT2 as Config
+from jaxdist.families.gpt2.config import GPT2 as Config
 from jaxdist.families.layers import ColumnLinear, Embedding, LayerNorm, RowLinear, scan_layers, stacked
 from jaxdist.families.loss import head
 from jaxdist.ops.linear import add_bias

@@ -3,9 +3,9 @@
 import jax
 from flax import nnx
 
-from jaxdist.config import Llama as Config
 from jaxdist.config import Rotary
 from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, RowLinear, scan_layers, stacked
+from jaxdist.families.llama.config import Llama as Config
 from jaxdist.families.loss import head
 from jaxdist.ops.rotary import Rotation, rotary, rotate
 from jaxdist.parallel.collectives import Parallel

@@ -17,7 +17,8 @@ from jaxdist.accounting.flops import of_decoder
 from jaxdist.accounting.forms import Accounting
 from jaxdist.accounting.memory import Arrays
 from jaxdist.accounting.traffic import ITEMSIZE, first, passes, recomputed, ring_bytes, tokens_of
-from jaxdist.config import Experiment, Mixture
+from jaxdist.config import Experiment
+from jaxdist.families.mixtral.config import Mixture
 from jaxdist.ops.grouped import rows_of
 from jaxdist.parallel.sharding import TOKENS, Layout
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.config import Mixture as Config
 from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, parameter, scan_layers, stacked
 from jaxdist.families.llama.model import Attention
 from jaxdist.families.loss import head
+from jaxdist.families.mixtral.config import Mixture as Config
 from jaxdist.ops.grouped import grouped
 from jaxdist.ops.rotary import Rotation, rotary
 from jaxdist.ops.varying import at_least_f32

@@ -29,8 +29,8 @@ from jaxdist.accounting.memory import (
     amount,
 )
 from jaxdist.accounting.traffic import ITEMSIZE, first, ring_bytes, tokens_of
-from jaxdist.config import Experiment, ResNet
-from jaxdist.config.model import halved
+from jaxdist.config import Experiment
+from jaxdist.families.resnet.config import ResNet, halved
 from jaxdist.parallel.sharding import TOKENS, Layout, strategy
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.config import ResNet as Config
 from jaxdist.families.layers import ColumnLinear, parameter, statistic
+from jaxdist.families.resnet.config import ResNet as Config
 from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize

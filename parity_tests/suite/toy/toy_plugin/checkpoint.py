@@ -21,7 +21,8 @@ def is_toy(path: Path) -> bool:
 
 def write(path: Path, experiment: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
     with path.open("wb") as file:
-        np.savez(file, **tensors, **{EXPERIMENT: np.array(json.dumps(experiment))})
+        arrays: dict[str, Any] = {**tensors, EXPERIMENT: np.array(json.dumps(experiment))}
+        np.savez(file, **arrays)
 
 
 def read(path: Path, name: str) -> np.ndarray:
