@@ -37,8 +37,9 @@ class Unknown(ConfigError):
 def unknown(model: Model, form: str) -> Unknown:
     """The error for a form of `Accounting` that is asked for and not there."""
     return Unknown(
-        f"model.family = {model.family}: the closed form of its {form} is unknown; register it with an accounting that "
-        f"has {form}, or measure a step: python -m jaxdist.plan --compiled, without --recommend and --output"
+        f"model.family = {model.family}: the closed form of its {form}, by which plans are ranked and drawn, is "
+        "unknown; leave out --recommend and --output and give --mesh and --compiled, or register the family with an "
+        f"accounting that has {form}"
     )
 
 
