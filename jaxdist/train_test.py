@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from jax import lax
 
 from jaxdist.command_line.arguments import parse
-from jaxdist.config import ConfigError, TrainingError
+from jaxdist.config import ConfigError, TrainingError, exit_codes
 from jaxdist.convert.kinds import orbax_files
 from jaxdist.data import IGNORED, Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
@@ -483,16 +484,24 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_2_and_one_message(case: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_ends_with_2_and_one_message(
+    case: str, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     argv, says = BAD[case]
     monkeypatch.chdir(place)
     before = sorted(place.rglob("*"))
     output = [] if "--output" in argv else ["--output", "new"]
-    done = command(*argv, *output, JAX_NUM_CPU_DEVICES="8")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
-    assert re.search(says, done.stderr), done.stderr
+    with pytest.raises(SystemExit) as end:
+        exit_codes(partial(main, [*argv, *output]))
+    told = capfd.readouterr().err
+    assert end.value.code == 2 and told.count("error:") == 1 and re.search(says, told), told
     assert sorted(place.rglob("*")) == before, "something was written"
+
+
+def test_bad_input_of_a_process() -> None:
+    done = command("--mesh", "4x4", JAX_NUM_CPU_DEVICES="8")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.fullmatch(r"error: .*'4x4' needs 16 devices, there are 8.*\n", done.stderr), done.stderr
 
 
 def test_a_last_update_that_diverges_is_not_kept(tmp_path: Path) -> None:

@@ -62,14 +62,17 @@ def distance(run: Run, reference: Run) -> tuple[float, float]:
 
 
 def command(*arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command line, with the code `before` run ahead of it; without any, forked from a process that has torch."""
+    """The command line, with the code `before` executed ahead of it. Forked from a process that has imported torch,
+    unless it has variables of its own."""
     inherited = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}  # it changes with every test
-    if not before and not environment:
-        strict = {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-        return forkserver.run("torch_ref.train", (*FIELDS, *arguments), inherited | strict)
-    code = f"{before}\nfrom torch_ref import train\ntrain.exit_codes(train.main)"
-    line = [sys.executable, "-W", "error", "-c", code, *FIELDS, *arguments]
-    return subprocess.run(line, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=400)
+    inherited |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    module, line = "torch_ref.train", [*FIELDS, *arguments]
+    if before:
+        module, line = "parity_tests.runs.planted", [before, module, *line]
+    if not environment:
+        return forkserver.run(module, tuple(line), inherited)
+    started = [sys.executable, "-m", module, *line]
+    return subprocess.run(started, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, timeout=400)
 
 
 Train = Callable[..., Run]
