@@ -1,4 +1,5 @@
-"""What an experiment takes on a mesh of named devices, before any is at hand: `python -m jaxdist.plan --mesh 64x8`."""
+"""Memory, traffic and time of an experiment on a mesh of named devices, without the devices: `python -m jaxdist.plan
+--mesh 64x8`."""
 
 import argparse
 import json

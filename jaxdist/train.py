@@ -124,7 +124,7 @@ def described(path: Path) -> Source | None:
 
 
 def beside(source: Path | None) -> Beside | None:
-    """What lies beside the weights or in the folder that a run begins with."""
+    """Tokenizer and other files beside the weights, or in the folder, that a run starts from."""
     if source is None:
         return None
     from jaxdist.convert.weights import lies_beside

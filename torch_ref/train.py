@@ -270,7 +270,7 @@ def notes(model: nn.Module, memory: dict[str, int | None]) -> dict[str, str]:
 
 @contextmanager
 def reporting(experiment: Experiment, folder: RunFolder | None, start: int) -> Iterator[Report]:
-    """What takes each step's record, on the first rank: bar and run folder."""
+    """A consumer of each step's record, on the first rank: progress bar and run folder."""
     if dist.get_rank() > 0:
         yield lambda _: None
         return

@@ -32,7 +32,7 @@ SHORTCUTS = {
 }
 
 
-# What an override makes obsolete of a resolved config: what followed from another policy, a fingerprint of other data.
+# Fields of a resolved config that an override resets: those derived from another policy, the fingerprint of other data.
 FORGETS = {
     "precision.policy": ("parameters", "compute", "reduce", "loss_scale"),
     "train.epochs": ("steps",),
@@ -48,7 +48,7 @@ FORGETS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a training command was asked to do."""
+    """The parsed command line of a training command."""
 
     config: Path | None
     experiment: Experiment
@@ -410,7 +410,7 @@ def _resolve_resume(run: dict[str, Any]) -> None:
 
 
 def _instead(folder: Path) -> str:
-    """What to do instead of --resume of what is no run folder."""
+    """The fix for a --resume whose path is not a run folder."""
     run = next((parent for parent in folder.parents if (parent / RUN_CONFIG).is_file()), None)
     if run:
         return f"it belongs to the run {run}: give --resume {run}, which goes on from its newest checkpoint"

@@ -13,8 +13,8 @@ BLOCKS = 256
 
 
 def read_blocks(files: Sequence[Path], sizes: Sequence[int], blocks: int = BLOCKS) -> Iterator[bytes]:
-    """`blocks` blocks of files of so many bytes taken end to end, the first and the last among them; all of their
-    content where it is no longer. Raises OSError."""
+    """Sample `blocks` blocks of the files, concatenated, including the first and the last block; all content of shorter
+    files. Raises OSError."""
     before = np.cumsum([0, *sizes])
     total = int(before[-1])
     if total <= blocks * BLOCK:

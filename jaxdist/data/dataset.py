@@ -75,10 +75,10 @@ def _readable(data: Data) -> Iterator[None]:
 
 
 def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
-    """What `opened` makes of the data, read as a run began with them. Raises ConfigError where they are others.
+    """The data of `opened`, read as when the run started. Raises ConfigError for other data.
 
-    A run that a version before content was sampled has begun goes on; where that version read the files otherwise, they
-    are read as it did, and the run keeps its fingerprint of names and sizes, which tells that again at each resume.
+    A run from before content was sampled keeps its fingerprint of names and sizes, and its files are read as its
+    version read them.
     """
     dataset = opened(data)
     recorded, (fingerprints, fields) = data.fingerprint, dataset.earlier
@@ -124,11 +124,11 @@ class Dataset(ABC):
     """32 hex digits over names, sizes and sampled content of the files and the tokenizer, equal for the same data."""
     earlier: Earlier
     rows: dict[str, str]
-    """Of the start-up table: what was found."""
+    """Rows for the start-up table: the data that were found."""
 
     def __init__(self, data: Data, count: int, held: int | None = None) -> None:
-        """Of `count` rows the last `held` are validation; without it the last data.validation of them, at least one
-        where there are two."""
+        """Split `count` rows: the last `held` are validation, or by default the share data.validation, at least one row
+        of two."""
         self._data = data
         share = self._share = held is None
         if held is None:
@@ -176,7 +176,7 @@ class Dataset(ABC):
         )
 
     def steps(self, size: int, epochs: int) -> int:
-        """Steps of so many epochs in batches of `size`."""
+        """Number of steps in that many epochs, in batches of `size`."""
         return -(-epochs * self.visits(size) // size)
 
     def batch(

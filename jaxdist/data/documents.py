@@ -46,10 +46,10 @@ class Piece(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How a text file begins: its compression ("" for none), its encoding, the length in bytes of its byte order mark,
-    and its first characters; `cut` where the file has more.
+    """The start of a text file: its compression ("" for none), encoding, length in bytes of its byte order mark, and
+    first characters; `cut` if the file has more.
 
-    `bare` is a start in UTF-8 whose content may be mapped as it is in the file."""
+    `bare`: uncompressed UTF-8, whose bytes may be memory-mapped."""
 
     packed: str
     encoding: str
@@ -66,7 +66,7 @@ BARE = Start("", "utf-8", 0)
 
 
 def start_of(file: Path) -> Start:
-    """How a text file begins. Raises ConfigError for what is no text, and UTF-16 without a byte order mark."""
+    """Read the start of a text file. Raises ConfigError for other files, and for UTF-16 without a byte order mark."""
     with _named(file), unpacked(file) as (packed, stream, _):
         head = stream.read(HEAD)
     if what := signature(head):
@@ -298,7 +298,7 @@ def cut(text: str, file: Path, size: float) -> Iterator[Piece]:
 
 @contextmanager
 def _named(file: Path) -> Iterator[None]:
-    """Raises ConfigError for a file that is damaged, and PermissionError as it is."""
+    """Raises ConfigError for a damaged file; a PermissionError passes through."""
     try:
         yield
     except PermissionError:

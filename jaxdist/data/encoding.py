@@ -131,7 +131,7 @@ def end_of(tokenizer: Tokenizer, file: Path, end_of_text: str) -> tuple[int | No
 
 
 def _others(tokenizer: Tokenizer, file: Path, decided: str, number: int) -> str:
-    """What to say of the files after the one that `decided` on `number` whose token, or tokens, are others."""
+    """Note on files that name other end tokens than the file that `decided` on `number`."""
     told = ""
     for name in list(NAMED_IN)[list(NAMED_IN).index(decided) + 1 :]:
         ids = [_id_of(tokenizer, token) for token in _all_named_in(file.with_name(name), NAMED_IN[name])]

@@ -33,7 +33,7 @@ MAGIC = re.compile(rb"[A-Za-z0-9_]{4}([A-Za-z0-9_\0]{4}|[\0-\x40]\0\0\0)")
 
 
 class Header(NamedTuple):
-    """What shows that a file begins with a header, and the header's length in bytes; 0 where that is not known."""
+    """The sign of a header at the start of a file, and its length in bytes; 0 if unknown."""
 
     why: str
     length: int
@@ -98,7 +98,7 @@ def header_length(content: bytes, size: int, dtype: str) -> int:
     `size` bytes; 0 where none does."""
     width = np.dtype(dtype).itemsize
     for length in HEADERS:
-        # Of wider ids a count of 4 bytes may be one, and of 8 bytes is hardly any.
+        # Among wider ids a 4-byte count may be an id itself; an 8-byte count hardly can.
         words = numbers(content[: min(length, COUNTED)], "<u4" if width == 2 else "<u8")
         if (size - length) % width == 0 and (size - length) // width in words:
             return length

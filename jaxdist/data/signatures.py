@@ -1,4 +1,4 @@
-"""What a file is by its first bytes, whatever its name says."""
+"""File kinds by their first bytes, whatever the file's name."""
 
 import json
 import re

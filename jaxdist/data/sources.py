@@ -133,7 +133,7 @@ def open_stream(data: Data, vocab: int) -> Stream:
 
 
 def _end(data: Data, encoder: Encoder | None, joined: bool) -> str:
-    """What the start-up table says of the end of documents."""
+    """Text of the start-up table on the end of documents."""
     if encoder and not joined:
         return encoder.end if data.documents == "packed" else "nothing is added (data.documents = padded)"
     joining = "files are joined as they are" if encoder else "as the ids have it"
@@ -143,7 +143,7 @@ def _end(data: Data, encoder: Encoder | None, joined: bool) -> str:
 def _earlier(
     data: Data, files: Files, encoder: Encoder | None, located: Sequence[Located | None], version: str | None
 ) -> Earlier:
-    """What a run that an earlier version began has recorded for the same files, if that read them at all, or alike."""
+    """Fingerprint that earlier versions recorded for the same files, if they read them alike."""
     endings = {file.suffix.lower() for file in files.all}
     marks = files.kind == "text" and any(there and there.part.offset for there in located)
     if (

@@ -49,8 +49,8 @@ def blocks(counts_E: jax.Array, rows: int, most: int) -> tuple[Block, jax.Array]
 
 
 def rows_of(rows: int, groups: int) -> int:
-    """Of a block, where there are so many rows in all: so many that it is worth its start, and so few that the last
-    ones of groups, which are not full, are little more work."""
+    """Rows per block for a total number of rows: enough to amortize a block's start, few enough that the groups' partly
+    filled last blocks cost little."""
     return max(1, rows // (16 * groups), min(WORTH, rows // (2 * groups)))
 
 

@@ -9,7 +9,7 @@ from jaxdist.ops.varying import at_least_f32, match_varying
 
 
 def written(x: jax.Array) -> jax.Array:
-    """`x`, which several CPU devices write out as it is, where XLA would rather change the product beside it."""
+    """`x`, materialized on several CPU devices, so that XLA does not rewrite the product that reads it."""
     mesh = jax.sharding.get_abstract_mesh()
     several = mesh.size > 1 and mesh.abstract_device and mesh.abstract_device.platform == "cpu"
     return lax.optimization_barrier(x) if several else x

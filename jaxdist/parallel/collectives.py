@@ -1,4 +1,4 @@
-"""The verbs by which a model speaks to the mesh, and what each sends.
+"""The operations by which a model communicates over the mesh, and the bytes that each sends.
 
 Everything runs inside one fully manual `jax.shard_map` with `check_vma=True`: the type of a value says over which mesh
 axes it differs, and the transpose of each operation is the communication of the backward pass. Costs are bytes that a
@@ -140,7 +140,7 @@ class Stages(Protocol):
     """How a stack of blocks is split over the mesh axis `pipeline` (`parallel/pipeline.py`)."""
 
     def __call__(self, blocks: Callable[[X], X], x: X) -> X:
-        """What all stages make of `x`; `blocks` are this device's."""
+        """`x` after all stages; `blocks` are this device's."""
 
 
 def one_stage(blocks: Callable[[X], X], x: X) -> X:
@@ -166,7 +166,7 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class Parallel:
-    """What a model may know of how it is distributed: the verbs."""
+    """Everything that a model sees of its distribution: the operations."""
 
     strategy: Strategy
     precision: Precision
@@ -237,7 +237,7 @@ class Parallel:
         return {name: mark_varying(s, LOSS_AXES) if s.ndim else s for name, s in statistics.items()}  # all count alike
 
     def kept_statistics(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Of each device's own those of the first, as DDP keeps them."""
+        """Take the first device's of all devices' values, as DDP does."""
         if self.batch_norm == "global":
             return statistics
         vectors = {name: s for name, s in statistics.items() if s.ndim}

@@ -77,7 +77,7 @@ class Capped:
     model: Limited
 
     def taken(self, routing: Routing, context: Context) -> jax.Array:
-        """Whether an expert has room for a token [B, T, k]: in each sequence for so many, in the order of time."""
+        """Whether an expert has capacity for a token [B, T, k]: per sequence, in order of time."""
         E = self.model.experts
         # Which tokens are valid travels with the choices: those of others are E higher.
         marked_BTk = jnp.where(routing.valid_BT[..., None], routing.chosen_BTk, E + routing.chosen_BTk)

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, Mesh
 from jaxdist.config import ConfigError, Experiment, whole_number
 from jaxdist.runtime.processes import world
 
-# Of XLA, per virtual CPU device. Each collective in progress holds one, and a device may be in one while the others are
-# in another that does not depend on it: with as many threads as devices, which is XLA's choice, that can be a deadlock.
+# Threads of XLA per virtual CPU device. Each collective in progress holds one, and a device may be in one while the
+# others are in another that does not depend on it: with as many threads as devices, which is XLA's choice, that can be
+# a deadlock.
 THREADS = 4
 
 
@@ -99,8 +100,8 @@ def shares(devices: Sequence[jax.Device], size: int) -> list[jax.Device]:
 
 
 def own_gpus(size: int) -> str:
-    """Which of the GPUs that this process could take are its own, as JAX is told: `size` of them where processes share
-    a machine, unless the launcher has dealt them out already; else all."""
+    """Indices of the visible GPUs that this process uses, as JAX expects them: `size` GPUs if processes share a machine
+    and the launcher has not assigned them, else all."""
     here = world().neighbours
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if len(here) == 1 or (given is not None and given.count(",") + 1 == size):
@@ -116,7 +117,7 @@ def lay_out(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 
 def describe(mesh: Mesh) -> str:
-    """What the mesh runs on, in one line."""
+    """One line that describes the devices of the mesh."""
     first, count = mesh.devices.flat[0], mesh.devices.size
     kind = "virtual CPU device" if first.platform == "cpu" else first.device_kind
     where = f" of {world().size} processes" if world().size > 1 else ""

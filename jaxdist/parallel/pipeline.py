@@ -39,7 +39,7 @@ AXIS = "pipeline"
 Arrays = dict[str, jax.Array]
 # (accumulators, weights, part of the batch, stages) -> loss to be differentiated, and what goes with it, of this device
 Loss = Callable[[Arrays | None, Arrays, Any, Stages], tuple[jax.Array, Any]]
-Sums = tuple[Arrays, jax.Array]  # gradients, and the loss that is told
+Sums = tuple[Arrays, jax.Array]  # gradients, and the reported loss
 Carry = tuple[Arrays, jax.Array, Arrays]  # the same, and running statistics
 
 
@@ -54,8 +54,8 @@ class Schedule(Protocol):
         """
 
     def forward(self, function: Callable[[Arrays, Stages], Any], weights: Arrays) -> Any:
-        """What `function` of the weights makes of one microbatch that goes through all stages, on the last of them;
-        zeros on others."""
+        """`function` of the weights and one microbatch, passed through all stages: the result on the last stage, zeros
+        on the others."""
 
     def order(self, layers: int) -> np.ndarray:
         """The layers [L] in the order in which the devices hold them."""
@@ -97,7 +97,7 @@ class Timetable:
 
     @property
     def ticks(self) -> int:
-        """Of one pass, over all stages."""
+        """Cost of one pass over all stages."""
         return self.slots + self.stages - 1
 
     def at(self, slot: Any) -> tuple[Any, Any, Any]:
@@ -176,7 +176,7 @@ class Pipeline:
         return (*self.summed(told, (gradients, total), weights, parts), none)
 
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
-        """`start` plus the gradients and the losses told of all microbatches."""
+        """`start` plus the gradients and reported losses of all microbatches."""
         raise NotImplementedError
 
     def order(self, layers: int) -> np.ndarray:
@@ -251,7 +251,7 @@ class Pipeline:
         return here.sent, only(here.last, losses)
 
     def start(self, loss: Loss, weights: Arrays, parts: Any) -> Any:
-        """What there is to receive before anything was sent."""
+        """Zero-filled receive buffer for the first tick."""
         return self.nothing(lambda weights, look: loss(None, weights, pick(parts, jnp.int32(0)), look), weights)
 
 

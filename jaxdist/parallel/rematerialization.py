@@ -1,8 +1,8 @@
-"""What a device keeps: which results of a block's forward pass wait for the backward pass, which are computed again,
-and what of all that, and of the state between steps, lies in the memory of the host.
+"""Activations that a device keeps for the backward pass, recomputes, or offloads to host memory, and offloading of the
+state between steps.
 
-Types know where an array lies: what mixes one on the host with one on the device is refused when it is traced. Only
-collectives forget it, so that nothing is gathered but what was fetched.
+An array's type states its memory space: mixing host and device arrays is an error at trace time. Collectives alone lose
+it, so that only fetched arrays are gathered.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def _all_but_transient(primitive: Any, *_: Any, **__: Any) -> bool:
 
 _saves = jax.checkpoint_policies
 POLICIES = {
-    # Every activation is kept, but for what is transient.
+    # Every activation is kept, except transient ones.
     "none": _all_but_transient,
     # Only the block's input is kept; costs one more forward pass, tensor parallelism's all-reduces included.
     "full": _saves.nothing_saveable,

@@ -29,7 +29,8 @@ Pairs = Iterable[tuple[Any, Any]]
 
 
 class Softmax(NamedTuple):
-    """Of a chunk's queries over the keys that have come by: weights relative to the highest score."""
+    """Running softmax of a chunk's queries over the keys received so far, with weights relative to the highest
+    score."""
 
     weighted_BLKGC: jax.Array
     highest_BKGL: jax.Array
@@ -139,7 +140,7 @@ def _scores(q: jax.Array, k: jax.Array, a: Any, b: Any, step: Any, window: int) 
 
 
 def _on(arrays: Any) -> Any:
-    """What the device before this one has."""
+    """The previous device's value."""
     n = lax.axis_size(AXIS)
     return jax.tree.map(lambda x: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)]), arrays)
 

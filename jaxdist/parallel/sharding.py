@@ -110,7 +110,7 @@ class Layout:
 
     @cached_property
     def role(self) -> ParamRole:
-        """What update rules tell parameters apart by."""
+        """The parameter's role (matrix? in a block?), used by Muon and Adafactor."""
         return ParamRole(self.decays, self.name.startswith(BLOCKS))
 
     @property

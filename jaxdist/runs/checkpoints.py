@@ -30,8 +30,8 @@ FOLDER = "checkpoints"  # of a run folder
 MANIFEST = "manifest.json"
 UNFINISHED, DAMAGED = ".unfinished", ".damaged"
 EMPTY: Mapping[str, str] = MappingProxyType({})
-# What a checksum is called in a manifest -> how it is taken. The first is written: it finds damage as the other does,
-# in a seventh of the time.
+# Name of a checksum in a manifest -> its function. The first is written: it finds damage as the other does, in a
+# seventh of the time.
 CHECKSUMS: Mapping[str, Callable[..., Any]] = {"xxh128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 WRITTEN = next(iter(CHECKSUMS))
 BLOCK = 1 << 22  # bytes read at a time: other threads want the interpreter in between
@@ -57,7 +57,7 @@ class Saves:
     `checkpoint.failure` is "go on"."""
 
     def __init__(self, checkpoints: Path, config: Checkpoint, first: bool = True) -> None:
-        """Of several processes only the `first` cleans up and prints."""
+        """Only the `first` of several processes cleans up and prints."""
         self.checkpoints, self.config, self.first = checkpoints, config, first
         self.latest: int | None = None  # the last step that was to be saved
         self.failed: dict[int, str] = {}  # step -> why its checkpoint is missing
@@ -182,12 +182,12 @@ def synchronize(path: Path) -> None:
 
 
 def never() -> bool:
-    """What is not to be ended."""
+    """Default stop predicate: never stop."""
     return False
 
 
 def checksum(file: Path, kind: str = WRITTEN, ended: Callable[[], bool] = never) -> str:
-    """Of all of the file; of no use where it is `ended` meanwhile."""
+    """Checksum of the whole file; incomplete if it is `ended` early."""
     found = CHECKSUMS[kind]()
     with file.open("rb", buffering=0) as opened:
         if hasattr(os, "posix_fadvise"):  # macOS has none
@@ -199,7 +199,7 @@ def checksum(file: Path, kind: str = WRITTEN, ended: Callable[[], bool] = never)
 
 
 class Entry(NamedTuple):
-    """What a manifest says of a file."""
+    """A manifest's entry for a file."""
 
     file: Path
     bytes: int
@@ -393,7 +393,7 @@ def settle(checkpoints: Path) -> None:
 
 
 def surplus(steps: Sequence[int], config: Checkpoint) -> list[int]:
-    """Of the `steps` in order, those that neither `checkpoint.keep` nor `checkpoint.keep_every` keeps."""
+    """Steps, in order, that neither `checkpoint.keep` nor `checkpoint.keep_every` keeps."""
     older = steps[: -config.keep] if config.keep else []
     return [step for step in older if not config.keep_every or step % config.keep_every]
 

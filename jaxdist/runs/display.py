@@ -1,4 +1,4 @@
-"""What a person sees: a start-up table, a progress bar, one closing line. Plain lines when no one is watching."""
+"""Terminal output of a run: start-up table, progress bar, closing line. Plain lines if stdout is not a terminal."""
 
 import math
 import time

@@ -23,8 +23,8 @@ from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_wh
 from jaxdist.runs.display import say
 from jaxdist.runs.lock import Taken, alone
 
-# What may differ between a run and its continuation: how it is laid out and saved, never what is trained.
-# Where the data lie and how they are told is free as well: `data.fingerprint` knows what was read.
+# Fields that may differ between a run and its continuation: layout and saving, never the training itself. The location
+# of the data and the choice of splits are free too: `data.fingerprint` identifies the data.
 FREE = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
@@ -37,8 +37,8 @@ WHY = {
     "train.accumulation": "batch norms, and the balance and capacity of experts, are computed within a microbatch",
 }
 
-# What is also free where a checkpoint of another program was converted and no step was made since: the batches, and the
-# learning rates of the steps to come, which such a checkpoint may not tell.
+# Further free fields for a converted checkpoint that no step was trained from: the batches, and the learning rates of
+# the steps to come, which such a checkpoint may not tell.
 CONVERTED = (
     "data.", "train.", "optimizer.learning_rate", "optimizer.warmup", "optimizer.decay", "optimizer.final",
 )  # fmt: skip
@@ -167,15 +167,15 @@ class RunFolder:
             raise ConfigError(f"--output {self.path}: {why}; {remedy(why)}, or give another folder") from None
 
     def _there(self) -> tuple[bool, list[int], int]:
-        """What tells whether another run has written here: its config, its checkpoints, and how much it logged."""
+        """State of the folder that changes if another run writes to it: config, checkpoints, length of the log."""
         logged = self.metrics.stat().st_size if self.metrics.exists() else 0
         return (self.path / "config.toml").exists(), steps_in(self.checkpoints), logged
 
     def _kept(self, step: int) -> list[dict[str, Any]]:
-        """What was logged up to `step`; says so where a loss of power took lines of it, or someone the file."""
+        """Records logged up to `step`; prints a note if lines were lost, as in a power failure, or the file is gone."""
         begun = self.metrics.exists()
         kept = [record for record in read_metrics(self.path) if record["step"] <= step] if step else []
-        # What was converted has an empty one where its source had none.
+        # A converted checkpoint has an empty one if its source had none.
         if (kept or not begun) and (lost := step - len(kept)):
             say(f"{self.metrics} lacks {lost} of the {step} steps that are done")
         return kept
@@ -232,7 +232,7 @@ class RunFolder:
             self.failed[file] = reason
 
     def _helps(self, reason: str) -> str:
-        """What helps where a file could not be written for this `reason`."""
+        """The fix for a file that could not be written for this `reason`."""
         if not self.path.is_dir():
             return "the folder was removed while the run went on: put it back and go on by --resume, or begin a new run"
         return f"{remedy(reason)}, and go on by --resume"

@@ -22,7 +22,7 @@ SAME_SECONDS = 1.0  # a terminal sends Ctrl-C to a whole group of processes, and
 
 
 class Action(IntEnum):
-    """What is to be done after a step."""
+    """Actions due after a step."""
 
     NOTHING = 0
     SAVE = 1
@@ -66,7 +66,7 @@ class Saving:
             self.asked, self.ended_by, self.ended_at = Action.STOP, signal.Signals(number), self.clock()
 
     def due(self, step: int, failed: bool = False) -> Action:
-        """What is to be done after `step`; a save that is asked for counts as done. `failed`: one in progress has."""
+        """Actions due after `step`; a requested save counts as done. `failed`: a save in progress has failed."""
         every, minutes = self.config.every, self.config.minutes
         by_step, by_time = every and step % every == 0, minutes and self.clock() - self.saved >= 60 * minutes
         asked, self.asked = self.asked, Action.NOTHING  # a signal from here on is for the next step
@@ -85,7 +85,8 @@ class Saving:
         return self.agree(self.asked) == Action.STOP
 
     def interrupted(self, step: int, checkpoints: Path | None) -> Interrupted:
-        """What ends the run after `step`, and from which of its `checkpoints`, if it keeps any, it can go on."""
+        """The exception that ends the run after `step`; its message names the checkpoint in `checkpoints` to resume
+        from, if any."""
         if checkpoints is None:
             what = "nothing is kept without --output DIR"
         elif (saved := int(last.name) if (last := last_whole(checkpoints)) else 0) == step:

@@ -47,7 +47,7 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """What a launcher says of this process; None where there is none, or it started this one alone.
+    """This process in its launcher's world; None without a launcher, or with one process.
 
     Raises ConfigError for variables that make no sense.
     """

@@ -103,7 +103,7 @@ def _only_ours_on_stdout() -> None:
 
 @contextmanager
 def _ending_together(contact: Contact) -> Iterator[None]:
-    """An error that all processes meet is told by the first; one that a process meets alone, by that process."""
+    """The first process reports an error that all processes raise; a process reports an error that it raises alone."""
     try:
         yield
     except BaseException as error:

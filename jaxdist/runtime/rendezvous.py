@@ -1,4 +1,4 @@
-"""Processes meet before they join, and stay in touch: who is missing, and who has ended, is told in one line.
+"""Rendezvous of processes before they join `jax.distributed`: one line reports which are missing, and which have ended.
 
 `jax.distributed` ends a process that waits in vain with a stack trace and cannot say for whom; of one that died it
 knows after a minute, in which the others wait within a step, deaf to signals. So all come to the coordinator's
@@ -25,14 +25,14 @@ from jaxdist.runtime.launcher import Launch, patience
 LATER = 5  # seconds after which the others give up: the first knows best who is missing
 HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
 
-DONE, TOLD = b".", b"!"  # what a process sends before it ends: as all do, or alone, for a reason that it has told
+DONE, TOLD = b".", b"!"  # message of a process before it ends: with all others, or alone, with its reason reported
 ALIVE = b"-"  # what it sends every BEAT seconds until then
 BEAT = 1.0
 SILENT = 40.0  # seconds without a sign of life, after which a process counts as stopped
 
 
 class Present(NamedTuple):
-    """What a process says of itself."""
+    """A process's introduction."""
 
     rank: int
     size: int
@@ -43,8 +43,8 @@ class Present(NamedTuple):
 def rendezvous(launch: Launch, arguments: Sequence[str]) -> tuple[list[int], "Contact"]:
     """Wait until every process is there; returns the ranks on this machine, itself among them, and the connections.
 
-    What is wrong is told once: by the first process, or on other machines, where it cannot be reached, by their first
-    one. Processes of another number, with the same rank or other arguments are found out too. Raises ConfigError and
+    An error is reported once: by the first process, or, on machines that can't reach it, by their first process.
+    Processes of another number, with the same rank or other arguments are found out too. Raises ConfigError and
     TrainingError; ends processes that have nothing to say, with the same code.
     """
     me = Present(launch.rank, launch.size, socket.gethostname(), list(arguments))
@@ -96,7 +96,7 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
 
 
 def mismatch(me: Present, other: Present, came: Mapping[int, Present]) -> ConfigError | None:
-    """What is wrong with a process that came, seen by the first."""
+    """The first process's complaint about a process that connected, or ""."""
     who = f"process {other.rank}, on {other.host},"
     if other.size != me.size:
         return ConfigError(

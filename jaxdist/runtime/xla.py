@@ -24,14 +24,14 @@ from jax.stages import Lowered, Traced
 from jaxdist.config import Parallel
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
-# Collectives of one kind are sent as one until they come to so many bytes; torch: bucket_cap_mb.
+# Size in bytes up to which collectives of one kind are combined; torch: bucket_cap_mb.
 BUCKETS = tuple(f"xla_gpu_{op}_combine_threshold_bytes" for op in OPS)
 MOST = 2**40  # bytes, more than any device has
 # Collectives are begun early and awaited late, across iterations of a loop too; torch: DDP's hooks, FSDP2's prefetch.
 OVERLAP = ("xla_gpu_enable_latency_hiding_scheduler", *(f"xla_gpu_enable_pipelined_{op}" for op in OPS))
 
-# What XLA leaves to YNNPACK by default in jax 0.10 to 0.12, but for reductions: in its first step each device would
-# plan each of these.
+# XLA's default fusions by YNNPACK in jax 0.10 to 0.12, without reductions: each device would plan each of them in its
+# first step.
 YNN = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"

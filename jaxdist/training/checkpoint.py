@@ -121,7 +121,7 @@ class Checkpoints:
 
 
 def kept_in(optimizer: Any) -> dict[str, dict[str, Any]]:
-    """What the item `optimizer` of a checkpoint keeps of the parameters, by kind and name."""
+    """Per-parameter arrays of a checkpoint's item `optimizer`, by kind and name."""
     parts = [part["kept"] for part in optimizer if isinstance(part, dict) and part.get("kept")]
     return {kind: arrays for kept in parts for kind, arrays in kept.items()}
 

@@ -33,14 +33,14 @@ def state_of(scale: ArrayLike, good: ArrayLike) -> LossScale:
 
 
 def factor(state: LossScale | None) -> jax.Array | int:
-    """What the loss is to be multiplied by."""
+    """Factor on the loss."""
     return 1 if state is None else state.scale
 
 
 def after(state: LossScale | None, finite: jax.Array, precision: Precision) -> LossScale | None:
     """The state after a step whose gradients were `finite`, or were not. A scale does not grow beyond float32.
 
-    torch multiplies by its factors in float64: the same, but for a rounding where a factor is no float32.
+    torch multiplies by its factors in float64: equal up to rounding of factors that float32 can't hold.
     """
     if state is None:
         return None

@@ -1,4 +1,4 @@
-"""What an update rule asks of a whole parameter, of which each device has a piece: means of it, and its matrices.
+"""Operations of update rules on a sharded parameter: means over dimensions, and functions of its whole matrices.
 
 | asked | sends, of n devices |
 |---|---|

@@ -1,4 +1,4 @@
-"""What a run reports of itself: arithmetic, memory, traffic, and the summary of the contract."""
+"""A run's report: arithmetic, memory, traffic, and summary.json."""
 
 import math
 import statistics
@@ -40,7 +40,7 @@ def utilization(program: Program, tokens_per_second: float) -> float | None:
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:
-    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    """Learning rates at steps that identify a schedule, including steps that are not run: `{step: rate}`."""
     landmarks = o.landmarks(steps)
     rates = jax.jit(partial(optim.learning_rate, o, steps))(jnp.asarray(landmarks))
     return dict(zip(landmarks, rates.tolist(), strict=True))
@@ -75,10 +75,11 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
 
 
 def accumulated(program: Program, closed: Any) -> int:
-    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device, but for
-    what stages of a pipeline send each other."""
+    """Bytes of the arrays that a traced step's outermost scan, over the microbatches, carries on each device, without
+    the buffers that pipeline stages exchange."""
     *_, scan = (equation for equation, *_ in traffic.equations(closed) if equation.primitive.name == "scan")
-    # What is carried leaves in the shape of one turn, what is stacked with an axis more; parameters differ by version.
+    # A carry leaves the scan in the shape of one iteration, stacked outputs with an axis more; parameters differ by
+    # version.
     ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
     carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
     mesh, sharded = axes_of(program.mesh), program.strategy.gradients
@@ -88,8 +89,8 @@ def accumulated(program: Program, closed: Any) -> int:
 
 
 def pipeline(program: Program) -> dict[str, Any]:
-    """Of a pipeline its schedule, and the share of a stage's time in which it has nothing to do: `bubble` counted slot
-    by slot, `least_bubble` (p-1)/(mv + p-1) with m microbatches through p stages of v parts each."""
+    """A pipeline's schedule, and the idle share of a stage's time: `bubble` counted slot by slot, `least_bubble`
+    (p-1)/(mv + p-1) with m microbatches through p stages of v parts each."""
     if not isinstance(program.schedule, Pipeline):
         return {}
     table = program.schedule.table

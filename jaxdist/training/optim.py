@@ -154,7 +154,8 @@ def rule_of(o: Optimizer) -> Rule:
 
 
 class State(NamedTuple):
-    """What a part of the chain keeps: by kind, under torch's names, and parameter; `updates` are the steps taken."""
+    """State of a part of the chain: arrays by kind, under torch's names, and parameter; `updates` is the number of
+    steps taken."""
 
     updates: jax.Array
     kept: dict[str, Arrays]
@@ -192,7 +193,7 @@ def stateful(
 def rule(
     o: Optimizer, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """The update rule of an optimizer, parameter by parameter; what `sharded` and `dtype` are is told at `Whole`."""
+    """The update rule of an optimizer, parameter by parameter; `Whole` documents `sharded` and `dtype`."""
 
     def begin(parameters: Arrays) -> dict[str, Arrays]:
         def zeros(kind: str, of: Of) -> Arrays:
@@ -231,7 +232,7 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
 
 
 def kept_of(state: Any) -> dict[str, Arrays]:
-    """What a chain's state keeps of the parameters, by kind."""
+    """Per-parameter arrays in a chain's state, by kind."""
     return {kind: tree for part in state if isinstance(part, State) for kind, tree in part.kept.items()}
 
 

@@ -42,7 +42,7 @@ def without_late_writes(hook: Callable[[Any], object]) -> Callable[[Any], None]:
 
 
 def writer() -> ocp.AsyncCheckpointer:
-    """What writes checkpoints while training goes on."""
+    """An asynchronous checkpointer, which writes while training continues."""
     quiet()
     sys.unraisablehook = without_late_writes(sys.unraisablehook)
     # Weights and moments hardly compress: 3.02 GB to 2.75.
@@ -50,7 +50,7 @@ def writer() -> ocp.AsyncCheckpointer:
 
 
 def values(experiment: Experiment, state: TrainState) -> ocp.args.Composite:
-    """What a `writer` is given of a step."""
+    """Arguments for a `writer` that save a step."""
     trees = {item: ocp.args.PyTreeSave(tree, by_layer(tree)) for item, tree in arrays(state)}
     return ocp.args.Composite(**trees, experiment=ocp.args.JsonSave(experiment.model_dump(exclude_none=True)))
 
@@ -81,7 +81,7 @@ def items(handler: Callable[[], ocp.CheckpointHandler]) -> ocp.CompositeCheckpoi
 def opened(
     path: Path, handler: Callable[[], ocp.CheckpointHandler] = ocp.StandardCheckpointHandler
 ) -> Iterator[ocp.Checkpointer]:
-    """What reads the checkpoint `path`. Raises ConfigError for a damaged one."""
+    """A reader of the checkpoint `path`. Raises ConfigError for a damaged one."""
     with checkpointer(items(handler)) as reader, reading(path):
         yield reader
 

@@ -33,8 +33,8 @@ from jaxdist.training.step import Arrays, Step, TrainState
 
 
 class Evaluated(NamedTuple):
-    """Of a batch: the sum of the loss in nats, the number of valid tokens or images, and of images how many are right:
-    those whose class has the largest logit."""
+    """Evaluation of a batch: sum of the loss in nats, number of valid tokens or images, and number of images whose
+    class has the largest logit."""
 
     loss: Any
     count: Any
@@ -105,7 +105,7 @@ class Program:
 
     @cached_property
     def evaluation(self) -> Step:
-        """The step's model as it is evaluated: by running statistics, where it has such."""
+        """The step's model in evaluation mode: it uses running statistics, if it has any."""
         model = models.build(self.experiment.model)
         model.eval()
         return replace(self.step_function, model=model)
@@ -173,7 +173,7 @@ class Program:
         offload = self.experiment.memory.offload
         if "parameters" in offload:
             parameters = offloaded(parameters)
-        if "optimizer" in offload:  # but for the counts of steps
+        if "optimizer" in offload:  # counts of steps stay on the device
             optimizer = jax.tree.map(lambda a, s: offloaded(s) if a.ndim else s, self.shapes.optimizer, optimizer)
         return TrainState(parameters, optimizer, scaling)
 
@@ -264,7 +264,7 @@ class Program:
 
     @cached_property
     def compiler_options(self) -> dict[str, Any]:
-        """What XLA is told of the step and of evaluation, by its own names."""
+        """Options of XLA's compiler for the step and for evaluation."""
         return xla.options(self.experiment.parallel) | xla.on_cpus(self.mesh)
 
     @cached_property

@@ -1,6 +1,6 @@
-"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+"""Record a step's tensors, for a comparison with another run (`jaxdist/config/record.py`).
 
-The step that trains stays as it is: a second program takes the same state and batch. Gradients and the update come from
+The training step is not changed: a second program takes the same state and batch. Gradients and the update come from
 the step's own methods; activations from a forward pass in which the layers are unrolled, every module's result is
 noted, and a probe of zeros is added to it, whose gradient is the result's. For that pass each stage of a pipeline has
 the layers of all.
@@ -138,7 +138,7 @@ class Recorder:
     program: Program
 
     def __call__(self, state: TrainState, batch: Batches) -> dict[str, np.ndarray]:
-        """What `record.tensors` asks for of the step that begins with `state`, on the host."""
+        """Tensors that `record.tensors` selects, of the step that starts from `state`, on the host."""
         every = self.program.experiment.record.tensors == "all"
         before = {"batch": batch._asdict(), "start": state.parameters} if every else {}
         kinds = before | (self.forward(state, batch) if every else {}) | self.update(state, batch)

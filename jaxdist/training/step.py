@@ -35,8 +35,8 @@ class TrainState(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """What a model makes of a microbatch: logits, or with targets their cross-entropy; this device's part of what it
-    adds to the loss (a mixture its balance); and by name the running statistics from now on."""
+    """A model's output for a microbatch: logits, or with targets their cross-entropy; this device's part of the
+    auxiliary loss (a mixture's balance); and the updated running statistics, by name."""
 
     output: jax.Array
     added: jax.Array | int = 0
@@ -114,7 +114,8 @@ class Step:
         stages: Stages = one_stage,
         **given: jax.Array,
     ) -> ModelOutput:
-        """What the model makes of this device's rows. `given`: what else its call takes, such as targets in chunks."""
+        """The model's output for this device's rows. `given`: further arguments of its call, such as targets in
+        chunks."""
         parallel = replace(self.parallel, stages=stages)
         made = bind(self.model, weights, accumulators)(parallel, inputs, self.rematerialize, **given)
         return ModelOutput(*made) if isinstance(made, tuple) else ModelOutput(made)
@@ -175,7 +176,8 @@ class Step:
         return {name: zeros(layout) for name, layout in self.layouts.items() if not layout.statistic}
 
     def reduce(self, gradients: Arrays) -> Arrays:
-        """What the microbatches left unsummed, in the optimizer's layout: whole for ddp, else pieces over fsdp."""
+        """Sum over devices of the gradients that microbatches left unreduced, in the optimizer's layout: unsharded for
+        ddp, else sharded over fsdp."""
         strategy, precision = self.parallel.strategy, self.parallel.precision
 
         def one(layout: Layout, g: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""In which dtype a step computes what cannot bear few bits: softmax, norms, rotation and the loss.
+"""Narrowest dtype of a step's precision-sensitive operations: softmax, norms, rotation and the loss.
 
 Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
 train worse for it. The dispatcher, which every operation passes, shows it at once, where it is written with these

@@ -1,4 +1,4 @@
-"""What a rank holds: its share of the state, measured, and the most that a step takes."""
+"""Memory of a rank: its share of the state, and the peak of a step, measured."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack

@@ -79,7 +79,7 @@ class Traffic(TorchDispatchMode):
         self.sent[key] += sent  # type: ignore[assignment]
 
     def collectives(self) -> list[dict[str, Any]]:
-        """What summary.json lists: one entry per kind of collective, sums of a `single` number each by themselves."""
+        """Entries of summary.json: one per kind of collective; sums of a `single` number have entries of their own."""
         return [
             {
                 "op": op,

@@ -80,8 +80,8 @@ class GPT2(nn.Module):
         self.config = c
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
-        """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
-        there is no norm."""
+        """In a pipeline, parts after the first take the residual of the previous part, and parts without the final norm
+        return theirs."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embedded(tokens_BT)
         for block in self.layers:
             x_BTD = block(x_BTD)

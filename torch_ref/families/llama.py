@@ -86,8 +86,8 @@ class Llama(nn.Module):
         self.config = c
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
-        """Of a pipeline's parts, those after the first take what the one before returned, and return the residual where
-        there is no norm."""
+        """In a pipeline, parts after the first take the residual of the previous part, and parts without the final norm
+        return theirs."""
         x_BTD = tokens_BT if tokens_BT.is_floating_point() else self.embed(tokens_BT)
         cos, sin = rotary(self.config, self.context.size * tokens_BT.shape[1], like=x_BTD)
         rotation = self.context.rows(cos), self.context.rows(sin)

@@ -54,7 +54,7 @@ def _masked(logits: Tensor, count: int) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of logits [..., V]: sum of cross-entropy over this rank's valid tokens, nats, in float32 or wider.
+    """Sum of cross-entropy over this rank's valid tokens, in nats and float32 or wider, from logits [..., V].
 
     Logits split over the vocabulary stay split: the caller is within `loss_parallel`.
     """

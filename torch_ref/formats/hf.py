@@ -103,8 +103,7 @@ def describe(path: Path) -> Source | None:
 
 
 def lies_beside(path: Path | None) -> Beside | None:
-    """What a run that begins with these weights keeps for the way back to their format. Raises ConfigError as
-    `beside`."""
+    """Facts about the source of these weights that a run keeps for its export. Raises ConfigError, as `beside` does."""
     if (kept := beside(path)) is not None or path is None:
         return kept
     with suppress(ConfigError):

@@ -25,9 +25,10 @@ from torch_ref.parallel.weights import held
 
 
 def load(path: Path) -> Any:
-    """What a file of torch.save's holds, its tensors mapped into memory where it is a zip. No pickle is executed.
+    """Content of a file written by torch.save, its tensors memory-mapped if it is a zip. No pickle is executed.
 
-    Raises ConfigError."""
+    Raises ConfigError.
+    """
     with loading(path):
         if not (size := size_of(path)):
             raise ValueError("it is empty")

@@ -29,7 +29,7 @@ class Context:
     index, size = 0, 1
 
     def begin(self) -> None:
-        """What is to be done once, before the first pass."""
+        """Prepare the process, once, before the first pass."""
 
     def order(self, length: int) -> np.ndarray:
         """All times [T], those of the first rank first."""

@@ -28,7 +28,8 @@ class Dispatch:
         self.groups, self.part = groups, part
 
     def __call__(self, experts: Rows, x_BTD: Tensor, chosen_BTk: Tensor, taken_BTk: Tensor, count: int) -> Tensor:
-        """What each of a token's k experts makes of it [B, T, k, D], 0 where it is not taken; there are `count`."""
+        """Outputs of each token's k experts [B, T, k, D], 0 where the expert has no capacity; `count` experts in
+        all."""
         shape, k = (*chosen_BTk.shape, x_BTD.shape[-1]), chosen_BTk.shape[-1]
         pair_N = taken_BTk.flatten().nonzero()[:, 0]
         expert_N = chosen_BTk.flatten()[pair_N]
@@ -37,11 +38,11 @@ class Dispatch:
         return y_ND.new_zeros(taken_BTk.numel(), shape[-1]).index_copy(0, pair_N, y_ND).view(shape)
 
     def exchange(self, experts: Rows, x_ND: Tensor, count_E: Tensor) -> Tensor:
-        """What the experts make of this rank's rows, in their order."""
+        """The experts' outputs for this rank's rows, in the order of the rows."""
         return experts(x_ND, count_E.tolist())
 
     def own_times(self, x_BT: Tensor) -> Tensor:
-        """Of x [B, T, ...] the times that this rank's router sees."""
+        """The times of x [B, T, ...] that this rank's router sees."""
         index, number = self.part
         return x_BT.chunk(number, dim=1)[index]
 
@@ -72,7 +73,7 @@ class AllToAll(Dispatch):
 
 
 def own(weight: Tensor) -> Tensor:
-    """What this rank has of the weights of all experts."""
+    """This rank's part of the weights of all experts."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 

@@ -1,4 +1,4 @@
-"""Whose images a batch norm normalizes together: each rank's own, or by all-reduced sums those of all ranks.
+"""Batch norm over each rank's own images, or, by all-reduced sums, over those of all ranks.
 
 `torch.nn.SyncBatchNorm`, which is taken on GPUs, refuses a CPU: there a rank sends, of C channels, the sums of C values
 and of C squares forward and the sums of both gradients backward, 4C · 2(n-1)/n numbers a batch norm.
@@ -51,7 +51,7 @@ class AllReduce(torch.autograd.Function):
 
 
 def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, `x` left as it is."""
+    """The sum over ranks; `x` is unchanged."""
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total

@@ -66,7 +66,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of `tensor` lies on this rank; shares its memory and is no part of the autograd graph."""
+    """This rank's part of `tensor`; shares its memory, outside the autograd graph."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -32,7 +32,7 @@ SILENT_SECONDS = 40  # for which a rank may be
 STORE_SECONDS = 5  # within which torch's store answers
 GRACE_SECONDS = 10  # for the other ranks to end by themselves after one failed
 
-# What collectives of gloo and NCCL, and torch's store, say when another rank does not answer, or has ended.
+# Error texts of gloo's and NCCL's collectives, and of torch's store, when another rank does not answer or has ended.
 SILENCE = ("Timed out waiting", "timed out", "Application timeout", "wait timeout")
 LOSS = (
     "Connection closed by peer",
@@ -46,7 +46,7 @@ LOSS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will run on."""
+    """Description of the devices of a run."""
 
     axes: dict[str, int]
     device: str  # "cpu" or "cuda"

@@ -36,7 +36,7 @@ SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took 
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What is saved, sharing memory with model and optimizer."""
+    """The state to save, sharing memory with model and optimizer."""
     state = {"model": dict(held(model)), "optimizer": {"state": optimizer.state_dict()}}
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 

@@ -1,4 +1,4 @@
-"""What a run reports of itself: arithmetic, and the summary of the contract."""
+"""A run's report: arithmetic, and summary.json."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def schedule(o: Optimizer, steps: int) -> dict[int, float]:
-    """The learning rate at steps by which schedules are told apart, also ones that are not run: `{step: rate}`."""
+    """Learning rates at steps that identify a schedule, including steps that are not run: `{step: rate}`."""
     return {step: optim.learning_rate(o, steps, step) for step in o.landmarks(steps)}
 
 

@@ -1,9 +1,9 @@
 """A plain module laid out over a mesh: in stages, tensor, expert and context parallel, activation checkpointing, data
 parallel.
 
-What each strategy sends per step, with P parameter bytes over n devices, is told at
-`jaxdist/config/strategies.py`. Gradients are summed over ranks everywhere, never averaged: the loss is already
-divided by the global token count.
+`jaxdist/config/strategies.py` states the bytes that each strategy sends per step, with P parameter bytes over n
+devices. Gradients are summed over ranks everywhere, never averaged: the loss is already divided by the global token
+count.
 """
 
 import fnmatch
@@ -183,7 +183,7 @@ def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 KEPT = {
     # Results of matrix products and of the sums over ranks after them. Batched products are attention's own:
-    # recomputed, but for the fused kernels.
+    # recomputed, except the fused kernels.
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -331,7 +331,7 @@ def data_parallel(model: nn.Module, experiment: Experiment, mesh: DeviceMesh) ->
 
 
 def of_experts(experts: nn.Module, mesh: DeviceMesh, whole: bool) -> dict[str, Any]:
-    """What FSDP2 is told of a block's experts, which one axis less shards: along D, as they are split along E and F."""
+    """FSDP2's arguments for a block's experts, which one axis less shards: along D, as they are split along E and F."""
     along = {id(p): Shard(1 if name.startswith("down_proj") else 2) for name, p in experts.named_parameters()}
     placement = {} if whole else {"shard_placement_fn": lambda p: along[id(p)]}
     return {"mesh": batch_mesh(mesh, whole, OF_EXPERTS), **placement}

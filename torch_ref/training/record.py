@@ -1,4 +1,4 @@
-"""What happens within a step, tensor by tensor, for a comparison with another run (`jaxdist/config/record.py`).
+"""Record a step's tensors, for a comparison with another run (`jaxdist/config/record.py`).
 
 Forward hooks note what every module returns, and hooks on those tensors their gradients; gradients of parameters are
 taken before and after the clip, moments and weights after the update. Every rank notes its part; the first one joins
@@ -293,7 +293,7 @@ class Recorder:
         return {name: join(name)[order] for name in names}
 
     def moments(self) -> dict[str, Arrays]:
-        """What the optimizer keeps, by kind and parameter; under ZeRO-1 from the ranks that hold it."""
+        """The optimizer's state, by kind and parameter; under ZeRO-1 gathered from the ranks that hold it."""
         state = self.optimizer.state_dict()
         held = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
         return {kind: whole(tensors) for kind, tensors in held.items()}
