@@ -24,7 +24,7 @@ __all__ = [
     "register_strategy",
 ]
 
-# What plugins register rows with, imported when it is asked for: name -> its module.
+# Names for plugins, which register rows by them, imported on first use: name -> module.
 PUBLIC = {
     **dict.fromkeys(("CheckpointKind", "register_checkpoint_kind"), "jaxdist.formats.kinds"),
     **dict.fromkeys(("DataSource", "register_data_source"), "jaxdist.config.data"),

@@ -1,4 +1,4 @@
-"""What a decoder holds and computes within a step: activations, logits, and what a ring or a pipeline has at work."""
+"""Memory and work of a decoder's step: activations, logits, and buffers of a ring or a pipeline."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ FORWARD_ON_CPUS: Arrays = {"R": (1, 0), "K": (1, 0), "S": (0, 3.25)}
 IN_STACKS = ("F", "S", "d")  # what a block has of these it reads where it is kept; of all else XLA copies what it reads
 # Sums over tensor, backward before attention and before the MLP, that are under way: what goes in, and what comes out.
 UNDER_WAY: Arrays = {"D": (2, 0), "R": (2, 0)}
-# What JAX takes out of the stacks of all blocks to work on one: XLA copies a slice that a matrix product reads.
+# Slices of the stacks of all blocks for the block at work: XLA copies a slice that a matrix product reads.
 TAKEN: Arrays = {"R": (2, 0), "D": (2, 0), "S": (0, 2.25), "F": (2, 0)}
 # Pairs of the ring's chunks: of a device's own, and with what it has received in one turn.
 OWN, RECEIVED = 3, 2
@@ -97,7 +97,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch on one device."""
+        """Tokens of a microbatch on one device."""
         return tokens_of(self.experiment, self.mesh)
 
     @property
@@ -161,24 +161,24 @@ class DecoderFootprint(Footprint):
         return ITEMSIZE[str(self.experiment.precision.compute)]
 
     def arrays(self, arrays: Arrays, compute: int | None = None) -> float:
-        """Bytes of `arrays` over the tokens of a microbatch, a number of the compute dtype taking so many."""
+        """Bytes of `arrays` over the tokens of a microbatch, for a compute dtype of that many bytes."""
         return self.tokens * amount(arrays, self.sizes, compute or self.compute)
 
     # ---- blocks
 
     @property
     def whole(self) -> Arrays:
-        """What a block keeps where nothing is computed again."""
+        """Arrays that a block keeps without rematerialization."""
         return self.gathered(self.attending(self.tables.kept))
 
     @property
     def formulas(self) -> Arrays:
-        """What a block's formulas read and write, one by one."""
+        """Arrays that a block's formulas read and write, one by one."""
         return self.gathered(self.attending(self.tables.working))
 
     @property
     def working(self) -> Arrays:
-        """What is there of a block that is computed again; on several CPUs of any, while its MLP is at work."""
+        """Arrays of a rematerialized block; on several CPUs of any block, while its MLP is computed."""
         if self.several_cpus:
             return self.gathered(self.attending(self.tables.on_cpus))
         if not self.gpu or self.tables.on_gpus is None:
@@ -202,7 +202,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def least(self) -> Arrays:
-        """What a block keeps that is computed again; all, where none is."""
+        """Arrays that a rematerialized block keeps; all of them without rematerialization."""
         return {"full": INPUT, "selective": self.tables.selective}.get(self.experiment.memory.remat, self.whole)
 
     @property
@@ -212,11 +212,11 @@ class DecoderFootprint(Footprint):
 
     @property
     def kept(self) -> float:
-        """What the blocks keep that a microbatch passes through at once, from forward to backward."""
+        """Bytes that the blocks of a microbatch keep from forward to backward."""
         return self.kept_in(self.compute)
 
     def kept_in(self, compute: int) -> float:
-        """The same where a number of the compute dtype takes so many bytes."""
+        """The same, for a compute dtype of that many bytes."""
         layers = passes(self.experiment, self.mesh).layers
         recomputed = layers / self.experiment.memory.remat_every
         return recomputed * self.arrays(self.least, compute) + (layers - recomputed) * self.arrays(self.whole, compute)
@@ -245,7 +245,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def sums(self) -> int:
-        """Of blocks four, of what lies outside of them as of one block."""
+        """Exchanges of activations in a step: four for both passes of a block, and outside of blocks as in one more."""
         p = passes(self.experiment, self.mesh)
         return (p.both * 4 + p.forward * 2) * (p.layers + 1)
 
@@ -274,7 +274,7 @@ class DecoderFootprint(Footprint):
         yield always | self.updating
 
     def _in_a_block(self) -> dict[str, float]:
-        """What is at work in a block, backward; on several CPUs it is told by moments of its own."""
+        """Working arrays of a block's backward pass; on several CPUs separate moments count them."""
         memory = self.experiment.memory
         again = (self.arrays(self.working) - self.arrays(self.least)) * (memory.remat != "none")
         block = {AGAIN_ONE: self.at_once * again}
@@ -398,7 +398,7 @@ class DecoderFootprint(Footprint):
 
     @property
     def work(self) -> Work:
-        """What is computed again and the idle ticks of a pipeline included."""
+        """Work of a step, with rematerialization and the idle ticks of a pipeline."""
         e, p, again = self.experiment, passes(self.experiment, self.mesh), recomputed(self.experiment)
         full = again * (e.memory.remat == "full")
         blocks = p.layers * (p.both * (3 + full) + p.forward)  # forward passes' worth, of one block
@@ -414,7 +414,7 @@ class DecoderFootprint(Footprint):
         moved += (p.both * (OVER_LOGITS + AGAIN * chunked) + p.forward * p.told * OVER_LOGITS) * self.arrays(
             {"V": (0, 1)}
         )
-        # Of each pass the weights are read forward and backward, their gradients written and added to what there is.
+        # Each pass reads the weights forward and backward, writes their gradients, and adds them to the accumulators.
         weights = p.layers / self.decoder.layers * self.weights(True) + self.weights(False)
         moved += p.both * weights * (2 * self.compute + 3 * self.at_rest) + p.forward * weights * self.compute
         moved += self.update

@@ -1,4 +1,4 @@
-"""What a decoder's step sends beside parameters: the least bytes of each exchange, by mesh axis.
+"""Least bytes of a decoder's exchanges other than parameters, by mesh axis.
 
 Bytes are those that one device sends with ring algorithms, as in `traffic.py`.
 """

@@ -1,6 +1,6 @@
-"""What a family adds to a step in FLOPs, memory and traffic: the closed forms of its row, as all others ask for them.
+"""Closed forms of a family's FLOPs, memory and traffic, looked up by its row.
 
-A form that a row lacks is unknown, which is no error: what a step holds and sends can still be measured.
+A missing form means unknown, which is not an error: memory and traffic of a step can still be measured.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ class Accounting:
     flops: Callable[[Experiment, Layouts], float] | None = None
     """FLOPs of a step per token, or image: products and attention, nothing of it twice."""
     footprint: Callable[[Experiment, Layouts, Mesh, str], Footprint] | None = None
-    """What one device holds and computes in a step, on a platform: cpu, gpu or tpu."""
+    """Memory and work of one device in a step, on a platform: cpu, gpu or tpu."""
     exchanges: Mapping[str, Callable[[Experiment, Layouts, Mesh], Mapping[str, float]]] | None = None
-    """What a step sends beside parameters: name of an exchange -> its least bytes by mesh axis. By these names the
-    proof knows how many collectives each side takes (`parity_tests/expected/collectives.py`)."""
+    """Exchanges other than parameters: name -> its least bytes by mesh axis. By these names the proof knows how many
+    collectives each side takes (`parity_tests/expected/collectives.py`)."""
 
 
 class Unknown(ConfigError):
@@ -55,7 +55,7 @@ def flops_per_token(experiment: Experiment, layouts: Layouts) -> float | None:
 
 
 def footprint(experiment: Experiment, layouts: Layouts, mesh: Mesh, platform: str = "cpu") -> Footprint | None:
-    """What one device holds and computes in a step; None where unknown."""
+    """Memory and work of one device in a step; None if unknown."""
     if mesh["tensor"] == 1 and experiment.parallel.sequence:  # it splits nothing, and gathers nothing
         parallel = experiment.parallel.model_copy(update={"sequence": False})
         experiment = experiment.model_copy(update={"parallel": parallel})

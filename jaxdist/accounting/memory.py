@@ -17,7 +17,7 @@ from jaxdist.accounting.traffic import ITEMSIZE, passes
 from jaxdist.config import Experiment
 from jaxdist.parallel.sharding import SHARDS, Layout, strategy
 
-# What a table counts -> arrays of so many numbers in the compute dtype, and in float32 or wider.
+# Size -> number of arrays of that size in the compute dtype, and in float32 or wider.
 Arrays = Mapping[str, tuple[float, float]]
 Sizes = Mapping[str, float]
 
@@ -55,7 +55,7 @@ def amount(arrays: Arrays, sizes: Sizes, compute: int) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What one device does in a step: FLOPs of matrix products and of attention, bytes that all else moves."""
+    """Work of one device in a step: FLOPs of matrix products and of attention, bytes moved by everything else."""
 
     products: float
     attention: float
@@ -64,8 +64,8 @@ class Work:
 
 @dataclass(frozen=True)
 class State:
-    """What any model has on a device for one experiment on one mesh: parameters and what is kept of them, in bytes on a
-    `platform`, JAX's name for it: cpu, gpu or tpu."""
+    """Memory of any model on a device, for one experiment on one mesh: parameters and their state, in bytes on a
+    `platform` (JAX's name: cpu, gpu or tpu)."""
 
     experiment: Experiment
     layouts: Mapping[str, Layout]
@@ -157,7 +157,7 @@ class Footprint(State, ABC):
     @property
     @abstractmethod
     def work(self) -> Work:
-        """What one device does in a step."""
+        """Work of one device in a step."""
 
     @property
     @abstractmethod
@@ -179,7 +179,8 @@ class Footprint(State, ABC):
 
     @property
     def updating(self) -> dict[str, float]:
-        """What the update has beside gradients: these reduced, state from the host, a parameter that is gathered."""
+        """Memory of the update beside gradients: reduced gradients, state fetched from the host, a gathered
+        parameter."""
         row, n = strategy(self.experiment.parallel), self.shards
         crosses = self.mesh["data"] > 1 or (n > 1 and not row.gradients)
         reduced = self.gradients / (n if row.optimizer and not row.gradients else 1)

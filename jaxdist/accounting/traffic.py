@@ -1,9 +1,9 @@
 """Bytes on the wire: counted from the program that runs, and the least that parameters take in any family.
 
-What else a step of a family sends is told by its `exchanges` (`forms.py`). Bytes are those that one device sends per
-step with ring algorithms over n devices: all-gather and reduce-scatter (n-1)/n of the whole array, all-reduce twice
-that. The count is taken from the jaxpr, not from compiled HLO, because XLA's CPU backend widens bfloat16 collectives to
-float32; in float32 both agree to the byte (`traffic_test.py`).
+A family's `exchanges` (`forms.py`) state its other traffic. Bytes are those that one device sends per step with ring
+algorithms over n devices: all-gather and reduce-scatter (n-1)/n of the whole array, all-reduce twice that. The count is
+taken from the jaxpr, not from compiled HLO, because XLA's CPU backend widens bfloat16 collectives to float32; in
+float32 both agree to the byte (`traffic_test.py`).
 """
 
 import math
@@ -135,7 +135,7 @@ def tokens_of(experiment: Experiment, mesh: Mapping[str, int]) -> float:
 
 
 def first(mesh: Mapping[str, int], axes: Sequence[str]) -> str:
-    """Of axes that are crossed at once, the one that it counts as."""
+    """The axis that a collective over several axes counts for."""
     return next((axis for axis in axes if mesh[axis] > 1), axes[0])
 
 
@@ -225,7 +225,7 @@ def of_adafactor(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent
     split, own = _pieces(e, layout, mesh)
     every = [dim for dim, axis in enumerate(layout.axes) if axis != "layers"]
     rows, columns = (dim % len(own) for dim in layout.matrix)
-    # What a mean is taken over, and what of a matrix is one number by then.
+    # Dimensions that a mean is taken over, and dimensions of a matrix that are reduced by then.
     factors = [([columns], []), ([rows], []), ([rows], [columns])] if layout.decays else []
     for dims, one in [(every, []), (every, []), *factors]:
         left = math.prod(size for dim, size in enumerate(own) if dim not in (*dims, *one))

@@ -24,7 +24,7 @@ def render(sections: Sections, titles: Mapping[str, str], differences: Sequence[
 
 
 def drawings(name: str, section: Section, title: str) -> list[Markup]:
-    """A row for each figure with a goal, and the stages of a start."""
+    """Charts: a row for each figure with a goal, and the stages of a start."""
     aimed = [figure for figure in section.figures if figure.goal]
     found = [spread(name, aimed, title)] if aimed else []
     if name == "start" and stages(section.figures):

@@ -252,7 +252,7 @@ FLAG = re.compile(r"--[a-z]+(?:\.[a-z_]+)?")
 
 
 class Meaning(NamedTuple):
-    """What a name is here: a field or flag, its value ({}: made of the one given), and what that counts."""
+    """Our meaning of a name: a field or flag, its value ({}: the given one), and what it counts."""
 
     field: str
     value: str = "{}"
@@ -281,14 +281,14 @@ def plain(name: Any) -> str:
 
 
 def value_here(field: str, value: Any) -> str | None:
-    """What another trainer's `value`, or ours in another spelling, is called in `field`; None where not known."""
+    """Our value in `field` for another trainer's `value`, or for ours in another spelling; None if unknown."""
     word = plain(value)
     known = VALUE_NAMES.get(field, {})
     return known.get(word) or next((ours for ours in known.values() if plain(ours) == word), None)
 
 
 def _along(field: str, value: Any, *counts: str) -> str:
-    """What else a message says of another trainer's `value` of `field`: what the field counts, what belongs to it."""
+    """Further text on another trainer's `value` of `field`: what the field counts, and related fields."""
     return "".join(f", {more}" for more in (*counts, ALONG_NAMES.get(field, {}).get(plain(value))) if more)
 
 

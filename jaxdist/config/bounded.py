@@ -36,8 +36,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def parse(text: bytes, constant: Callable[[str], Any] | None = None) -> Any:
-    """What JSON in UTF-8 says. Raises ValueError where it is none, too deep, or gives a key twice; also for NaN and
-    Infinity, unless `constant` makes a value of them."""
+    """Content of JSON in UTF-8. Raises ValueError if it is invalid, too deep, or has a key twice; also for NaN and
+    Infinity, unless `constant` maps them to a value."""
     check_fetched(text)
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=constant or _no_number)

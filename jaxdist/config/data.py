@@ -28,7 +28,7 @@ Numbers = Annotated[tuple[Annotated[float, NUMBER, Field(allow_inf_nan=False)], 
 
 @dataclass(frozen=True)
 class DataSource:
-    """What data are read from."""
+    """A source of data."""
 
     name: str
     """Value of `data.source`."""

@@ -76,7 +76,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType({
 
 
 def remedy(reason: str) -> str:
-    """What helps against what the system says in `reason`, for a message that ends with it."""
+    """The fix for a system error `reason`, for a message that ends with it."""
     return next((helps for words, helps in REMEDIES.items() if words in reason), "mend that")
 
 
@@ -143,7 +143,8 @@ def check_validation(step: int, loss: float | None, last: Path | None) -> None:
 
 
 def diverged(step: int, loss: float, grad_norm: float, tensor: str | None, last: Path | None) -> TrainingError:
-    """What ends a run before the update of a step that is not finite. `tensor`: the first one that is not."""
+    """The error that ends a run before the update of a step that is not finite. `tensor`: the first tensor that is not
+    finite."""
     name, value = ("loss", loss) if not math.isfinite(loss) else ("grad_norm", grad_norm)
     where = f"the first tensor that is not finite is {tensor}" if tensor else "no single tensor shows it"
     return TrainingError(
@@ -154,7 +155,7 @@ def diverged(step: int, loss: float, grad_norm: float, tensor: str | None, last:
 
 
 def overflown(step: int, weight: str, last: Path | None) -> TrainingError:
-    """What ends a run whose update made a weight that is not finite, which no later step can mend."""
+    """The error that ends a run whose update made a weight that is not finite, which no later step can mend."""
     return TrainingError(
         f"step {step}: its update made {weight} not finite. The step is logged and not saved, {_saved(last)}. Lower "
         "optimizer.learning_rate, or lengthen optimizer.warmup"

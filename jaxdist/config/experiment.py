@@ -83,7 +83,7 @@ Offloaded = Literal["optimizer", "parameters", "activations"]
 
 
 class Memory(Section):
-    """What the backward pass recomputes instead of keeping, and what waits in the memory of the host."""
+    """Rematerialization of activations, and offloading to host memory."""
 
     remat: Literal["none", "full", "selective"] = "none"
     """Rematerialization in the backward pass. none: keep all activations; full: keep only the input of each block;
@@ -135,7 +135,7 @@ class Checkpoint(Section):
 
 
 class Metrics(Section):
-    """What is written beside metrics.jsonl."""
+    """Outputs beside metrics.jsonl."""
 
     tensorboard: bool = False
     """Also write TensorBoard events to the run folder."""
@@ -247,7 +247,7 @@ class Experiment(Section):
 
     @property
     def per_row(self) -> int:
-        """What a row of the batch counts as, where tokens are counted: its tokens, or one image."""
+        """Units that a row of the batch counts for: its tokens, or one image."""
         return self.data.sequence if self.model.input_kind == "tokens" else 1
 
     def check_mesh(self, axes: Mapping[str, int]) -> None:
@@ -376,7 +376,7 @@ class Experiment(Section):
             )
 
     def check_times(self, times: int, axes: Mapping[str, int], field: str = "data.sequence") -> None:
-        """Raises ConfigError, naming `field`, where the mesh does not divide sequences of so many times."""
+        """Raises ConfigError, naming `field`, if the mesh does not divide sequences of that length."""
         context, how = axes["context"], self.parallel.context
         splits: list[tuple[tuple[str, ...], int, str]] = []
         if context > 1:
@@ -406,7 +406,7 @@ class Experiment(Section):
         return self.model_copy(update={"data": self.data.model_copy(update={"fingerprint": fingerprint})})
 
     def of_steps(self, steps: int) -> "Experiment":
-        """This experiment, so many steps long."""
+        """This experiment, with that number of steps."""
         return self.model_copy(update={"train": self.train.model_copy(update={"steps": steps, "epochs": 0})})
 
     def to_toml(self) -> str:
@@ -463,7 +463,7 @@ def _explain(problem: Any, values: dict[str, Any]) -> str:
 
 
 def _field_hint(place: Sequence[str], given: Any, values: Mapping[str, Any]) -> str:
-    """What an unknown section or field should be."""
+    """A hint for an unknown section or field."""
     name, fields = plain(place[-1]), Experiment.model_fields
     if len(place) == 1 and isinstance(given, Mapping):
         section = SECTION_NAMES.get(name)

@@ -65,8 +65,8 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
 
 
 def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: str, parts: int) -> str:
-    """What helps where the axes `over` do not divide the size `name` into `parts`: another mesh, or another size if all
-    that grow with it are free; each with all else that it asks for."""
+    """The fix for axes `over` that do not divide the size `name` into `parts`: another mesh, or another size if every
+    size that grows with it is free; each with the further changes that it needs."""
     smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
     told = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
     if e.held & larger.keys():
@@ -98,7 +98,7 @@ def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> s
 
 
 def along(changes: Mapping[str, int], *but: str) -> str:
-    """What else is to be changed, as a message adds it to a fix."""
+    """Further changes, as text added to a fix."""
     others = {name: size for name, size in changes.items() if name not in but}
     return f" with {assigned(others)}" if others else ""
 
@@ -113,7 +113,7 @@ def field(name: str) -> str:
 
 
 def needs(e: "Experiment", axes: Mapping[str, int]) -> Iterator[Need]:
-    """What the mesh divides."""
+    """Sizes that the mesh divides, and into how many parts."""
     m, parallel = e.model, e.parallel
     assert isinstance(m, Decoder)
 

@@ -33,7 +33,7 @@ class Chip(Section):
     l2: Count
     """Bytes of the cache that all cores share."""
     clock: Positive
-    """Of a core, Hz."""
+    """Clock rate of a core, Hz."""
 
 
 class Hardware(Section):
@@ -43,7 +43,7 @@ class Hardware(Section):
     known_as: str
     """A part of the name that JAX and CUDA give it."""
     platform: Literal["gpu", "tpu"] = "gpu"
-    """What JAX calls its kind."""
+    """JAX's name of the device kind."""
     flops: Annotated[Mapping[Dtype, Positive], Field(min_length=1)]
     """Dense matrix products, by the dtype that is multiplied."""
     memory: Positive
@@ -61,7 +61,7 @@ class Hardware(Section):
     latency: tuple[NotNegative, NotNegative] = (10e-6, 30e-6)
     """Seconds that a collective takes whatever it sends, within a group and between groups."""
     chip: Chip | None = None
-    """Of a GPU that steps can be compiled for."""
+    """Chip of a GPU that steps can be compiled for."""
 
 
 @cache

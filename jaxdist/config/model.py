@@ -70,7 +70,7 @@ Counts = Annotated[tuple[Count, ...], LISTED]
 
 
 class Model(Section):
-    """What every model has. `input_kind` is the data that it is trained on."""
+    """Fields of every model. `input_kind` is the kind of its training data."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
@@ -119,7 +119,7 @@ class Model(Section):
 
 
 class Decoder(Model):
-    """What every decoder has."""
+    """Fields of every decoder."""
 
     layers: Count = 4
     """Number of blocks, L."""
@@ -188,7 +188,8 @@ class Rotary(Decoder):
     """RMSNorm on each query and key head before the rotation (Qwen3)."""
 
     def keys(self, times: int) -> float:
-        """How many keys a query sees: with a window of w, w of them but for the first w queries, which see half."""
+        """Mean number of keys that a query sees: with a window of w, w keys, except the first w queries, which see
+        half."""
         window = min(self.window or times, times)
         return window - window**2 / (2 * times)
 
@@ -210,7 +211,7 @@ class Rotary(Decoder):
 
 
 class ImageModel(Model):
-    """What every model from images to classes has."""
+    """Fields of every image classifier."""
 
     input_kind: ClassVar[Literal["tokens", "images"]] = "images"
     tied: ClassVar[bool] = False
@@ -225,7 +226,7 @@ class ImageModel(Model):
 
     @property
     def vocab(self) -> int:
-        """What the head tells apart, V."""
+        """Outputs of the head, V."""
         return self.classes
 
     @property

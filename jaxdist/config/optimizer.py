@@ -50,7 +50,7 @@ class UpdateRule:
     name: str
     """Value of `optimizer.name`."""
     states: Mapping[str, Of]
-    """What it keeps beside the number of its updates, under torch's names, and of which parameters."""
+    """State beside the number of updates, under torch's names, and the parameters that have it."""
     rule: Reference | None = None
     """The function of an update (`jaxdist.training.optim.Rule`)."""
     coupled: bool = False
@@ -60,8 +60,8 @@ class UpdateRule:
     stateless: Callable[["Optimizer"], bool] = lambda o: False
     """Whether it keeps nothing under these settings."""
     traffic: Reference | None = None
-    """What it sends for whole parameters (`jaxdist.accounting.traffic.of_update`); None: nothing where all states are
-    of every parameter, else unknown."""
+    """Traffic for whole parameters (`jaxdist.accounting.traffic.of_update`); None: none if every parameter has all
+    states, else unknown."""
 
 
 MOMENTS: dict[str, Of] = {"exp_avg": ALL, "exp_avg_sq": ALL}
@@ -140,13 +140,13 @@ class Optimizer(Section):
 
     @property
     def states(self) -> dict[str, Of]:
-        """What is kept, under torch's names, and of which parameters."""
+        """State, under torch's names, and the parameters that have it."""
         row = OPTIMIZERS[self.name]
         return ({} if row.stateless(self) else {**row.states}) | ({EMA: ALL} if self.ema else {})
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """What is kept, under torch's names, of some parameter or all."""
+        """Kinds of state, under torch's names, of some or all parameters."""
         return tuple(self.states)
 
     @property
@@ -160,7 +160,7 @@ class Optimizer(Section):
         return "exp_avg_sq" in OPTIMIZERS[self.name].states
 
     def landmarks(self, steps: int) -> list[int]:
-        """Steps of a run of `steps` by whose learning rates schedules are told apart."""
+        """Steps of a run of `steps` whose learning rates identify the schedule."""
         end = self.decay_steps or steps
         told = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
         return sorted(step for step in told if step >= 1)

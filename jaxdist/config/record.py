@@ -1,4 +1,4 @@
-"""What of single steps is kept for a comparison with another run, and the names under which both sides keep it.
+"""Records of single steps for a comparison with another run, and the names that both sides use.
 
 `record/<step>.safetensors` in the run folder holds arrays `<kind>/<name>`, those of a kind in the order in which they
 arise, which its metadata list. Kinds, and what they are named by:

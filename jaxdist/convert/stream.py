@@ -79,7 +79,7 @@ class Resharder(ABC):
     @property
     @abstractmethod
     def given(self) -> Mapping[str, Leaves]:
-        """What there is."""
+        """The tensors of the source."""
 
     @abstractmethod
     def sources(self, group: str) -> Mapping[str, Entry]:
@@ -96,7 +96,8 @@ class Resharder(ABC):
 
     @cached_property
     def groups(self) -> dict[str, Leaves]:
-        """What there will be: shapes and dtypes, and reading of one at a time, which is slow where several are one."""
+        """The tensors of the target: shapes and dtypes, and reading of one at a time, which is slow if several are
+        one."""
         return {group: self._leaves(group) for group in self.given}
 
     def _leaves(self, group: str) -> Leaves:
@@ -202,7 +203,7 @@ class Resharder(ABC):
 
     @property
     def bytes(self) -> int:
-        """Of all groups, as they will be."""
+        """Bytes of the tensors of all groups, as in the target."""
         return sum(leaf.bytes for leaves in self.groups.values() for leaf in leaves.values())
 
 

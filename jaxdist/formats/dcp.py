@@ -27,9 +27,9 @@ PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": ST
 
 
 def placed(entries: Mapping[str, Shape | None]) -> tuple[dict[str, str], list[str]]:
-    """What stands before the names of each part, as in PREFIXES, and the names of the weights.
+    """Prefixes of the names of each part, as in PREFIXES, and the names of the weights.
 
-    `entries`: the shape of each that is a tensor, None of another.
+    `entries`: name -> shape of a tensor, None for another entry.
     """
     tensors = [name for name, shape in entries.items() if shape is not None]
     # As torch's tutorial calls the parts: {"app": {"model", "optim"}}.

@@ -40,7 +40,8 @@ class CheckpointKind:
 
     @property
     def format(self) -> Any:
-        """What reads and writes it. Raises ConfigError where torch is needed and missing, or a plugin's module is."""
+        """The module that reads and writes it. Raises ConfigError if torch, or a plugin's module, is needed and
+        missing."""
         if not self.module:
             return resolve(WEIGHTS)(self)
         try:

@@ -32,7 +32,7 @@ class Beside(NamedTuple):
 
 
 def beside(source: Path | None) -> Beside | None:
-    """What lies beside the weights of a Hugging Face folder, or of a run that keeps such; None where nothing does.
+    """Files beside the weights of a Hugging Face folder, or of a run that keeps them; None without such files.
 
     Raises ConfigError where it is damaged, or too large.
     """

@@ -36,8 +36,8 @@ class Compiled:
 
 
 def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Compiled:
-    """For GPUs where `device` is one and there is what compiles for it, else for CPU devices. Call it before anything
-    else touches JAX's devices. Raises ConfigError, also for a GPU whose chip is not told."""
+    """Compile for GPUs if `device` is one and its compiler is installed, else for CPU devices. Call it before anything
+    else uses JAX's devices. Raises ConfigError, also for a GPU of unknown chip."""
     gpu = device if device and device.platform == "gpu" and gpus.installed() else None
     program = Program(experiment, mesh_of(experiment, gpu))
     began = time.perf_counter()
@@ -53,7 +53,7 @@ def compile_plan(experiment: Experiment, device: Hardware | None = None) -> Comp
 
 
 def mesh_of(experiment: Experiment, gpu: Hardware | None) -> Mesh:
-    """Of such GPUs, or of CPU devices. Raises ConfigError."""
+    """A mesh of these GPUs, or of CPU devices. Raises ConfigError."""
     if gpu is None:
         return make_mesh(experiment, "cpu")[0]
     settle(experiment)

@@ -46,7 +46,7 @@ def installed() -> bool:
 
 
 def target(device: Hardware) -> str:
-    """A chip as the plugin is told of it, in protobuf's text format."""
+    """A chip's description for the plugin, in protobuf's text format."""
     chip = device.chip
     if chip is None:
         raise ConfigError(f"--hardware {device.name}: has no table `chip`, which tells XLA what to compile for; add it")
@@ -80,7 +80,7 @@ def compiled(lowered: Any, device: Hardware) -> Any:
 
 @contextmanager
 def refused(device: Hardware) -> Iterator[None]:
-    """What the plugin says of a chip that it cannot compile for becomes a ConfigError."""
+    """Turn the plugin's error on a chip that it can't compile for into a ConfigError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a GPU computes while a collective is under way: read off the order in which XLA's scheduler put the kernels."""
+"""Overlap of computation with collectives on a GPU, read from the order of kernels in XLA's schedule."""
 
 import re
 from collections.abc import Iterator

@@ -17,7 +17,7 @@ from jaxdist.planner import time
 
 Value = TypeVar("Value")
 CHUNKS = 8  # of the loss, as torchtune's default has it
-# What `memory` tells of, in this order: the causes of `jaxdist.accounting.memory` by what a user knows them as.
+# Rows of `memory`, in this order: causes of `jaxdist.accounting.memory` -> names for users.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "gradients": (memory.GRADIENTS, memory.FRESH),
     "gathered": (memory.ENDS, memory.WHOLE, memory.WEIGHTS, memory.FETCHED, memory.TURNED, memory.COPIED),
@@ -76,7 +76,7 @@ class Plan:
 
     @cached_property
     def state(self) -> dict[str, float]:
-        """What lies between steps of any family; `host` in the host's memory."""
+        """State of any family between steps; `host` is in host memory."""
         f = State(self.experiment, layouts(self.experiment.model), self.mesh, self.hardware.platform)
         offload = self.experiment.memory.offload
         host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
@@ -164,7 +164,7 @@ def changed(experiment: Experiment, **fields: Any) -> Experiment:
 
 
 def flags(experiment: Experiment, given: Experiment) -> str:
-    """What to add to the command line of `given` to get `experiment`: the fields in which they differ."""
+    """Arguments that turn `given` into `experiment`: the fields in which they differ."""
     short = {"parallel.mesh": "mesh", "parallel.strategy": "strategy"}
     before, after = given.model_dump(), experiment.model_dump()
     found = []

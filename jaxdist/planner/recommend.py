@@ -34,7 +34,7 @@ def ways(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
 
 
 def meshes(e: Experiment, devices: int, hardware: Hardware) -> Iterator[Shape]:
-    """Sizes of the mesh axes over so many devices, and a strategy, that may be worth a look.
+    """Candidate sizes of the mesh axes over that number of devices, with a strategy.
 
     Tensor stays within the fast links, as it waits for each of its sums; stages divide the layers; sequences are split
     where they are LONG; what is left is shared by `fsdp` and its replicas `data`.
@@ -91,7 +91,7 @@ def tried(e: Experiment, shape: Shape, hardware: Hardware) -> Iterator[Plan]:
 
 
 def fastest(plans: Iterable[Plan]) -> Plan | None:
-    """Of the plans that fit."""
+    """The fastest of the plans that fit; None if none fits."""
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.time.step, default=None)
 
 
@@ -213,14 +213,14 @@ COMPARED = (
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """By what plans of an experiment on so many devices differ."""
+    """Settings in which plans of an experiment on that number of devices differ."""
     e = plan.experiment
     own = {"strategy": e.parallel.strategy, "remat": e.memory.remat, "accumulation": e.train.accumulation}
     return {**plan.mesh, **own}
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """What CHOICES tell of a plan."""
+    """A plan's value of each of CHOICES."""
     e, mesh, time, row = plan.experiment, plan.mesh, plan.time, sharding.strategy(plan.experiment.parallel)
     parts = {"parameters": row.parameters, "gradients": row.gradients, "optimizer state": row.optimizer}
     divided = " and ".join(", ".join(part for part, there in parts.items() if there).rsplit(", ", 1))

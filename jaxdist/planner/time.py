@@ -21,7 +21,7 @@ ATTENTION = 0.53  # 523 TFLOP/s: what llama-1b takes longer a token at T 8192 th
 
 @dataclass(frozen=True)
 class Link:
-    """What a mesh axis sends a step, bytes of a device, of parameters and of activations; over how fast a link."""
+    """Bytes that a device sends over a mesh axis in a step, for parameters and activations, and the link's rate."""
 
     axis: str
     parameters: float

@@ -147,7 +147,8 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
 
 
 def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
-    """What a rule asks of whole parameters. torch: of each tensor, at most, five means or one gather over an axis."""
+    """Collectives of an update rule on whole parameters. torch: at most five means or one gather over an axis per
+    tensor."""
     if side == JAX:
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
         asked = traffic.of_update(e, layouts, mesh)

@@ -1,4 +1,4 @@
-"""What a step takes beside parameters and moments: the closed forms of both sides' scratch memory, cause by cause.
+"""Closed forms of both sides' scratch memory in a step, beside parameters and moments, cause by cause.
 
 JAX's is the planner's, that of its family; torch's, of the same causes, is read off `torch_ref/families/`, of whose row
 it has the arrays that a block keeps.

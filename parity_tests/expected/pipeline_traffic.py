@@ -1,4 +1,4 @@
-"""What torch's pipelines send per step: the closed form of the first rank, which counts.
+"""Closed form of the traffic of torch's pipelines per step, for the first rank, which counts.
 
 FSDP2 below a schedule gathers a stage's blocks for each forward pass, and for a backward pass once, or as often as a
 forward pass comes between, in all M + 1 times. It reduces gradients once a step, over tensor too where they are

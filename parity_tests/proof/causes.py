@@ -177,7 +177,7 @@ def forward_or_backward(e: Evidence) -> Seen:
 
 
 def hidden(e: Evidence) -> Seen:
-    """What differs is too small for the curves to show where it began, and gradients of step 1 were not kept."""
+    """The difference is too small for the curves to show where it began, and gradients of step 1 were not recorded."""
     if not e.rounding or e.same_at_first:
         return None
     step = e.updates + 1
@@ -353,7 +353,7 @@ def recorded(e: Evidence) -> Seen:
 
 
 def dtypes(e: Evidence) -> str:
-    """What of theirs is recorded in a narrower dtype than its config says, in words."""
+    """Text on tensors of theirs that are recorded in a narrower dtype than the config says."""
     found = [f"{narrow}, config says {narrow.dtype}" for narrow in e.recorded.values()]
     return f"{e.theirs.side} recorded {'; '.join(found)}" if found else ""
 

@@ -69,7 +69,7 @@ def decides(proof: "Proof") -> dict[str, str]:
 
 
 def not_compared(proof: "Proof") -> list[str]:
-    """What the reference's run did not keep, measured on another mesh, or hides in its noise."""
+    """Facts that the reference's run did not record, measured on another mesh, or hides in its noise."""
     theirs = proof.pair("policy")[1]
     gradients, running = gradients_lacking(proof), proof.experiment.model.input_kind == "images"
     lacking = {
@@ -115,7 +115,7 @@ def gradients_lacking(proof: "Proof") -> str:
 
 
 def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
-    """What a reader must know of a verdict's reach."""
+    """Limits of a verdict."""
     compared = {comparison.a[0] for comparison in proof.comparisons() if comparison.level == "distribution"}
     made = [side for side in proof.sides if side in MADE]
     if proof.exact and (alone := [side for side in made if side not in compared]):
@@ -151,7 +151,7 @@ def notes(proof: "Proof", checks: Sequence[Check]) -> Iterator[str]:
 
 
 def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
-    """What cannot be compared with a run that is there already, since it did not keep it."""
+    """Comparisons that an existing run does not allow, since it did not record their tensors."""
     if not proof.exact:
         policy = proof.experiment.precision.policy
         yield f"mathematics, distribution: of {theirs.side} not compared, it ran in {policy} and not in fp64"
@@ -161,7 +161,7 @@ def left_out(proof: "Proof", theirs: Run) -> Iterator[str]:
 
 
 def noise(proof: "Proof") -> Iterator[str]:
-    """What the noise of the policy lets its curves show, and what not."""
+    """Differences that the curves can show above the policy's noise, and those that they can't."""
     policy, name = proof.pair("policy"), proof.experiment.precision.policy
     if "reordered" in proof.kinds:
         moved = levels.reordering(policy, proof.pair("reordered"))

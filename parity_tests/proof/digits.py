@@ -19,7 +19,7 @@ RECORDED = ("start", "gradient", "clipped")
 
 
 class Narrow(NamedTuple):
-    """What of one group of tensors is in less than `dtype`: by the dtype that it is in, the kinds or single tensors."""
+    """Tensors of a group in a narrower dtype than `dtype`: dtype -> kinds or single tensors."""
 
     group: str
     dtype: str
@@ -35,7 +35,7 @@ class Narrow(NamedTuple):
 
 
 def narrow(run: Run, run64: Run, precision: Precision) -> Iterator[Narrow]:
-    """Of final states, recorded gradients and curves, each held against the dtype that the config says."""
+    """Narrow final states, recorded gradients and curves, each against the dtype in the config."""
     yield states(run, run64, precision.parameters)
     dtypes = (precision.parameters, precision.compute, precision.reduce)
     yield grouped("gradients", max(dtypes, key=ROUNDING.__getitem__), by_step(run), by_step(run64))
@@ -44,7 +44,7 @@ def narrow(run: Run, run64: Run, precision: Precision) -> Iterator[Narrow]:
 
 
 def states(run: Run, run64: Run, parameters: str) -> Narrow:
-    """Of final weights and moments."""
+    """Narrow final weights and moments."""
     kept = ({kind: r.kept_states(kind) for kind in r.state_kinds} for r in (run, run64))
     return grouped("states", parameters, *kept)
 
@@ -83,7 +83,7 @@ def narrowest(tensor: np.ndarray, dtype: str) -> str:
 
 
 def by_step(run: Run) -> dict[str, Tensors]:
-    """What was recorded of single steps, by its kind and step."""
+    """Recorded tensors of single steps, by kind and step."""
     found = {f"{kind} of step {step}": run.kept(kind, step) for step in run.gradient_steps for kind in RECORDED}
     return {what: tensors for what, tensors in found.items() if tensors}
 

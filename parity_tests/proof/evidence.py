@@ -1,4 +1,4 @@
-"""What two runs show of where and how they differ: the evidence by which a cause is recognized."""
+"""Evidence on where and how two runs differ, by which a cause is recognized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -192,7 +192,7 @@ class Evidence:
 
     @property
     def rounding(self) -> float:
-        """What rounding may hide of the loss of step 1; 0 in float64."""
+        """Difference in the loss of step 1 that rounding may hide; 0 in float64."""
         least = float(max(self.bounds.get("loss", np.zeros(1))[:1], default=0.0))
         return least if least > HIDES else 0.0
 

@@ -27,7 +27,7 @@ class Gathering:
     start: Path | None = None
 
     def evidence(self) -> Evidence | None:
-        """What tells the cause: of the first pair of float64 runs that fails, or of the policy's."""
+        """Evidence for the cause, from the first failing pair of float64 runs, or from the policy's runs."""
         proof, verdict = self.proof, self.verdict
         failed = {(check.level, check.about) for check in verdict.failed}
         pairs = (c for c in proof.comparisons() if (c.level, c.what) in failed)
@@ -48,7 +48,7 @@ class Gathering:
         return found
 
     def between(self, ours: tuple[str, str], theirs: tuple[str, str], bounds: dict[str, np.ndarray]) -> Evidence:
-        """The evidence of two runs; names that are the same are told apart by the kind of run."""
+        """The evidence of two runs; equal names are distinguished by the kind of run."""
         proof, verdict, start = self.proof, self.verdict, self.start
         a, b = proof.done[ours], proof.done[theirs]
         if a.side == b.side:

@@ -23,7 +23,7 @@ CLEAR = 2.0  # times its bound from where a gradient differs by more than a hair
 FAR_MORE = 30.0  # times that moments of some tensors differ more than those of all others, where they stand out
 PARALLEL = 1e-2  # relative distance from a multiple of ours, up to which theirs is called one
 
-# What tensors that stand out may have in common: they are one, of one module in every layer, or of one layer.
+# Common property of outlying tensors: one tensor, one module in every layer, or one layer.
 GROUPS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
     lambda name: re.sub(r"\.\d+\.", ".*.", name),
@@ -72,7 +72,7 @@ def standing_out(moments: Mapping[str, Iterable[tuple[str, np.ndarray, np.ndarra
 
 
 def multiple(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
-    """What theirs is of ours, in words: a multiple, or a tensor that is apart from it."""
+    """Text on their gradient relative to ours: a multiple, or a tensor that differs from it."""
     x, y = (np.concatenate([pair[side].ravel() for pair in pairs]) for side in (0, 1))
     times = float(x @ y / (x @ x))
     if np.linalg.norm(y - times * x) <= PARALLEL * np.linalg.norm(y):

@@ -84,15 +84,16 @@ class Noise:
         return np.maximum(K * until, compare.FLOOR[field])
 
     def gradients(self, step: int) -> dict[str, float]:
-        """What each gradient of a recorded step may differ by."""
+        """Bound on the difference of each gradient of a recorded step."""
         return self._bounds(self.run.kept("gradient", step), self.perturbed.kept("gradient", step))
 
     def states(self, kind: str) -> dict[str, float]:
-        """What each of the final weights or moments may differ by."""
+        """Bound on the difference of each of the final weights or moments."""
         return self._bounds(self.run.kept_states(kind), self.perturbed.kept_states(kind))
 
     def most(self, step: int) -> float:
-        """What any tensor of a step may differ by: any gradient recorded at it or next after it."""
+        """Bound on any tensor of a step: the largest of the gradients recorded at this step or the next recorded
+        one."""
         recorded = min((s for s in self.run.gradient_steps if s >= step), default=0)
         return max(self.gradients(recorded).values(), default=compare.STATE)
 
@@ -166,7 +167,7 @@ def may_differ(policy: Pair, double: Pair, still: Collection[str] = ()) -> float
 
 
 def rates_of(run: Run) -> float:
-    """The sum of its learning rates: weight decay moves a tensor by so many times itself and the decay."""
+    """The sum of its learning rates: times the decay, the share of itself by which weight decay moves a tensor."""
     return float(sum(record["learning_rate"] for record in run.metrics))
 
 
@@ -186,7 +187,7 @@ def smallest(tensors: Collection[np.ndarray]) -> float:
 
 
 def too_little(apart: float, moved: float, decayed: float) -> str:
-    """Why weights decide nothing in which equal runs may be `apart` by so much; empty where they do. All are norms.
+    """Reason why weights decide nothing if equal runs may be `apart` by that much; "" if they decide. All are norms.
 
     The difference of weights is told by their size, of which fine-tuning moves a thousandth, and weight decay a
     millionth. So what equal runs may differ by is held against that: 1e-3 of what training `moved`, and all that decay
@@ -242,7 +243,7 @@ def apart(a: Run, b: Run, still: Collection[str] = ()) -> dict[str, float]:
 
 
 def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]:
-    """What a policy moves a curve by, root mean square over the steps, on either side."""
+    """Effect of a policy on a curve, root mean square over the steps, on either side."""
 
     def moved(run: Run, run64: Run) -> float:
         return compare.rms(compare.curve(counted(run), counted(run64, run), field))
@@ -254,7 +255,7 @@ def lost(policy: Pair, double: Pair, field: str = "loss") -> tuple[float, float]
 def precision(
     policy: Pair, double: Pair, compute: str, still: Collection[str] = (), rounding: float = 0.0
 ) -> Iterator[Check]:
-    """What the policy costs either side, against the other's cost; nothing where it is float64 itself.
+    """Cost of the policy on either side, against the other's cost; no checks if the policy is float64.
 
     Where the other side has no float64 run of its own, both are held against ours, and only what it loses more counts.
     `rounding`: of the dtype that a side computes in whatever it is given, if it does.
@@ -287,9 +288,9 @@ def precision(
 
 
 def float_bounds(ours: Run, exact: Run, compute: str) -> dict[str, np.ndarray]:
-    """What each curve of a run in `compute` may differ by from our float64 run, per step, to tell where it first does:
-    K times the most that ours has lost until then, or in the first few steps, of which one may lose little by chance.
-    """
+    """Bound on each curve of a run in `compute` against our float64 run, per step, to find where it first differs: K
+    times our largest loss of accuracy up to then, or in the first few steps, since one step may lose little by
+    chance."""
     found = {}
     for field in compare.FLOOR:
         lost = compare.curve(ours.metrics, exact.metrics, field)
@@ -326,7 +327,7 @@ def rates(policy: Pair, double: Pair) -> Iterator[Check]:
 
 
 def numbers(run: Run) -> Check:
-    """What of a run is no number, in its curves and in all that it kept: also where nothing else compares it."""
+    """Check that curves and recorded tensors are finite, including those that nothing else compares."""
     found = list(run.no_numbers())
     return Check("precision", f"{run.side}, what is no number", len(found), 0, UNEQUAL, of=", ".join(found[:3]))
 
@@ -349,7 +350,7 @@ def arithmetic(run: Run, compute: str) -> Iterator[Check]:
 
 
 def reordering(policy: Pair, reordered: Pair) -> tuple[float, float]:
-    """What reordered sums move either side's loss by, root mean square over the steps."""
+    """Effect of reordered sums on either side's loss, root mean square over the steps."""
     x, y = (compare.rms(compare.curve(a.metrics, b.metrics, "loss")) for a, b in zip(policy, reordered, strict=True))
     return x, y
 

@@ -30,7 +30,7 @@ from parity_tests.runs.run import JAX, MADE, REFERENCES, SIDES, Run, command
 
 STEPS = 20
 
-# What tells a run from the one to be proved: other sections, and fields of `parallel` and `train`.
+# Differences of a run from the run to prove: other sections, and fields of `parallel` and `train`.
 DOUBLE = {"policy": "fp64"}
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "policy": {},
@@ -153,7 +153,7 @@ class Proof:
 
     @property
     def still(self) -> tuple[str, ...]:
-        """What names of weights end in that rounding alone moves."""
+        """Suffixes of weights that only rounding moves."""
         return (compare.ZERO_GRADIENT,) if self.zero_gradient else ()
 
     def needed(self) -> list[tuple[str, str]]:
@@ -208,8 +208,8 @@ class Proof:
         return self.known[key]
 
     def finish(self, module: str, *arguments: str) -> None:
-        """A command to its end. Raises ConfigError where it cannot do as told, or diverges, else TrainingError where
-        it fails."""
+        """Run a command to its end. Raises ConfigError if it refuses its input or diverges, TrainingError if it fails
+        otherwise."""
         done = command(module, *arguments, xla_flags=self.xla_flags)
         if done.returncode:
             _, told, message = f"\n{done.stderr.strip()}".rpartition("\nerror: ")
@@ -283,11 +283,11 @@ class Proof:
 
     @property
     def bounds(self) -> dict[int, float]:
-        """What gradients may differ by, by recorded step: of float64 runs, or of the policy's where theirs is alone."""
+        """Bounds on gradients, by recorded step: of float64 runs, or of the policy's if theirs has no float64 run."""
         if self.exact:
             return {step: self.noise.most(step) for step in self.done[JAX, "one"].gradient_steps}
         ours, double = self.done[JAX, "policy"], self.done[JAX, "mesh"]
-        both = 1 + levels.LIMIT[self.experiment.precision.compute]  # what ours loses, and so many times that theirs
+        both = 1 + levels.LIMIT[self.experiment.precision.compute]  # ours, and theirs up to this factor
         kept = {step: (ours.kept("gradient", step), double.kept("gradient", step)) for step in ours.gradient_steps}
         return {step: both * compare.whole(*pair) for step, pair in kept.items()}
 
@@ -353,7 +353,7 @@ class Proof:
         return theirs.get(what) is not None and meshes[0] == meshes[1]
 
     def verdict(self) -> Verdict:
-        """What the runs show."""
+        """The verdict on the runs."""
         checks = list(self.checks())
         open_levels, notes = dict(caveats.open_levels(self, checks)), list(caveats.notes(self, checks))
         lacking, decides = caveats.not_compared(self), caveats.decides(self)
@@ -368,11 +368,11 @@ class Proof:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Of the model's parameters."""
+        """Layouts of the model's parameters, by name."""
         return models.layouts(models.build(self.experiment.model))
 
     def causes(self) -> list[Cause]:
-        """What each side's peak is made of; none where the reference is another loop, whose formulas are not known."""
+        """Causes of each side's peak; none if the reference is another loop, of unknown formulas."""
         memory = {run.side: run.memory for run in self.pair("policy")}
         peaks = self.measured("memory") and all(m.get("peak") for m in memory.values())
         told = self.sides == memory_model.SIDES and peaks and not self.scratch.unknown

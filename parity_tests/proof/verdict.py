@@ -1,4 +1,4 @@
-"""What a proof concludes: each check with its value, its bound and where the bound comes from, and one word for all."""
+"""The result of a proof: each check with its value, its bound and the bound's origin, and one word for all."""
 
 import json
 import re
@@ -134,7 +134,7 @@ class Verdict:
         (folder / "verdict.json").write_text(text, encoding="utf-8")
 
     def as_json(self) -> dict[str, Any]:
-        """What verdict.json holds; numbers that are not finite as text, which JSON has no numbers for."""
+        """Content of verdict.json; numbers that are not finite are text, as JSON has no such numbers."""
         parting = asdict(self.parting) | {"where": self.parting.where} if self.parting else None
         return {
             "verdict": self.word,

@@ -2,8 +2,8 @@
 
 Their error is less than what bfloat16 loses elsewhere, so that no loss curve of a bf16 run shows it, and some models
 train worse for it. The dispatcher, which every operation passes, shows it at once, where it is written with these
-functions: a norm that divides by a square root is not told from Adam, which does too, and fused kernels compute inside
-in float32 whatever they are given.
+functions: a norm that divides by a square root can't be told apart from Adam, which does too, and fused kernels compute
+inside in float32 whatever they are given.
 """
 
 from typing import Any

@@ -14,7 +14,7 @@ from jaxdist.config.registry import resolve
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.weights import named
 
-Arrays = Mapping[str, tuple[float, float]]  # size -> so many numbers of it in the compute dtype, and in float32
+Arrays = Mapping[str, tuple[float, float]]  # size -> number of arrays of it in the compute dtype, and in float32
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Accounting:
     flops: Callable[[Experiment, nn.Module], float] | None = None
     """FLOPs of a step per token, or image: products and attention, nothing of it twice."""
     kept: Arrays | None = None
-    """What a decoder's block keeps from forward to backward where nothing is computed again, by the sizes of
+    """Arrays that a decoder's block keeps from forward to backward without rematerialization, by the sizes of
     `jaxdist/accounting/decoder.py`."""
     why: str = ""
     """Why `kept` is unknown."""

@@ -47,7 +47,7 @@ class Family:
     blocks: str = "layers.*"
     """Names of its blocks, in order; * is a number."""
     tensor: Mapping[str, str] = field(default_factory=dict)
-    """What its plan of tensor parallelism has beside TENSOR_PLAN, or other than it; "" leaves a module alone."""
+    """Additions and changes to TENSOR_PLAN for its tensor parallelism; "" leaves a module out."""
     no_pipeline: str = ""
     """Why torch's pipeline stages can't train it; empty: they can."""
 

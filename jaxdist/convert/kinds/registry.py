@@ -1,4 +1,4 @@
-"""What the module of a kind of checkpoint has, and the kinds that can be written."""
+"""Interface of a checkpoint kind's module, and the kinds that can be written."""
 
 from pathlib import Path
 from typing import Protocol

@@ -1,6 +1,6 @@
-"""The parts of what training scripts save by `torch.save`, under the keys that they have for them, and put back there.
+"""Parts of objects that training scripts save by `torch.save`, found by the scripts' keys and put back there.
 
-What is put back is as it was but for the numbers: in a list, in the order of the keys, a count of its type.
+Only numbers change: lists, the order of keys and types of counts stay.
 """
 
 import copy
@@ -22,7 +22,7 @@ ENTRIES = "entries"  # of an optimizer: of each parameter's what is no moment
 
 
 def put(tree: Mapping[str, Any], keys: tuple[str, ...], part: Any) -> dict[str, Any]:
-    """A function that replaces that dict: inside a list, if it was in one."""
+    """Entries that replace that dict: inside a list, if it was in one."""
     key = key_of(tree, keys)
     return {key: [part] if isinstance(tree.get(key), list) else part}
 

@@ -46,7 +46,7 @@ def scaled(path: Path, content: Content, scaler: Mapping[str, Any], wanted: bool
 
 
 def put_scaling(tree: Mapping[str, Any], now: LossScale, precision: Precision) -> dict[str, Any]:
-    """A function that puts the current scale into a script's file, in place of its own, or as GradScaler's."""
+    """Entries that put the current scale into a script's file, in place of its own, or as GradScaler's."""
     scale, good, scaler, apex = float(now.scale), int(now.good), part(tree, SCALER), part(tree, APEX)
     if not scaler and (state := _only_loss(apex)):
         return put(tree, APEX, {name: {**state, "loss_scale": scale, "unskipped": good} for name in apex})

@@ -1,4 +1,4 @@
-"""What GPT-2 adds to FLOPs, memory and traffic of a step."""
+"""Closed forms of GPT-2's FLOPs, memory and traffic."""
 
 from functools import partial
 

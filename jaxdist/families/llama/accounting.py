@@ -1,4 +1,4 @@
-"""What Llama adds to FLOPs, memory and traffic of a step."""
+"""Closed forms of Llama's FLOPs, memory and traffic."""
 
 from functools import partial
 

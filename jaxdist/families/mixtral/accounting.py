@@ -1,4 +1,4 @@
-"""What a mixture of experts adds to FLOPs, memory and traffic of a step.
+"""Closed forms of FLOPs, memory and traffic of a mixture of experts.
 
 The size F of its tables, and d, are hidden and D of the rows that a device's experts have room for.
 """
@@ -56,7 +56,7 @@ class MixtureFootprint(DecoderFootprint):
 
     @property
     def rows(self) -> float:
-        """What a device's experts have room for: of all tokens of the group the k chosen, or an equal part of all
+        """Rows that a device's experts have room for: the k choices of all tokens of the group, or an equal part of all
         experts' boxes."""
         m, times = self.mixture, self.experiment.data.sequence
         return m.experts * m.room(times) / times if m.capacity else m.top_k * self.mesh["expert"]
@@ -67,7 +67,7 @@ class MixtureFootprint(DecoderFootprint):
         return rows_of(int(self.tokens * self.rows), self.mixture.experts // self.mesh["expert"])
 
     def applied(self, layout: Layout) -> float:
-        """Of experts those that a token goes to, and with blocks of rows what is no token's."""
+        """Experts that a token goes to, and the padding rows of blocks."""
         m = self.mixture
         return self.spare * m.top_k / m.experts if "experts" in layout.axes else 1.0
 
@@ -134,8 +134,8 @@ def experts(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
 
 
 def choices(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
-    """Least bytes a device must send per step over context where an expert has room for so many of a whole sequence:
-    a number of 4 bytes for each of a token's experts, forward and where it is computed again."""
+    """Least bytes a device must send per step over context if experts have a capacity per sequence: 4 bytes for each of
+    a token's experts, forward and in rematerialization."""
     m, n, p = cast(Mixture, experiment.model), mesh["context"], passes(experiment, mesh)
     if not m.capacity:
         return {}

@@ -55,5 +55,5 @@ class Mixture(Rotary):
         return f"{super().describe()}, E {self.experts}, {self.top_k} a token"
 
     def room(self, times: int) -> int:
-        """Tokens of a sequence of so many times that an expert takes at most; no more than all."""
+        """Most tokens of a sequence of that length that an expert takes."""
         return min(times, math.ceil(self.capacity * self.top_k * times / self.experts)) if self.capacity else times

@@ -48,7 +48,7 @@ class GroupedLinear(nnx.Module):
         self.kernel = parameter((c.experts, inputs, outputs), ("experts", *axes), std)
 
     def rows(self, x_NI: jax.Array, counts_E: jax.Array) -> jax.Array:
-        """Of rows sorted by expert, `counts_E` for each of this device's."""
+        """Outputs for rows sorted by expert, with `counts_E` rows for each of this device's experts."""
         return grouped(x_NI, self.kernel[...], counts_E)
 
 
@@ -62,7 +62,7 @@ class Experts(nnx.Module):
         self.down_proj = GroupedLinear(c, c.hidden, c.dim, ("hidden", "embed"), out_std)
 
     def rows(self, x_ND: jax.Array, counts_E: jax.Array) -> jax.Array:
-        """Of rows sorted by expert; partial over tensor."""
+        """Outputs for rows sorted by expert; partial sums over tensor."""
         h_NF = jax.nn.silu(self.gate_proj.rows(x_ND, counts_E)) * self.up_proj.rows(x_ND, counts_E)
         return self.down_proj.rows(h_NF, counts_E)
 

@@ -1,4 +1,4 @@
-"""What a ResNet adds to FLOPs, memory and traffic of a step: by what its convolutions and relus put out.
+"""Closed forms of a ResNet's FLOPs, memory and traffic, from the outputs of its convolutions and relus.
 
 Its blocks are not stacked. XLA sees all of them at once, and merges what the backward pass of a block would gather or
 compute again with what the forward pass did: gathered weights are there for all of the step.
@@ -35,9 +35,9 @@ from jaxdist.parallel.sharding import TOKENS, Layout, strategy
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
 # put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
-# Of max-pooling: P what it puts out, W what it takes, with padding.
+# Sizes of max-pooling: P its output, W its padded input.
 
-# What a block keeps from forward to backward: of a batch norm what it was given, of a convolution the same.
+# Arrays that a block keeps from forward to backward: the inputs of batch norms and convolutions.
 KEPT: Arrays = {"C": (1, 0), "A": (1, 0)}
 # On one CPU reductions, which there are YNNPACK's, also keep differences from the mean, and these normalized.
 KEPT_ON_A_CPU: Arrays = {**KEPT, "C": (1, 2)}
@@ -80,7 +80,7 @@ class ImageFootprint(Footprint):
 
     @property
     def images(self) -> float:
-        """Of a microbatch on one device."""
+        """Images of a microbatch on one device."""
         return tokens_of(self.experiment, self.mesh)
 
     # ---- sizes
@@ -92,7 +92,7 @@ class ImageFootprint(Footprint):
 
     @cached_property
     def blocks(self) -> list[Sizes]:
-        """Of the stem and of each block, first to last, what the tables count."""
+        """Sizes that the tables count, for the stem and each block, in order."""
         m = self.model
         found: dict[tuple[float, ...], dict[str, float]] = {}
         for name, layout in self.kernels.items():

@@ -96,7 +96,7 @@ class ResNet(ImageModel):
 
 
 def halved(size: int) -> int:
-    """Of a height or width, what a stride of 2 leaves, padded as torch's convolutions are."""
+    """A height or width after a stride of 2, padded as in torch's convolutions."""
     return (size + 1) // 2
 
 

@@ -1,4 +1,4 @@
-"""What the plugin computes in JAX."""
+"""Computations of the plugin in JAX."""
 
 from typing import Any
 

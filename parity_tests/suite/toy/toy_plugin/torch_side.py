@@ -1,4 +1,4 @@
-"""What the plugin computes in torch."""
+"""Computations of the plugin in torch."""
 
 from typing import Any
 
