@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = folder.experiment if folder else experiment
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
+    module_of(experiment.model)  # a plugin's family may have no row on torch's side
     experts.check(experiment, plan.axes)
     pipeline.check(experiment, plan.axes)
     check_offload(experiment)  # after what a pipeline refuses: it offloads nothing, whatever goes together

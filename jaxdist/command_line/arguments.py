@@ -38,6 +38,7 @@ FORGETS = {
     "train.epochs": ("steps",),
     "train.steps": ("epochs",),
     "data.path": ("fingerprint",),
+    "data.source": ("fingerprint",),
     "data.tokenizer": ("fingerprint",),
     "data.text_field": ("fingerprint",),
     "data.bin_dtype": ("fingerprint",),

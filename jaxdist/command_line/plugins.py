@@ -23,7 +23,9 @@ def add_plugins(parser: argparse.ArgumentParser) -> None:
 
 def merged(config: Any, option: str) -> Any:
     """The plugins of a config, and those of --plugins after them; what a config has of another type stays."""
-    if not option or not isinstance(config, list | tuple | None):
+    config = listed(config)
+    told = isinstance(config, list | tuple | None) and all(isinstance(name, str) for name in config or ())
+    if not option or not told:
         return config
     return [*dict.fromkeys([*(config or ()), *listed(option)])]
 

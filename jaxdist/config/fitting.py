@@ -151,20 +151,22 @@ def splits(e: "Experiment") -> Iterator[tuple[str, int, str, tuple[str, ...]]]:
     attention, mlp = "layers.attention", "layers.mlp"
     heads = ("tensor", "context") if e.parallel.context == "ulysses" else ("tensor",)
     yield "heads", m.heads, f"{attention}.q_proj", heads
-    yield "kv_heads", m.kv_heads, f"{attention}.k_proj", heads
+    sizes = _sizes(e)
+    kv_heads, head_dim = sizes["kv_heads"], sizes["head_dim"]
+    yield "kv_heads", kv_heads, f"{attention}.k_proj", heads
     up_proj = f"{mlp}.experts.up_proj" if getattr(m, "experts", 0) else f"{mlp}.up_proj"
     yield "hidden", m.hidden, up_proj, ("tensor",)
     yield "vocab", m.vocab_rows, "embed", ("tensor",)
     if not e.parallel.row.optimizer:
         return
     yield "dim", m.dim, "embed", SHARDS
-    if m.qkv_bias:  # a vector is split along the one dimension that it has
-        yield "heads × head_dim", m.heads * m.head_dim, f"{attention}.q_proj.bias", ("tensor", *SHARDS)
-        yield "kv_heads × head_dim", m.kv_heads * m.head_dim, f"{attention}.k_proj.bias", ("tensor", *SHARDS)
+    if getattr(m, "qkv_bias", False):  # a vector is split along the one dimension that it has
+        yield "heads × head_dim", m.heads * head_dim, f"{attention}.q_proj.bias", ("tensor", *SHARDS)
+        yield "kv_heads × head_dim", kv_heads * head_dim, f"{attention}.k_proj.bias", ("tensor", *SHARDS)
     if getattr(m, "mlp_bias", False):
         yield "hidden", m.hidden, f"{mlp}.up_proj.bias", ("tensor", *SHARDS)
-    if m.qk_norm:
-        yield "head_dim", m.head_dim, f"{attention}.q_norm.scale", SHARDS
+    if getattr(m, "qk_norm", False):
+        yield "head_dim", head_dim, f"{attention}.q_norm.scale", SHARDS
 
 
 def multiple(of: int, number: int) -> int:
@@ -173,9 +175,11 @@ def multiple(of: int, number: int) -> int:
 
 
 def _sizes(e: "Experiment") -> dict[str, int]:
-    m = e.model
-    names = ("layers", "heads", "kv_heads", "head_dim", "dim", "hidden", "experts", "vocab_multiple", "positions")
+    m: Any = e.model
+    names = ("layers", "heads", "dim", "hidden", "experts", "vocab_multiple", "positions")
     found = {name: getattr(m, name, 1) for name in names}
+    found["kv_heads"] = getattr(m, "kv_heads", found["heads"])
+    found["head_dim"] = getattr(m, "head_dim", found["dim"] // found["heads"])
     return found | {"batch": e.train.batch, "sequence": e.data.sequence}
 
 

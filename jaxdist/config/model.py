@@ -4,6 +4,7 @@ import ast
 import inspect
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import pairwise
@@ -49,9 +50,9 @@ class Section(pydantic.BaseModel):
         for table in (table for table in reversed(cls.__mro__) if issubclass(table, Section)):
             try:
                 source = inspect.getsource(table)
-            except OSError:  # where modules are installed without it
+            except (OSError, TypeError):  # where modules are installed without it
                 continue
-            (definition,) = ast.parse(source).body
+            (definition,) = ast.parse(textwrap.dedent(source)).body
             assert isinstance(definition, ast.ClassDef)
             for pair in pairwise(definition.body):
                 match pair:

@@ -76,9 +76,12 @@ def resolve(reference: Reference) -> Any:
     module, _, name = reference.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of a plugin's module, any
         raise ConfigError(
-            f"{reference!r}: {error}; refer to an object that can be imported, as 'package.module:name'"
+            f"{reference!r}: {type(error).__name__}: {error}; refer to an object that can be imported, as "
+            "'package.module:name'"
         ) from error
 
 

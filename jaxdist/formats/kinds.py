@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxdist.config import ConfigError
 from jaxdist.config.plugins import named
@@ -49,9 +49,17 @@ class CheckpointKind:
         except ModuleNotFoundError as error:
             if error.name == "torch":
                 raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
-            if KINDS.owner(self.name) == OURS:
-                raise
-            raise ConfigError(f"{named(KINDS, self.name)}: module = {self.module!r}: {error}") from None
+            return self._failed(error)
+        except Exception as error:
+            return self._failed(error)
+
+    def _failed(self, error: Exception) -> NoReturn:
+        """Raise the error of a module of ours, or a ConfigError that names the plugin."""
+        if KINDS.owner(self.name) == OURS:
+            raise error
+        raise ConfigError(
+            f"{named(KINDS, self.name)}: module = {self.module!r}: {type(error).__name__}: {error}"
+        ) from None
 
     def naming_of(self, content: Any) -> str:
         """The naming of this content's tensors when they are written: that of a source of this kind, else its own."""

@@ -45,7 +45,8 @@ def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[
 def as_named_by_transformers(family: str, given: Mapping[str, Shaped]) -> Table:
     """The table with transformers' names in which matrices lie as given: nanoGPT has the same names."""
     known = tables_of(family)
-    tables = [table for table in known.values() if _kinds(table) == _kinds(known[HUGGINGFACE])]
+    first = known.get(HUGGINGFACE, next(iter(known.values())))
+    tables = [table for table in known.values() if _kinds(table) == _kinds(first)]
     return max(tables, key=lambda table: _lying(table, {name: name for name in given}, given))
 
 

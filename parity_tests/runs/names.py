@@ -10,7 +10,7 @@ from jaxdist.config import state_kinds
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import as_named_by_transformers, plain
-from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, tables_of
+from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, Table, tables_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -136,7 +136,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
     """Parameters of a mixture under the names that transformers 5 has in memory, where the experts of a layer are
     stacked and gate and up are one, under the names of its files; all others as they are."""
     tables = tables_of(family)
-    found, in_files = dict(arrays), {ours: row for row in tables[HUGGINGFACE].rows for ours in row.ours}
+    found, in_files = dict(arrays), {ours: row for row in files_table(family).rows for ours in row.ours}
     rows = tables[IN_MEMORY].rows if IN_MEMORY in tables else []
     for row, layer in ((row, layer) for row in rows if row.stacked for layer in range(layers)):
         if (name := row.theirs.format(layer=layer)) not in found:
@@ -152,7 +152,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
 def _activations(arrays: Arrays, family: str) -> Arrays:
     """By module; what one module of theirs computes for several of ours is cut along its last axis."""
     several: dict[str, list[str]] = {"": [LOGITS]}
-    modules = {ours: row.theirs for row in tables_of(family)[HUGGINGFACE].rows for ours in row.ours}
+    modules = {ours: row.theirs for row in files_table(family).rows for ours in row.ours}
     named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}
     for ours, theirs in containers(family).items():
         named_so[ours.replace(BLOCK, f"{BLOCK}.#")] = theirs.replace("{layer}", "#")
@@ -167,11 +167,17 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
     return named
 
 
+def files_table(family: str) -> Table:
+    """The table of the family's files: transformers' names, or, without one, its first."""
+    tables = tables_of(family)
+    return tables.get(HUGGINGFACE, next(iter(tables.values())))
+
+
 def containers(family: str) -> dict[str, str]:
     """Our modules that hold others -> transformers' with `{layer}`: the common part of the names within."""
     tables, found = tables_of(family), dict[str, str]()
     for ours in CONTAINERS:
-        rows = tables.get(IN_MEMORY, tables[HUGGINGFACE]).rows
+        rows = tables.get(IN_MEMORY, files_table(family)).rows
         within = [row.theirs.replace(".", "/") for row in rows if row.ours[0].startswith(f"{ours}.")]
         if (theirs := commonpath(within).replace("/", ".")) not in found.values():
             found[ours] = theirs

@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from jaxdist.config import Model
 from jaxdist.config.record import FUNCTIONS, LOGITS
 from jaxdist.data import dealt
 from jaxdist.runs.folder import RunFolder
 from torch_ref.families import loss
 from torch_ref.families.layers import at_least_f32
+from torch_ref.families.models import module_of
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
@@ -163,7 +165,7 @@ def first_nonfinite(model: nn.Module, step: Callable[[Watch], Any]) -> str | Non
         if stage == "gradient":
             gradients.update({n: p.grad.clone() for n, p in named(model) if p.grad is not None})
 
-    with taps.installed(model, sys.modules[type(parts_of(model)[0]).__module__]):
+    with taps.installed(model, namespace_of(config)):
         step(watch)
     kinds: dict[str, dict[str, list[Tensor]]] = {
         "weight": {n: [p] for n, p in named(model)},
@@ -196,6 +198,11 @@ def depth(name: str) -> float:
     return math.inf if kind in ("norm", "lm_head", LOGITS) else -1
 
 
+def namespace_of(model: Model) -> ModuleType:
+    """The module of a model's class, whose functions are tapped: FSDP2 gives a wrapped model another class."""
+    return sys.modules[module_of(model).__module__]
+
+
 class Recorder:
     """Records of single steps of one rank's model and optimizer."""
 
@@ -203,9 +210,9 @@ class Recorder:
         """Records go to `folder`; without one there are none."""
         self.program, self.folder = program, folder
         self.model, self.optimizer, self.mesh = program.model, program.optimizer, program.mesh
-        experiment, mesh, model = program.experiment, program.mesh, program.model
+        experiment, mesh = program.experiment, program.mesh
         self.steps = experiment.record.steps if folder else ()
-        self.namespace = sys.modules[type(parts_of(model)[0]).__module__]
+        self.namespace = namespace_of(experiment.model)
         plan = FAMILIES[experiment.model.family].plan
         self.sliced = OF_HEADS | {name.rpartition(".")[2] for name, style in plan.items() if style in SLICED}
         self.every = experiment.record.tensors == "all"
