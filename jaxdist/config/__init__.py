@@ -1,6 +1,7 @@
 """The experiment: its sections, their checks, and the hardware it runs on.
 
-Imports no other room. Neutral: both sides read it, so it imports neither jax nor torch.
+Imports no other room; `registry.py` loads the rows of `families` by name on first use. Neutral: both sides read it,
+so it imports neither jax nor torch.
 """
 
 from jaxdist.config.environment import whole_number

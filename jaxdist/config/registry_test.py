@@ -1,9 +1,11 @@
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from jaxdist import Family, register_family
 from jaxdist.config import ConfigError, Decoder, Experiment
+from jaxdist.config.fitting import splits
 from jaxdist.config.registry import FAMILIES, Registry, default_family, resolve
 
 
@@ -55,3 +57,23 @@ def test_references() -> None:
     for wrong in ("nowhere:x", "jaxdist.config:Nothing", "jaxdist.config", ":x"):
         with pytest.raises(ConfigError, match=f"^{wrong!r}: .*; refer to an object that can be imported"):
             resolve(wrong)
+
+
+class Bare(Decoder):
+    family: Literal["bare"] = "bare"
+
+
+def test_a_decoder_without_fields_of_its_own_fits_a_mesh() -> None:
+    experiment = Experiment().model_copy(update={"model": Bare()})
+    sizes = {name: size for name, size, *_ in splits(experiment)}
+    assert sizes == {"heads": 8, "kv_heads": 8, "hidden": 384, "vocab": 256, "dim": 128}
+    experiment.check_mesh(experiment.parallel.axes() | {"fsdp": 2, "tensor": 4})
+    with pytest.raises(ConfigError, match=r"model.heads = 8 cannot be divided over the mesh axis tensor = 3"):
+        experiment.check_mesh(experiment.parallel.axes() | {"tensor": 3})
+
+
+def test_an_error_of_any_kind_names_its_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('no GPU today')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"'broken_module:x': RuntimeError: no GPU today; refer to"):
+        resolve("broken_module:x")

@@ -1,4 +1,4 @@
 """How tensors, tokens, experts and stages are split over ranks.
 
-Imports `jaxdist.config`.
+Imports `runtime`, the rows of `families`, and `jaxdist.config`.
 """
