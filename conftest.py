@@ -1,13 +1,18 @@
-"""What all tests share: the environment and compiled programs.
+"""What all tests share: the environment, compiled programs, and the mark `fast`.
 
 Tests of one process share 8 virtual CPU devices; what needs its own devices runs the command line.
 """
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import pytest
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # empty in the first process, whose environment workers inherit
 if not WORKER:
@@ -30,3 +35,50 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED / WORKER)  # each its own
 def pytest_unconfigure() -> None:
     if not WORKER:
         shutil.rmtree(COMPILED, ignore_errors=True)
+
+
+TRAINING_FIXTURES = {"mixed", "runs", "start", "train"}  # they run the command line
+PROCESS_EVENTS = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+started: list[str] = []  # audit events of processes that the current test has started
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests `fast` that are neither `slow` nor `long` and use no fixture that trains."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"slow", "long"} and TRAINING_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Forget processes that the collection started."""
+    started.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Under `pytest -m fast`, fail a test that started a process."""
+    try:
+        return (yield)
+    finally:
+        events = started.copy()
+        started.clear()
+        if events and item.config.getoption("markexpr") == "fast":
+            pytest.fail(f"{item.nodeid} starts a process ({events[0]}); mark it `long`", pytrace=False)
+
+
+def note_process(event: str, _: object) -> None:
+    if event in PROCESS_EVENTS:
+        started.append(event)
+
+
+def start_audited(self: BaseProcess, start=BaseProcess.start) -> None:  # type: ignore[no-untyped-def]
+    """Start a process of `multiprocessing`, which raises no audit event when it spawns one."""
+    sys.audit("os.posix_spawn")
+    start(self)
+
+
+BaseProcess.start = start_audited  # type: ignore[method-assign]
+sys.addaudithook(note_process)

@@ -17,6 +17,8 @@ from jaxdist.planner.plans import Plan, flags, smallest_change
 from jaxdist.planner.recommend import candidates, reasons, recommend
 from jaxdist.runs.display import megabytes
 
+pytestmark = pytest.mark.long
+
 Capsys = pytest.CaptureFixture[str]
 
 

@@ -16,6 +16,8 @@ from jaxdist.bench.figures import Figure, Goal, Section, read
 from jaxdist.bench.stamp import Others, Stamp, machine
 from jaxdist.config import ConfigError, TrainingError
 
+pytestmark = pytest.mark.long
+
 Capsys = pytest.CaptureFixture[str]
 TINY = [
     "--data.sequence", "8", "--train.batch", "2", "--model.layers", "1", "--model.dim", "16", "--model.heads", "2",

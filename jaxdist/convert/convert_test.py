@@ -32,6 +32,8 @@ from jaxdist.formats.hf import from_settings, model_types, to_settings
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, table_of
 from jaxdist.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 SMALL: dict[str, Any] = {
     "layers": 3, "dim": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "hidden": 10, "vocab": 7,
     "positions": 12, "norm_eps": 1e-6, "init_std": 0.03, "rope_theta": 500.0,

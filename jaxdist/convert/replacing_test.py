@@ -38,6 +38,7 @@ WORK = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["hf", "orbax", "dcp", "torch"])
 def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
     if kind in ("dcp", "torch"):
@@ -56,6 +57,7 @@ def test_a_checkpoint_of_any_kind(kind: str, tmp_path: Path) -> None:
     assert found[2:] == right[2:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "beside"), [(kind, name) for kind, names in WORK.items() for name in names])
 def test_a_checkpoint_with_work_beside_it(kind: str, beside: str, tmp_path: Path) -> None:
     if kind == "dcp":
@@ -86,6 +88,7 @@ def test_a_tokenizer_gives_way_to_another_one_alone(tmp_path: Path) -> None:
     assert (target / "vocab.json").read_bytes() == b"[]"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["5", "7.damaged", "7.damaged-2"])
 def test_a_run_with_other_checkpoints(other: str, tmp_path: Path) -> None:
     """--force replaces one checkpoint, and a damaged one is kept until someone removes it."""

@@ -78,6 +78,7 @@ STORED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float64"])
 @pytest.mark.parametrize(
     ("model", "naming"),

@@ -22,6 +22,8 @@ from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.formats.sources import kind_of
 from jaxdist.runs.checkpoints import MANIFEST, checkpoint_in, seal
 
+pytestmark = pytest.mark.long
+
 GPT2 = MODELS["GPT2LMHeadModel"]
 MASKS: dict[str, np.ndarray] = {
     f"transformer.h.{i}.attn.{kind}": array

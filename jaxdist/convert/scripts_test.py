@@ -24,6 +24,8 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.formats.companions import is_companion
 from jaxdist.formats.hf import experiment_for
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")

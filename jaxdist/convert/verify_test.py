@@ -27,6 +27,8 @@ from jaxdist.formats.tables import HUGGINGFACE, Table
 from jaxdist.runs import checkpoints
 from jaxdist.training.loss_scale import state_of
 
+pytestmark = pytest.mark.long
+
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 
 

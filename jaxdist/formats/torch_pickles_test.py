@@ -82,6 +82,7 @@ def file_of(folder: Path, content: bytes, old: bool) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("what", LONG | LARGE)
 @pytest.mark.timeout(60)

@@ -145,6 +145,7 @@ def recommended(case: str) -> list[Plan]:
     return recommend(load(config, fields), devices, hardware(device))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_reasons_are_true(case: str) -> None:
     """Of the first, and of the first that divides the model over each other axis."""
@@ -277,6 +278,7 @@ def test_what_neither_batch_nor_memory_is_the_cause_of_says_so_itself() -> None:
         recommend(e, 8, hardware("h100"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("config", "devices", "memory"), [(None, 8, 1e6), ("llama-3.1-405b", 64, 80e9)])
 def test_memory_is_named_where_no_batch_helps(config: str | None, devices: int, memory: float) -> None:
     device = hardware("h100").model_copy(update={"memory": memory})

@@ -43,6 +43,7 @@ def numbers() -> Any:
     return lambda layout: random.normal(size=layout.shape)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_matrices_are_whole(layout: Layout, mesh: str, numbers: Any) -> None:
@@ -55,6 +56,7 @@ def test_matrices_are_whole(layout: Layout, mesh: str, numbers: Any) -> None:
     assert np.abs(pieces - expected).max() > 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_means_are_of_the_whole(layout: Layout, mesh: str, numbers: Any) -> None:

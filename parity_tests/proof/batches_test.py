@@ -82,6 +82,7 @@ FED: dict[str, tuple[Fed, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fed", FED)
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "gpt2"])
 def test_the_batch_is_identified(tmp_path: Path, model: str, fed: str) -> None:

@@ -92,6 +92,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loop", "cause", "step", "how"), NAMED, ids=[loop.__name__ for loop, *_ in NAMED])
 def test_the_cause_is_named(
     documents: Path, right: Finished, loop: type[Loop], cause: str, step: int, how: str
@@ -119,6 +120,7 @@ def clipped_from_two(documents: Path) -> Finished:
     return Loop(documents, (first * second) ** 0.5).run("ours")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "cause", "step", "how"), CLIPPED_FROM_TWO, ids=[loop.__name__ for loop, *_ in CLIPPED_FROM_TWO]
 )
@@ -210,6 +212,7 @@ def single(documents: Path) -> tuple[Finished, Finished]:
     return loops.Single(documents).run("ours"), loops.SingleInDouble(documents).run("ours")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loop", "cause", "how"), ROUNDED, ids=[loop.__name__ for loop, *_ in ROUNDED])
 def test_the_cause_is_named_in_float32(
     documents: Path, single: tuple[Finished, Finished], loop: type[Loop], cause: str, how: str

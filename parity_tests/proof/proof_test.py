@@ -496,6 +496,7 @@ def test_a_search_that_finds_nothing_says_so(tmp_path: Path) -> None:
     assert "kept (of steps: none); record" in against(tmp_path).unfound
 
 
+@pytest.mark.long
 def test_weights_of_any_kind_begin_a_proof(tmp_path: Path) -> None:
     """What is no Hugging Face folder is made one, in a folder that is not there yet."""
     drawn = asked(tmp_path / "drawn", model=SMALL)

@@ -154,6 +154,7 @@ def named(wrong: Loop, right: Finished) -> Diagnosis | None:
     return diagnose(Evidence(ours, theirs, bounds, start, batch, rule))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("loop", "cause", "step", "how"), NAMED, ids=[loop.__name__ for loop, *_ in NAMED])
 def test_the_rule_of_the_update_is_named(
     documents: Path,  # noqa: F811

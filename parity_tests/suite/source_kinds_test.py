@@ -240,6 +240,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, Change], Path], Model, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SOURCES)
 def test_both_take_it_alike(name: str, tmp_path: Path) -> None:
     """The same model where it tells one, the same tensors, which differ from each other."""
@@ -310,6 +311,7 @@ DAMAGES: dict[str, tuple[Change, str]] = {
 CHANGED = [name for name in SOURCES if not re.search(r"jaxdist|Orbax|torch_ref|llm\.c|two ranks", name)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damage"),
     # Of ZeRO's the tensors lie in vectors of one dtype.

@@ -172,6 +172,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 @pytest.mark.parametrize(("name", "change"), CASES, ids=[f"{model}, {change}" for model, (change, _) in CASES])
 def test_both_place_the_same(
@@ -210,6 +211,7 @@ FORMS: dict[str, Callable[[Tensors], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["pytorch_model.bin", *FORMS])
 @pytest.mark.parametrize("name", MODELS)
 def test_both_place_the_same_of_torch_files(name: str, form: str, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from parity_tests.runs.run import Run
 from torch_ref.families.models import build
 from torch_ref.training import step as torch_step
 
+pytestmark = pytest.mark.long
+
 Made = Callable[[str], tuple[Path, Path]]
 V = 61  # which no mesh divides
 SIZES: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 24, "vocab": V, "positions": 16}

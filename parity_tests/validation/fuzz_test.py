@@ -40,6 +40,7 @@ def run(folder: Path, *arguments: str, before: str = "") -> "subprocess.Complete
     return subprocess.run(line, cwd=ROOT, env=os.environ | {"MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("examples", "files"), [(100, 300), pytest.param(34_000, 100_000, marks=pytest.mark.slow)], ids=["quick", "slow"]
@@ -124,6 +125,7 @@ PLANTS: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, plants, says = PLANTS[name]
@@ -159,6 +161,7 @@ def test_without_its_check_a_kept_file_fails_again(
         fuzz.accepted(name, folder, (fuzz.CORPUS / name / file).read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "code", "says"),
     [

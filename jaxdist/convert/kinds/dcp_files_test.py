@@ -24,6 +24,8 @@ from jaxdist.formats.hf import experiment_for
 from jaxdist.runs.checkpoints import checkpoint_in
 from jaxdist.training.loss_scale import state_of
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 boxes = importlib.import_module("jaxdist.convert.kinds.boxes")
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")

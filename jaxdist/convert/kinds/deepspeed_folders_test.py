@@ -203,6 +203,7 @@ def opened(path: Path, **given: Any) -> Content:
     return KINDS[kind_of(path)].format.opened(path, **given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [zero_2, zero_3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 11])
 def test_pieces_become_whole(layout: Any, ranks: int, tmp_path: Path) -> None:
@@ -231,6 +232,7 @@ def test_stage_1(tmp_path: Path) -> None:
     check(opened(zero_2(tmp_path / "run", trained, stage=1)), trained)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [zero_2, zero_3])
 def test_the_way_to_a_run_and_to_transformers(layout: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tied head is a shared parameter there."""
@@ -279,6 +281,7 @@ def scheduled(folder: Path, kind: str, params: Mapping[str, Any], rate: float, c
         SETTINGS["lr"] = before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("skipped", [0, 3])
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_its_own_schedule(kind: str, skipped: int, tmp_path: Path) -> None:

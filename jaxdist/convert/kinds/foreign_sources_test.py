@@ -29,6 +29,8 @@ from jaxdist.formats.hf import experiment_for, to_settings
 from jaxdist.runs.checkpoints import checkpoint_in
 from jaxdist.training import checkpoint
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 tree_flatten_with_path = importlib.import_module("torch.utils._pytree").tree_flatten_with_path
 torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")

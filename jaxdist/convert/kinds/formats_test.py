@@ -35,6 +35,8 @@ from jaxdist.formats.sources import beside, kind_of
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, OWN, tables_of
 from jaxdist.runs import checkpoints
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 dcp_files = importlib.import_module("jaxdist.convert.kinds.dcp_files")
 

@@ -42,6 +42,7 @@ def test_it_is_read(lone: Path, tmp_path: Path) -> None:
     main([str(lone), str(tmp_path / "target"), "--to", "orbax"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [f"{ARRAY}/0.0", ARRAY, "parameters", "optimizer"])
 def test_links_that_lead_outside(lone: Path, place: str, tmp_path: Path) -> None:
     """Of a chunk, an array, an item; within the checkpoint they may lead where they like."""
@@ -103,6 +104,7 @@ def saved(folder: Path, tree: Any) -> None:
         checkpointer.save(folder, tree)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", optimizers())
 def test_an_optimizer_of_another_form(lone: Path, how: str) -> None:
     saved(lone / "optimizer", optimizers()[how])

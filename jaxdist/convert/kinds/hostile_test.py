@@ -303,6 +303,7 @@ QWEN3_MOE = to_settings(
 RESNET = to_settings(ResNet(family="resnet", block="basic", stem=8, depths=(1,), widths=(8,), classes=2), "float32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

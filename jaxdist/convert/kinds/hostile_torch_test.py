@@ -180,6 +180,7 @@ class TestRunFolders:
         (tmp_path / "lone" / "5" / "manifest.json").unlink()
         return tmp_path / "lone" / "5"
 
+    @pytest.mark.long
     @pytest.mark.parametrize("change", [pipe, terabyte, deep, a_list])
     @pytest.mark.parametrize("name", ["experiment/metadata", "parameters/_METADATA"])
     @pytest.mark.timeout(60)

@@ -52,6 +52,7 @@ def same_as_without(folder: Path, model: Any = MODEL) -> None:
     assert tensors(folder / "run") == tensors(folder / "right")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("prefix", "model"), CASES, ids=[f"{model.family} {prefix}" for prefix, model in CASES])
 def test_prefixes_come_off_and_come_back(prefix: str, model: Any, tmp_path: Path) -> None:
     before = lightning(tmp_path / "a.ckpt", prefix, model)
@@ -72,6 +73,7 @@ def test_a_base_model_within(tmp_path: Path) -> None:
     same_as_without(tmp_path, tied)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "net."])
 def test_an_optimizer_with_names_of_either_module(prefix: str, tmp_path: Path) -> None:
     """Of `self.named_parameters()`, or of the model alone, in an order that no rule gives."""
@@ -150,6 +152,7 @@ SCHEDULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_rule_of_a_scheduler_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where its state has the rule, at each step to come; else the config's is taken, and that is said."""

@@ -88,6 +88,7 @@ def checkpoint(path: Path, it: int = 9, bias: bool = True, alphabetical: bool = 
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("alphabetical", [False, True])
 def test_model_optimizer_and_schedule_are_read(bias: bool, alphabetical: bool, tmp_path: Path) -> None:
@@ -172,6 +173,7 @@ def another_rate(folder: Path) -> None:
     torch.save(found, folder / "ckpt.pt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("whose", ["--model", "its config"])
 def test_another_rate_is_refused_and_a_flag_decides(
     whose: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

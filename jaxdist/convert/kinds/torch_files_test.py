@@ -27,6 +27,8 @@ from jaxdist.formats.hf import experiment_for, to_settings
 from jaxdist.training import checkpoint
 from jaxdist.training.optim import learning_rate
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 torch_files = importlib.import_module("jaxdist.convert.kinds.torch_files")
 rules = importlib.import_module("jaxdist.convert.optimizers.rules")

@@ -33,6 +33,7 @@ def changed(file: Path, **parts: Any) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("old", [False, True])
 def test_what_a_run_logged(old: bool, tmp_path: Path) -> None:
     """Goes along, and back to the run; also where it is a string, as it was in older files."""
@@ -50,6 +51,7 @@ def test_a_long_log_is_no_part_of_the_pickle(tmp_path: Path, monkeypatch: pytest
     assert torch_files.opened(written(tmp_path / "a.pt", "torch", logged())).metrics == LOG
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["torch", "orbax"])
 def test_a_log_is_read_a_line_at_a_time(kind: str, tmp_path: Path) -> None:
     """Its records at once would take ten times as much."""
@@ -74,6 +76,7 @@ def test_a_log_that_is_none(log: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["../tokenizer.json", "bin/evil.sh", ".bashrc", "model.safetensors", 3])
 def test_files_that_go_along_are_named_as_such(name: Any, tmp_path: Path) -> None:
     """A file of ours with files that may not lie beside weights, or are weights themselves, is refused."""

@@ -73,6 +73,7 @@ REZIPPED: dict[str, Callable[[Entries], Entries]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", REZIPPED)
 def test_what_another_program_zipped_is_what_torch_reads(way: str, tmp_path: Path) -> None:
     """Weights, moments and what lies besides."""

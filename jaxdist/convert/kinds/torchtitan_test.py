@@ -99,6 +99,7 @@ def opened(path: Path) -> Content:
     return KINDS[kind_of(path)].format.opened(path, experiment_for(LLAMA.model_dump(), "test"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("names", [now, early_2026, same])
 def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_weights_optimizer_and_step(names: Any, nested: bool, tmp_path: Path) ->
             assert np.array_equal(ours.groups[group][name].read(), leaf.read()), (group, name)
 
 
+@pytest.mark.long
 def test_moments_of_queries_keys_and_values_in_one(tmp_path: Path) -> None:
     """There and back."""
     first = saved(tmp_path / "step-9", now, fused=True)

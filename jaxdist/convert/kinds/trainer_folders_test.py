@@ -26,6 +26,8 @@ from jaxdist.formats.hf import experiment_for
 from jaxdist.formats.sources import kind_of
 from jaxdist.training.optim import learning_rate
 
+pytestmark = pytest.mark.long
+
 torch = pytest.importorskip("torch")
 dcp = importlib.import_module("torch.distributed.checkpoint")
 load_torch = importlib.import_module("safetensors.torch").load_file

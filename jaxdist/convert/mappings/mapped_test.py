@@ -23,6 +23,8 @@ from jaxdist.convert.mappings.trees import flatten, unflatten
 from jaxdist.formats import buffers
 from jaxdist.runs.checkpoints import seal
 
+pytestmark = pytest.mark.long
+
 MAPPING = KeyMapping(
     (
         Row("block_{layer}.q.kernel", "blocks.{layer}.q.weight", "heads_out"),

@@ -44,6 +44,7 @@ def config(folder: Path, policy: str) -> list[str]:
     return ["--model", str(folder / "given.toml")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["", "fp16"])
 @pytest.mark.parametrize("key", KEPT)
 def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.C
     assert orbax_files.opened(tmp_path / "run").scaling is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "apex",
     [

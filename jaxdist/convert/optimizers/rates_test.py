@@ -125,6 +125,7 @@ def next_rates(content: Content) -> list[float]:
     return [rate_at(content.experiment, step) for step in range(DONE + 1, STEPS + 1, 9)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
 def test_without_a_rule_the_rate_of_now_stays(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And it is said, whether there is a scheduler or none."""
@@ -144,6 +145,7 @@ def test_the_rule_of_a_scheduler_goes_on(save: Save, tmp_path: Path) -> None:
 SHAPE = {"warmup": 1, "decay": "cosine", "decay_steps": STEPS + 1, "final": LEAST / PEAK}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
 def test_a_given_schedule_decides_the_rates_to_come(
     save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -168,6 +170,7 @@ def test_a_given_schedule_decides_the_rates_to_come(
     assert next_rates(opened(off, given, peak="now")) == pytest.approx([r * 1e-4 / PEAK for r in right], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", SOURCES)
 def test_the_flag_that_the_message_names_leads_on(save: Save, tmp_path: Path) -> None:
     """By the command, for every kind whose optimizer is torch's."""

@@ -44,6 +44,7 @@ def settings_of(path: Path) -> dict[str, Any]:
     return KINDS[kind_of(path)].format.opened(path).experiment.optimizer.model_dump()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_there_and_back(settings: dict[str, Any], tmp_path: Path) -> None:
     first = written(tmp_path / "first", "orbax", content_of(MODEL, **settings))
@@ -55,6 +56,7 @@ def test_there_and_back(settings: dict[str, Any], tmp_path: Path) -> None:
         assert settings_of(tmp_path / path) == settings_of(first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_states_of_experts(name: str, tmp_path: Path) -> None:
     """They are a stack in ours and in torch_ref, and one by one in Hugging Face's files."""
@@ -178,6 +180,7 @@ def test_a_config_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         main([str(first), str(tmp_path / "b"), "--to", "dcp", "--model", str(config_of(tmp_path, name="sgd"))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["orbax", "dcp", "torch"])
 def test_the_average_in_place_of_the_weights(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = content_of(MODEL, ema=0.999)
