@@ -40,10 +40,9 @@ def load_named(option: str, *paths: Path | None) -> None:
 def plugins_at(path: Path) -> Sequence[str]:
     """The plugins of a TOML file, a run folder, or the run that a checkpoint belongs to; none where it has no config
     that can be read, which whoever reads it says."""
-    run = path if path.is_dir() and (path / RUN_CONFIG).is_file() else run_of(path)
-    file = path if path.suffix == ".toml" else run / RUN_CONFIG if run else None
-    if file is None or not file.is_file():
-        return ()
-    with suppress(ConfigError):
-        return plugins_of(read_toml(file))
+    with suppress(ConfigError, OSError):
+        run = path if path.is_dir() and (path / RUN_CONFIG).is_file() else run_of(path)
+        file = path if path.suffix == ".toml" else run / RUN_CONFIG if run else None
+        if file and file.is_file():
+            return plugins_of(read_toml(file))
     return ()

@@ -39,7 +39,7 @@ def test_each_extra_that_is_advised_exists() -> None:
 
 # A module that may be missing -> the extra that its message advises.
 MODULES = {
-    "jaxdist/convert/kinds/registry.py": ("torch", ["torch"]),
+    "jaxdist/formats/kinds.py": ("torch", ["torch"]),
     "jaxdist/plan.py": ("report", ["matplotlib", "jinja2"]),
     "jaxdist/data/images.py": ("images", ["scikit-learn", "pillow"]),
     "jaxdist/data/unpacking.py": ("data", ["pyarrow", "zstandard"]),
