@@ -78,10 +78,11 @@ def resolve(reference: Reference) -> Any:
         return getattr(import_module(module), name)
     except ConfigError:
         raise
-    except Exception as error:  # of a plugin's module, any
+    except Exception as error:
+        known = isinstance(error, ImportError | AttributeError | ValueError)  # others are of a plugin's own code
+        problem = str(error) if known else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{reference!r}: {type(error).__name__}: {error}; refer to an object that can be imported, as "
-            "'package.module:name'"
+            f"{reference!r}: {problem}; refer to an object that can be imported, as 'package.module:name'"
         ) from error
 
 
