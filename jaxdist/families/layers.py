@@ -8,6 +8,7 @@ Shape letters: B batch, T time (S for keys), D model, H heads, K kv heads, G = H
 E experts, k those that a token goes to, N rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxdist.config import Rotary
 from jaxdist.ops.linear import add_bias, dot
 from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
@@ -134,3 +136,14 @@ class LayerNorm(nnx.Module):
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
         y = y * at_least_f32(self.scale[...])
         return (y if self.bias is None else y + at_least_f32(self.bias[...])).astype(x.dtype)
+
+
+class RotaryDecoder(nnx.Module):
+    """The modules of a decoder with rotary positions: embedding, blocks, norm, head. A family adds its `__call__`."""
+
+    def __init__(self, c: Rotary, block: Callable[[Any], nnx.Module]):
+        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
+        self.layers = stacked(c.layers, block(c))
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
+        self.config: Any = c

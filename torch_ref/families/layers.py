@@ -5,6 +5,7 @@ vocabulary.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,3 +133,15 @@ def attend(q_BTHC: Tensor, k_BSKC: Tensor, v_BSKC: Tensor, window: int = 0, firs
     seen = (behind >= 0) & (behind < (window or S))
     probabilities = scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1)
     return torch.einsum("bkgts,bskc->btkgc", probabilities.to(v_BSKC.dtype), v_BSKC).reshape(B, T, H, C)
+
+
+class RotaryDecoder(nn.Module):
+    """The modules of a decoder with rotary positions: embedding, blocks, norm, head. A family adds its `forward`."""
+
+    def __init__(self, c: Rotary, block: Callable[[Any], nn.Module]):
+        super().__init__()
+        self.embed = Embedding(c.vocab_rows, c.dim)
+        self.layers = nn.ModuleList(block(c) for _ in range(c.layers))
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
+        self.config: Any = c

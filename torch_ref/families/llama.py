@@ -9,7 +9,7 @@ from torch.nn import functional
 from jaxdist.config import Rotary
 from jaxdist.families.llama.config import Llama as Config
 from torch_ref.families.accounting import Accounting, flops_of_decoder
-from torch_ref.families.layers import Embedding, RMSNorm, Rotation, attend, rotary, rotate
+from torch_ref.families.layers import RMSNorm, RotaryDecoder, Rotation, attend, rotary, rotate
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
 
@@ -72,18 +72,13 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-class Llama(nn.Module):
+class Llama(RotaryDecoder):
     """Decoder: embedding, blocks, norm, head. Tokens [B, T] -> logits [B, T, V]."""
 
     context = Context()
 
     def __init__(self, c: Config):
-        super().__init__()
-        self.embed = Embedding(c.vocab_rows, c.dim)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
-        self.config = c
+        super().__init__(c, Block)
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
         """In a pipeline, parts after the first take the residual of the previous part, and parts without the final norm

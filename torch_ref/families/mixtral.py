@@ -9,7 +9,7 @@ from torch.nn import functional
 from jaxdist.config import Experiment
 from jaxdist.families.mixtral.config import Mixture as Config
 from torch_ref.families.accounting import Accounting, flops_of_decoder
-from torch_ref.families.layers import Embedding, RMSNorm, Rotation, at_least_f32, rotary
+from torch_ref.families.layers import RMSNorm, RotaryDecoder, Rotation, at_least_f32, rotary
 from torch_ref.families.llama import Attention
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
@@ -137,7 +137,7 @@ class Block(nn.Module):
         return x_BTD + y_BTD, so_far + own_2E
 
 
-class Mixtral(nn.Module):
+class Mixtral(RotaryDecoder):
     """Decoder: embedding, blocks, norm, head. Tokens [B, T] -> logits [B, T, V], and this rank's part of the balance
     loss.
 
@@ -148,12 +148,7 @@ class Mixtral(nn.Module):
     context, dispatch, masks_padding = Context(), Dispatch(), True
 
     def __init__(self, c: Config):
-        super().__init__()
-        self.embed = Embedding(c.vocab_rows, c.dim)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
-        self.config = c
+        super().__init__(c, Block)
 
     def forward(
         self, tokens_BT: Tensor, targets_SN: Tensor | None = None, valid_BT: Tensor | None = None

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from jaxdist.config import Rotary
-from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, RowLinear, scan_layers, stacked
+from jaxdist.families.layers import ColumnLinear, RMSNorm, RotaryDecoder, RowLinear, scan_layers
 from jaxdist.families.llama.config import Llama as Config
 from jaxdist.families.loss import head
 from jaxdist.ops.rotary import Rotation, rotary, rotate
@@ -66,15 +66,11 @@ class Block(nnx.Module):
         return x_BTD + self.mlp(par, par.enter(self.mlp_norm(x_BTD)))
 
 
-class Llama(nnx.Module):
+class Llama(RotaryDecoder):
     """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits."""
 
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
-        self.layers = stacked(c.layers, Block(c))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
-        self.config = c
+        super().__init__(c, Block)
 
     def __call__(
         self, par: Parallel, tokens_BT: jax.Array, rematerialize: Rematerialize, targets_SN: jax.Array | None = None

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, parameter, scan_layers, stacked
+from jaxdist.families.layers import RMSNorm, RotaryDecoder, parameter, scan_layers
 from jaxdist.families.llama.model import Attention
 from jaxdist.families.loss import head
 from jaxdist.families.mixtral.config import Mixture as Config
@@ -104,7 +104,7 @@ class Block(nnx.Module):
         return x_BTD + y_BTD, so_far + own
 
 
-class Mixtral(nnx.Module):
+class Mixtral(RotaryDecoder):
     """Decoder: embedding, blocks, norm, head. Tokens int32 [B, T] -> this device's logits, and this device's part of
     the balance loss.
 
@@ -115,11 +115,7 @@ class Mixtral(nnx.Module):
     masks_padding = True
 
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
-        self.layers = stacked(c.layers, Block(c))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
-        self.config = c
+        super().__init__(c, Block)
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.families.layers import ColumnLinear, Embedding, RMSNorm, RowLinear, scan_layers, stacked
+from jaxdist.families.layers import ColumnLinear, RMSNorm, RotaryDecoder, RowLinear, scan_layers
 from jaxdist.families.loss import head
 from jaxdist.ops.rotary import rotary, rotate
 from toy_family.config import Wide as Config
@@ -53,13 +53,9 @@ class Block(nnx.Module):
         return x_BTD + self.attention(par, h_BTD, rotation) + self.mlp(par, h_BTD)
 
 
-class Wide(nnx.Module):
+class Wide(RotaryDecoder):
     def __init__(self, c: Config):
-        self.embed = Embedding(c.vocab_rows, c.dim, "vocab", c.init_std)
-        self.layers = stacked(c.layers, Block(c))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else ColumnLinear(c.dim, c.vocab_rows, ("embed", "vocab"), c.init_std)
-        self.config = c
+        super().__init__(c, Block)
 
     def __call__(self, par: Any, tokens_BT: jax.Array, rematerialize: Any, targets_SN: Any = None) -> jax.Array:
         embed, c = par.use(self.embed), self.config

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_ref.families.layers import Embedding, RMSNorm, attend, rotary, rotate
+from torch_ref.families.layers import RMSNorm, RotaryDecoder, attend, rotary, rotate
 from torch_ref.families.loss import head
 from torch_ref.parallel.context import Context
 from toy_family.config import Wide as Config
@@ -59,16 +59,11 @@ class Block(nn.Module):
         return x_BTD + self.attention(h_BTD, rotation) + self.mlp(h_BTD)
 
 
-class Wide(nn.Module):
+class Wide(RotaryDecoder):
     context = Context()
 
     def __init__(self, c: Config):
-        super().__init__()
-        self.embed = Embedding(c.vocab_rows, c.dim)
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
-        self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.lm_head = None if c.tied else nn.Linear(c.dim, c.vocab_rows, bias=False)
-        self.config = c
+        super().__init__(c, Block)
 
     def forward(self, tokens_BT: Tensor, targets_SN: Tensor | None = None) -> Tensor:
         x_BTD = self.embed(tokens_BT) * self.config.dim**0.5
