@@ -55,13 +55,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     experiment = folder.experiment if folder else experiment
     plan = launch.plan(experiment.parallel, arguments.device)
     experiment.check_mesh(plan.axes)
-    module_of(experiment.model)  # a plugin's family may have no row on torch's side
+    rule_of(experiment.optimizer)  # of a plugin, it may have no row on torch's side
+    module_of(experiment.model)
     experts.check(experiment, plan.axes)
     pipeline.check(experiment, plan.axes)
     check_offload(experiment)  # after what a pipeline refuses: it offloads nothing, whatever goes together
     check_compile(experiment, plan.axes, plan.device)
-    rule_of(experiment.optimizer)
-    module_of(experiment.model)
     # Before the fork, so that text is encoded once, and all ranks share the memory that holds it.
     dataset = dataset_of(experiment)
     experiment = experiment.on_data(dataset.fingerprint)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from jaxdist.accounting import traffic
 from jaxdist.accounting.memory import Footprint
 from jaxdist.config import ConfigError, Experiment, Model
-from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.config.plugins import optional
+from jaxdist.config.registry import FAMILIES
 from jaxdist.parallel.sharding import Layout
 
 Layouts = Mapping[str, Layout]
@@ -45,7 +46,7 @@ def unknown(model: Model, form: str) -> Unknown:
 
 def accounting_of(model: Model) -> Accounting:
     """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
-    return resolve(FAMILIES[model.family].accounting) or Accounting()
+    return optional(FAMILIES, model.family, "accounting") or Accounting()
 
 
 def flops_per_token(experiment: Experiment, layouts: Layouts) -> float | None:

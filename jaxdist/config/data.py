@@ -43,10 +43,10 @@ SOURCES: Registry[DataSource] = Registry("data source")
 
 def register_data_source(row: DataSource) -> None:
     """Make a data source known to both sides. Raises ConfigError for a name that is taken."""
-    SOURCES.register(row.name, row, owner())
+    SOURCES.register(row, owner())
 
 
-SOURCES.register("files", DataSource("files", "jaxdist.data.dataset:open_files", files=True), OURS)
+SOURCES.register(DataSource("files", "jaxdist.data.dataset:open_files", files=True), OURS)
 
 
 class Data(Section):

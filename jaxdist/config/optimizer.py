@@ -70,7 +70,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer")
 
 def register_optimizer(row: UpdateRule) -> None:
     """Make an optimizer known to jaxdist. Raises ConfigError for a name that is taken."""
-    OPTIMIZERS.register(row.name, row, owner())
+    OPTIMIZERS.register(row, owner())
 
 
 def state_kinds() -> tuple[str, ...]:
@@ -188,4 +188,4 @@ for _row in (
         traffic="jaxdist.accounting.traffic:of_muon",
     ),
 ):
-    OPTIMIZERS.register(_row.name, _row, OURS)
+    OPTIMIZERS.register(_row, OURS)

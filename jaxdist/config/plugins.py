@@ -86,18 +86,29 @@ def used(owners: Iterable[str]) -> tuple[str, ...]:
 
 
 def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
-    """The object that a row's `field` refers to, which is `needed` for something. Raises ConfigError, naming the
-    plugin, the row and the field, where there is none."""
-    if (reference := getattr(rows[name], field)) is None:
+    """The object that a row's `field` refers to, which is `needed` for something. Raises ConfigError as `optional`,
+    and where there is none."""
+    if (found := optional(rows, name, field)) is None:
         raise ConfigError(
             f"{named(rows, name)} has no {field}, which {needed} needs; register it with one, or use another"
         )
+    return found
+
+
+def optional(rows: Registry[Any], name: str, field: str) -> Any:
+    """The object that a row's `field` refers to, or None. Raises ConfigError, naming the plugin, the row and the field,
+    where it cannot be imported."""
     try:
-        return resolve(reference)
+        return resolve(getattr(rows[name], field))
     except ConfigError as error:
         raise ConfigError(f"{named(rows, name)}: {field} = {error}") from None
     except Exception as error:
-        raise _failed(error, f"{named(rows, name)}: {field} = {reference!r}", "use another") from None
+        raise unimportable(rows, name, field, error) from None
+
+
+def unimportable(rows: Registry[Any], name: str, field: str, error: Exception) -> ConfigError:
+    """The error where the module that a row's `field` refers to cannot be imported."""
+    return _failed(error, f"{named(rows, name)}: {field} = {getattr(rows[name], field)!r}", "use another")
 
 
 def named(rows: Registry[Any], name: str) -> str:

@@ -7,12 +7,20 @@ imports no framework.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import Model
 
-Row = TypeVar("Row")
+
+class Named(Protocol):
+    """A row, which has a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Named)
 Reference = str | Any  # "package.module:name", or the object itself
 
 
@@ -31,10 +39,10 @@ class Registry(Mapping[str, Row], Generic[Row]):
         self._rows: dict[str, Row] = {}
         self._owners: dict[str, str] = {}
 
-    def register(self, name: str, row: Row, owner: str) -> None:
+    def register(self, row: Row, owner: str) -> None:
         """Add a row of the package or module `owner`. Raises ConfigError for a name that is taken."""
         self._load()
-        if name in self._rows:
+        if (name := row.name) in self._rows:
             raise ConfigError(
                 f"{owner} registers the {self.kind} {name!r}, a name that {self._owners[name]} has taken; "
                 "give it another name"
@@ -76,13 +84,9 @@ def resolve(reference: Reference) -> Any:
     module, _, name = reference.partition(":")
     try:
         return getattr(import_module(module), name)
-    except ConfigError:
-        raise
-    except Exception as error:
-        known = isinstance(error, ImportError | AttributeError | ValueError)  # others are of a plugin's own code
-        problem = str(error) if known else f"{type(error).__name__}: {error}"
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{reference!r}: {problem}; refer to an object that can be imported, as 'package.module:name'"
+            f"{reference!r}: {error}; refer to an object that can be imported, as 'package.module:name'"
         ) from error
 
 
@@ -118,7 +122,7 @@ FAMILIES: Registry[Family] = Registry("family", "jaxdist.families.rows")
 
 def register_family(row: Family) -> None:
     """Make a family known to jaxdist. Raises ConfigError for a name that is taken."""
-    FAMILIES.register(row.name, row, owner(row.config.__module__))
+    FAMILIES.register(row, owner(row.config.__module__))
 
 
 def families_of(input_kind: str) -> str:

@@ -5,7 +5,9 @@ import pytest
 
 from jaxdist import Family, register_family
 from jaxdist.config import ConfigError, Decoder, Experiment
+from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
+from jaxdist.config.plugins import optional
 from jaxdist.config.registry import FAMILIES, Registry, default_family, resolve
 
 
@@ -44,12 +46,13 @@ def test_a_taken_name_is_refused_with_both_owners() -> None:
 
 
 def test_ours_are_registered_before_those_of_others() -> None:
-    others: Registry[int] = Registry("row", "jaxdist.families.rows")
+    others: Registry[DataSource] = Registry("row", "jaxdist.families.rows")
+    one, two = (DataSource("a", files=files) for files in (False, True))
     assert default_family() == "llama" and [*others] == []
-    others.register("a", 1, "one")
-    assert others["a"] == 1 and others.owner("a") == "one"
+    others.register(one, "one")
+    assert others["a"] == one and others.owner("a") == "one"
     with pytest.raises(ConfigError, match="two registers the row 'a', a name that one has taken; give it another name"):
-        others.register("a", 2, "two")
+        others.register(two, "two")
 
 
 def test_references() -> None:
@@ -72,8 +75,14 @@ def test_a_decoder_without_fields_of_its_own_fits_a_mesh() -> None:
         experiment.check_mesh(experiment.parallel.axes() | {"tensor": 3})
 
 
-def test_an_error_of_any_kind_names_its_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no GPU today')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"'broken_module:x': RuntimeError: no GPU today; refer to"):
-        resolve("broken_module:x")
+    sources: Registry[DataSource] = Registry("data source")
+    sources.register(DataSource("a", "broken_module:x"), "one")
+    said = (
+        "the data source 'a' of plugin 'one': open = 'broken_module:x': its import fails, RuntimeError: no GPU today "
+        r"\(.*broken_module.py, line 1\)"
+    )
+    with pytest.raises(ConfigError, match=said):
+        optional(sources, "a", "open")

@@ -39,13 +39,18 @@ class Strategy:
         """Whether parameters and gradients are whole on each device."""
         return not (self.parameters or self.gradients)
 
+    @property
+    def splits_update(self) -> bool:
+        """Whether each device updates its part of parameters that are whole on all of them."""
+        return self.replicates and self.optimizer
+
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")
 
 
 def register_strategy(row: Strategy) -> None:
     """Make a strategy known to both sides. Raises ConfigError for a name that is taken."""
-    STRATEGIES.register(row.name, row, owner())
+    STRATEGIES.register(row, owner())
 
 
 # Bytes a device sends per step over n devices, P parameter bytes (ring algorithms):
@@ -60,4 +65,4 @@ for _row in (
     # At most 3P(n-1)/n per microbatch: all-gather forward and backward, reduce-scatter. torch: FSDP2; DeepSpeed stage 3
     Strategy("fsdp", parameters=True, gradients=True, optimizer=True, reshards=True),
 ):
-    STRATEGIES.register(_row.name, _row, OURS)
+    STRATEGIES.register(_row, OURS)

@@ -6,7 +6,8 @@ import jax
 from flax import nnx
 
 from jaxdist.config import Model
-from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.config.plugins import piece
+from jaxdist.config.registry import FAMILIES
 from jaxdist.parallel.collectives import Weight
 from jaxdist.parallel.sharding import Layout
 
@@ -15,7 +16,8 @@ M = TypeVar("M", bound=nnx.Module)
 
 def build(model: Model) -> nnx.Module:
     """The abstract model of a config: a tree of declarations."""
-    return resolve(FAMILIES[model.family].model)(model)
+    made: nnx.Module = piece(FAMILIES, model.family, "model", "training in JAX")(model)
+    return made
 
 
 def layouts(model: nnx.Module) -> dict[str, Layout]:

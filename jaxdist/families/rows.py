@@ -53,4 +53,4 @@ for row in (
         accounting=f"{HERE}.resnet.accounting:ACCOUNTING",
     ),
 ):
-    FAMILIES.register(row.name, row, OURS)
+    FAMILIES.register(row, OURS)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from jaxdist.config import ConfigError, Data, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.config.plugins import optional
+from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
 from jaxdist.formats.hf_keys import SHOWN, Settings, together
 from jaxdist.formats.tables import lacking, unusable
@@ -56,7 +57,7 @@ def experiment_for(model: Settings, source: str) -> Experiment:
 
 def huggingface_of(family: str) -> HuggingFace | None:
     """The reader and writer that a family registers; None without one. Raises ConfigError for anything else."""
-    found = resolve(FAMILIES[family].huggingface)
+    found = optional(FAMILIES, family, "huggingface")
     if not isinstance(found, HuggingFace | None):
         raise unusable(family, "huggingface", found, "a jaxdist.formats.hf_decisions.HuggingFace")
     return found

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxdist.config import ConfigError
-from jaxdist.config.plugins import named
+from jaxdist.config.plugins import named, unimportable
 from jaxdist.config.registry import OURS, Reference, Registry, owner, resolve
 from jaxdist.formats.tables import LAYERS, TORCH_REF, naming_for
 
@@ -46,20 +46,12 @@ class CheckpointKind:
             return resolve(WEIGHTS)(self)
         try:
             return import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name == "torch":
-                raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
-            return self._failed(error)
         except Exception as error:
-            return self._failed(error)
-
-    def _failed(self, error: Exception) -> NoReturn:
-        """Raise the error of a module of ours, or a ConfigError that names the plugin."""
-        if KINDS.owner(self.name) == OURS:
-            raise error
-        raise ConfigError(
-            f"{named(KINDS, self.name)}: module = {self.module!r}: {type(error).__name__}: {error}"
-        ) from None
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
+            if KINDS.owner(self.name) == OURS:
+                raise
+            raise unimportable(KINDS, self.name, "module", error) from None
 
     def naming_of(self, content: Any) -> str:
         """The naming of this content's tensors when they are written: that of a source of this kind, else its own."""
@@ -83,7 +75,7 @@ KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", "jaxdist.format
 
 def register_checkpoint_kind(row: CheckpointKind) -> None:
     """Make a kind of checkpoint known to both sides. Raises ConfigError for a name that is taken."""
-    KINDS.register(row.name, row, owner())
+    KINDS.register(row, owner())
 
 
 def with_article(title: str) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.config.registry import FAMILIES, resolve
-from jaxdist.formats.tables import HUGGINGFACE, Shape, Table, table_of, tables_of
+from jaxdist.config.plugins import optional
+from jaxdist.config.registry import FAMILIES
+from jaxdist.formats.tables import Shape, Table, table_of, table_of_files, tables_of
 
 # Path components added by DDP and FSDP, FSDP1, torch.compile and activation checkpointing.
 WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -45,8 +46,7 @@ def recognized(source: str, given: Mapping[str, Shaped], model: Model) -> tuple[
 def as_named_by_transformers(family: str, given: Mapping[str, Shaped]) -> Table:
     """The table with transformers' names in which matrices lie as given: nanoGPT has the same names."""
     known = tables_of(family)
-    first = known.get(HUGGINGFACE, next(iter(known.values())))
-    tables = [table for table in known.values() if _kinds(table) == _kinds(first)]
+    tables = [table for table in known.values() if _kinds(table) == _kinds(table_of_files(family))]
     return max(tables, key=lambda table: _lying(table, {name: name for name in given}, given))
 
 
@@ -112,7 +112,7 @@ def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
     layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
     given = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
-    scores = {family: 0 for family, row in FAMILIES.items() if resolve(row.tables)}
+    scores = {family: 0 for family in FAMILIES if optional(FAMILIES, family, "tables")}
     for family in scores:
         for table in tables_of(family).values():
             known = {row.theirs for row in table.rows} | {name for row in table.rows for name in row.ours}

@@ -181,7 +181,7 @@ def _meta(path: Path, reader: Reader) -> Found:
 
 def _kind(name: str, recognizes: Callable[[Path], bool], find: Any, title: str, module: str, **more: Any) -> None:
     row = CheckpointKind(name, title, recognizes, find, f"jaxdist.convert.kinds.{module}", **more)
-    KINDS.register(name, row, OURS)
+    KINDS.register(row, OURS)
 
 
 # In this order: a folder may have copies of its weights in other layouts too, of fewer bits.

@@ -12,7 +12,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.config.registry import FAMILIES, resolve
+from jaxdist.config.plugins import optional
+from jaxdist.config.registry import FAMILIES
 
 Shape = tuple[int, ...]
 Atom = tuple[str, int]  # a parameter and its layer, or the number of another piece; 0 for one that is whole
@@ -167,7 +168,7 @@ def tables_of(family: str) -> dict[str, Table]:
 
     Raises ConfigError where the row has none.
     """
-    found = resolve(FAMILIES[family].tables)
+    found = optional(FAMILIES, family, "tables")
     if not isinstance(found, Mapping) or not all(isinstance(table, Table) for table in found.values()):
         raise unusable(family, "tables", found, "a mapping of namings to jaxdist.formats.tables.Table")
     if not found:
@@ -183,6 +184,11 @@ def table_of(naming: str, model: Model) -> Table:
     if naming not in tables:
         raise lacking(model.family, f"tables[{naming!r}]", f"its tensors have no names of {naming}")
     return tables[naming]
+
+
+def table_of_files(family: str) -> Table:
+    """The table of the names in a family's own files. Raises ConfigError where it has none."""
+    return next(iter(tables_of(family).values()))
 
 
 def naming_for(naming: str, model: Model) -> str:

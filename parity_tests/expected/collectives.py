@@ -120,7 +120,7 @@ def least(
         logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
         found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
         found[first(mesh, TOKENS)] += ring_bytes("all_gather", tokens, ranks)  # the mask, a byte each
-    if side != JAX and e.parallel.row.replicates and e.parallel.row.optimizer:
+    if side != JAX and e.parallel.row.splits_update:
         for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
             found[axis] -= size
         shards = mesh["fsdp"] * mesh["context"]

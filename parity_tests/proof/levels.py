@@ -380,7 +380,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if not parallel.row.replicates and parallel.once and experiment.train.accumulation == 1:
         share["gradients"] = n
         why["gradients"] += "; FSDP2 has nothing to keep whole for a single microbatch"
-    if parallel.row.replicates and parallel.row.optimizer:
+    if parallel.row.splits_update:
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
     if factors := sum(w.size for kind in TAKEN for w in b.kept_states(kind).values()) * item:

@@ -10,7 +10,7 @@ from jaxdist.config import state_kinds
 from jaxdist.config.optimizer import TAKEN
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import as_named_by_transformers, plain
-from jaxdist.formats.tables import HUGGINGFACE, IN_MEMORY, Table, tables_of
+from jaxdist.formats.tables import IN_MEMORY, table_of_files, tables_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -61,12 +61,12 @@ def kept(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
 
 def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:
     """A record of jaxdist with its parameters named, turned and taken apart as torch's."""
-    named: Arrays = {}
+    named, of_parameters = dict[str, np.ndarray](), by_parameter()
     for key, array in record.items():
         kind, _, name = key.partition("/")
         if kind.startswith("activation") and name.startswith(IMAGES):
             array = np.moveaxis(array, -1, 1)
-        renamed = as_torch({name: array}) if kind in by_parameter() else {name: array}
+        renamed = as_torch({name: array}) if kind in of_parameters else {name: array}
         named |= {f"{kind}/{new}": a for new, a in renamed.items()}
     return named
 
@@ -96,9 +96,9 @@ def from_hf(record: Mapping[str, np.ndarray], family: str, layers: int) -> Array
     for key, array in record.items():
         kind, _, name = key.partition("/")
         kinds.setdefault(kind, {})[name] = array
-    named: Arrays = {}
+    named, of_parameters = dict[str, np.ndarray](), by_parameter()
     for kind, arrays in kinds.items():
-        if kind in by_parameter():
+        if kind in of_parameters:
             renamed = _parameters(arrays, family, layers)
         else:
             renamed = _activations(arrays, family) if kind.startswith("activation") else arrays
@@ -136,7 +136,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
     """Parameters of a mixture under the names that transformers 5 has in memory, where the experts of a layer are
     stacked and gate and up are one, under the names of its files; all others as they are."""
     tables = tables_of(family)
-    found, in_files = dict(arrays), {ours: row for row in files_table(family).rows for ours in row.ours}
+    found, in_files = dict(arrays), {ours: row for row in table_of_files(family).rows for ours in row.ours}
     rows = tables[IN_MEMORY].rows if IN_MEMORY in tables else []
     for row, layer in ((row, layer) for row in rows if row.stacked for layer in range(layers)):
         if (name := row.theirs.format(layer=layer)) not in found:
@@ -152,7 +152,7 @@ def one_by_one(arrays: Mapping[str, np.ndarray], family: str, layers: int) -> Ar
 def _activations(arrays: Arrays, family: str) -> Arrays:
     """By module; what one module of theirs computes for several of ours is cut along its last axis."""
     several: dict[str, list[str]] = {"": [LOGITS]}
-    modules = {ours: row.theirs for row in files_table(family).rows for ours in row.ours}
+    modules = {ours: row.theirs for row in table_of_files(family).rows for ours in row.ours}
     named_so = {_module(ours, "layers.", "layers.#."): _module(t, "{layer}", "#") for ours, t in modules.items()}
     for ours, theirs in containers(family).items():
         named_so[ours.replace(BLOCK, f"{BLOCK}.#")] = theirs.replace("{layer}", "#")
@@ -167,17 +167,11 @@ def _activations(arrays: Arrays, family: str) -> Arrays:
     return named
 
 
-def files_table(family: str) -> Table:
-    """The table of the family's files: transformers' names, or, without one, its first."""
-    tables = tables_of(family)
-    return tables.get(HUGGINGFACE, next(iter(tables.values())))
-
-
 def containers(family: str) -> dict[str, str]:
     """Our modules that hold others -> transformers' with `{layer}`: the common part of the names within."""
     tables, found = tables_of(family), dict[str, str]()
     for ours in CONTAINERS:
-        rows = tables.get(IN_MEMORY, files_table(family)).rows
+        rows = tables.get(IN_MEMORY, table_of_files(family)).rows
         within = [row.theirs.replace(".", "/") for row in rows if row.ours[0].startswith(f"{ours}.")]
         if (theirs := commonpath(within).replace("/", ".")) not in found.values():
             found[ours] = theirs

@@ -133,12 +133,13 @@ class Run:
         for name, (kind, fields) in SUMMARY.items():
             if name in self.summary and (wrong := unlike(self.summary[name], kind, fields)):
                 raise ConfigError(f"{self.path / 'summary.json'}: {name} {wrong}; mend it or leave it out")
+        kinds = record_kinds()
         for step, tensors in self.records.items():
             file = self.path / "record" / f"{step}.safetensors"
             if not tensors:
                 raise ConfigError(f"{file} has no tensors; name them KIND/NAME, or remove it")
             for prefix in dict.fromkeys(name.partition("/")[0] for name in tensors):
-                if prefix not in (kinds := record_kinds()):
+                if prefix not in kinds:
                     raise ConfigError(f"{file} has tensors of kind {prefix!r}, which is none; {nearest(prefix, kinds)}")
         lacking = [kind for kind in self.state_kinds if not self.kept_states(kind)]
         if lacking:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from jaxdist.config import Experiment, Model
-from jaxdist.config.registry import resolve
+from jaxdist.config.plugins import optional
 from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.weights import named
 
@@ -32,8 +32,8 @@ class Accounting:
 
 def accounting_of(model: Model) -> Accounting:
     """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
-    row = FAMILIES.get(model.family)
-    return (row and resolve(row.accounting)) or Accounting(why=f"as that of family {model.family} is unknown")
+    found = optional(FAMILIES, model.family, "accounting") if model.family in FAMILIES else None
+    return found or Accounting(why=f"as that of family {model.family} is unknown")
 
 
 def flops_per_token(experiment: Experiment, model: nn.Module) -> float | None:

@@ -63,4 +63,4 @@ FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families
 def register_family(row: Family) -> None:
     """Make a family known to torch_ref. Raises ConfigError for a name that is taken."""
     module = row.model.partition(":")[0] if isinstance(row.model, str) else row.model.__module__
-    FAMILIES.register(row.name, row, owner(module))
+    FAMILIES.register(row, owner(module))

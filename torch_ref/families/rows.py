@@ -14,4 +14,4 @@ for row in (
     Family("qwen3_moe", MIXTRAL, MIXTRAL_FORMS, tensor=EXPERTS, no_pipeline=TALLY),
     Family("resnet", "torch_ref.families.resnet:ResNet", "torch_ref.families.resnet:ACCOUNTING", "stages.*.*"),
 ):
-    FAMILIES.register(row.name, row, OURS)
+    FAMILIES.register(row, OURS)

@@ -113,7 +113,7 @@ def spread(experts: nn.Module, mesh: DeviceMesh, between: Placement) -> None:
 def check(experiment: Experiment, axes: dict[str, int]) -> None:
     """Raises ConfigError for what torch has no part for."""
     row = experiment.parallel.row
-    if axes["expert"] > 1 and row.replicates and row.optimizer:
+    if axes["expert"] > 1 and row.splits_update:
         raise ConfigError(
             f"parallel.strategy = {row.name} with the mesh axis expert = {axes['expert']}: torch's "
             "ZeroRedundancyOptimizer deals out parameters that all ranks have, and experts are none; use "

@@ -185,7 +185,7 @@ class Optimizer:
             made = partial(made, pieces=Pieces(pieces, getattr(torch, p.compute)))
         groups = grouped(o, self.locals)
         self.optimizer: torch.optim.Optimizer
-        if (row := experiment.parallel.row).replicates and row.optimizer:
+        if experiment.parallel.row.splits_update:
             self.optimizer = ZeroRedundancyOptimizer(
                 groups, made, process_group=over(mesh, *SHARDS).get_group(), **settings
             )

@@ -38,7 +38,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side")
 
 def register_optimizer(row: UpdateRule) -> None:
     """Make an optimizer known to torch_ref. Raises ConfigError for a name that is taken."""
-    OPTIMIZERS.register(row.name, row, owner())
+    OPTIMIZERS.register(row, owner())
 
 
 for _row in (
@@ -62,4 +62,4 @@ for _row in (
         groups=BY_MUON,
     ),
 ):
-    OPTIMIZERS.register(_row.name, _row, OURS)
+    OPTIMIZERS.register(_row, OURS)
