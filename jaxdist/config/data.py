@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxdist.config.model import LISTED, NUMBER, Count, Fraction, Section
 from jaxdist.config.names import OneOf
-from jaxdist.config.registry import OURS, Reference, Registry, owner
+from jaxdist.config.registry import OURS, Reference, Registry, registrant
 
 
 def _encodable(value: str) -> str:
@@ -43,7 +43,7 @@ SOURCES: Registry[DataSource] = Registry("data source")
 
 def register_data_source(row: DataSource) -> None:
     """Make a data source known to both sides. Raises ConfigError for a name that is taken."""
-    SOURCES.register(row, owner())
+    SOURCES.register(row, registrant())
 
 
 SOURCES.register(DataSource("files", "jaxdist.data.dataset:open_files", files=True), OURS)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.model import NUMBER, Count, CountOrZero, Fraction, NotNegative, Positive, Section, Share
 from jaxdist.config.names import OneOf
-from jaxdist.config.registry import OURS, Reference, Registry, owner
+from jaxdist.config.registry import OURS, Reference, Registry, registrant
 
 
 class ParamRole(NamedTuple):
@@ -70,7 +70,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer")
 
 def register_optimizer(row: UpdateRule) -> None:
     """Make an optimizer known to jaxdist. Raises ConfigError for a name that is taken."""
-    OPTIMIZERS.register(row, owner())
+    OPTIMIZERS.register(row, registrant())
 
 
 def state_kinds() -> tuple[str, ...]:

@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import pydantic
 
+from jaxdist.config import registry
 from jaxdist.config.errors import ConfigError
 from jaxdist.config.model import listed
-from jaxdist.config.registry import Registry, loading, resolve
+from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
 
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
-
-_loaded: dict[str, None] = {}  # packages in the order in which they were imported
 
 
 def load_plugins(names: Iterable[str]) -> None:
@@ -30,8 +29,8 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def loaded_plugins() -> tuple[str, ...]:
-    """The packages imported so far."""
-    return tuple(_loaded)
+    """The plugins loaded so far, and the modules that registered rows when others imported them."""
+    return tuple(registry.loaded)
 
 
 def plugins_of(values: Mapping[str, Any]) -> Sequence[str]:
@@ -47,9 +46,7 @@ def _declared() -> dict[str, str]:
 
 
 def _load(package: str, named: str, otherwise: str) -> None:
-    if package in _loaded:
-        return
-    loading.append(package)
+    registry.loading.append(Owner(package))
     try:
         import_module(package)
     except ModuleNotFoundError as error:
@@ -64,8 +61,8 @@ def _load(package: str, named: str, otherwise: str) -> None:
     except (Exception, SystemExit) as error:
         raise _failed(error, named, otherwise) from None
     finally:
-        loading.pop()
-    _loaded[package] = None
+        registry.loading.pop()
+    registry.loaded[package] = None
 
 
 def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
@@ -80,9 +77,9 @@ def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
 
 
 def used(owners: Iterable[str]) -> tuple[str, ...]:
-    """The plugins among these owners of rows, which are plugins or modules within them."""
-    held = {f"{name}." for name in owners}
-    return tuple(plugin for plugin in _loaded if any(name.startswith(f"{plugin}.") for name in held))
+    """The plugins among these owners of rows, in the order in which they were loaded."""
+    wanted = {*owners}
+    return tuple(name for name in registry.loaded if name in wanted)
 
 
 def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
@@ -112,8 +109,11 @@ def unimportable(rows: Registry[Any], name: str, field: str, error: Exception) -
 
 
 def named(rows: Registry[Any], name: str) -> str:
-    """A row of a plugin, in words."""
-    return f"the {rows.kind} {name!r} of plugin {rows.owner(name)!r}"
+    """A row and who registered it, in words."""
+    if rows.built_in(name):
+        return f"the built-in {rows.kind} {name!r}"
+    owner = rows.owner(name)
+    return f"the {rows.kind} {name!r} of {'the script that runs' if owner in SCRIPTS else f'plugin {owner!r}'}"
 
 
 def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: str) -> Any:
@@ -128,7 +128,7 @@ def twin(ours: Registry[Any], theirs: Mapping[str, Any], name: str, register: st
 
 def _checked(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """Raises ValueError for plugins that are not loaded: files that are no configs name them without loading them."""
-    if missing := [name for name in names or () if name not in _loaded]:
+    if missing := [name for name in names or () if not any(within(module, name) for module in registry.loaded)]:
         raise ValueError(
             f"plugins = {','.join(missing)}: not loaded, since only configs and the command line load plugins; add "
             f"--plugins {','.join(missing)} if you trust their code"

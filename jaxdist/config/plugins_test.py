@@ -1,5 +1,6 @@
 """Plugins are imported once, by the command line, a config or an entry point, and what is wrong with one is said."""
 
+import importlib
 import json
 import pickle
 import sys
@@ -10,7 +11,9 @@ import pytest
 
 from jaxdist.command_line.arguments import load, load_before_fields
 from jaxdist.command_line.plugins import load_named, plugins_at
-from jaxdist.config import ConfigError, Experiment, plugins
+from jaxdist.config import ConfigError, Experiment, plugins, registry
+from jaxdist.config.registry import Registry
+from jaxdist.config.strategies import STRATEGIES, Strategy
 from jaxdist.plan import arguments as plan_arguments
 
 Package = Callable[..., str]
@@ -19,7 +22,7 @@ Package = Callable[..., str]
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     """package(name, source) -> name: a package on Python's path, gone after the test."""
-    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(registry, "loaded", {})
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def made(name: str, source: str = "") -> str:
@@ -59,7 +62,7 @@ def test_a_rank_that_unpickles_an_experiment_loads_its_plugins(
     package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = pickle.dumps(load(None, {"plugins": (name := package("ranks_plugin"))}))
-    monkeypatch.setattr(plugins, "_loaded", {})
+    monkeypatch.setattr(registry, "loaded", {})
     assert pickle.loads(sent).plugins == plugins.loaded_plugins() == (name,)
 
 
@@ -119,3 +122,51 @@ def test_plugins_that_are_no_names(value: str, tmp_path: Path) -> None:
     config.write_text(f"plugins = {value}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"plugins(\.0)? = .*: input should be a valid"):
         load(config, {})
+
+
+REGISTERS = "import jaxdist\njaxdist.register_strategy(jaxdist.Strategy('odd', True, True, True))\n"
+
+
+@pytest.fixture
+def strategies(monkeypatch: pytest.MonkeyPatch) -> Registry[Strategy]:
+    """Whose rows are gone after the test."""
+    monkeypatch.setattr(STRATEGIES, "_rows", dict(STRATEGIES._rows))
+    monkeypatch.setattr(STRATEGIES, "_owners", dict(STRATEGIES._owners))
+    return STRATEGIES
+
+
+def test_a_package_that_others_import_owns_its_rows(package: Package, strategies: Registry[Strategy]) -> None:
+    """Imported by hand, as in a notebook, before `load_plugins` and by it, with its rows in a module of their own."""
+    name = package("by_hand", "from by_hand import rows")
+    Path(sys.path[0], name, "rows.py").write_text(REGISTERS, encoding="utf-8")
+    module = importlib.import_module(name)
+    assert strategies.owner("odd") == "by_hand.rows"
+    used = Experiment.parse({"parallel": {"strategy": "odd"}}, "test")
+    assert used.plugins == ("by_hand.rows",) and Experiment.parse(used.model_dump(), "again") == used
+    assert Experiment.parse({"plugins": [name]}, "the package that holds it").plugins == (name,)
+    importlib.reload(module.rows)
+    plugins.load_plugins([name])
+    assert plugins.loaded_plugins() == ("by_hand.rows", name)
+    sys.modules.pop("by_hand.rows")
+
+
+def test_an_import_that_is_tried_again_registers_its_rows_again(
+    package: Package, strategies: Registry[Strategy]
+) -> None:
+    name = package("tried_again", f"{REGISTERS}raise ValueError")
+    with pytest.raises(ConfigError, match="its import fails, ValueError"):
+        plugins.load_plugins([name])
+    file = Path(sys.path[0], name, "__init__.py")
+    file.write_text(f"{REGISTERS}again = 'another size, so that no cached bytecode is taken'\n", encoding="utf-8")
+    plugins.load_plugins([name])
+    assert strategies.owner("odd") == name
+    Path(sys.path[0], package("twice"), "__init__.py").write_text(2 * REGISTERS.replace("odd", "even"))
+    with pytest.raises(ConfigError, match="plugin 'twice': twice registers the strategy 'even', a name that twice has"):
+        plugins.load_plugins(["twice"])
+
+
+def test_rows_of_a_script_are_its_own(strategies: Registry[Strategy]) -> None:
+    loaded = plugins.loaded_plugins()
+    exec(REGISTERS, {"__name__": "__main__"})
+    assert strategies.owner("odd") == "__main__" and plugins.loaded_plugins() == loaded
+    assert Experiment.parse({"parallel": {"strategy": "odd"}}, "test").plugins is None

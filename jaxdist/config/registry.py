@@ -4,6 +4,7 @@ A row refers to what computes by "package.module:name", which is imported where 
 imports no framework.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -24,8 +25,27 @@ Row = TypeVar("Row", bound=Named)
 Reference = str | Any  # "package.module:name", or the object itself
 
 
-OURS = "jaxdist"  # owner of our own rows
-loading: list[str] = []  # plugins that are being imported
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """One import of a plugin or module, which registers rows."""
+
+    name: str
+    """Name by which it is imported."""
+
+    def same_package(self, other: "Owner") -> bool:
+        """Whether one is the other, or a module within it."""
+        return within(self.name, other.name) or within(other.name, self.name)
+
+
+def within(module: str, package: str) -> bool:
+    """Whether a module is the package or lies within it, by their names."""
+    return f"{module}.".startswith(f"{package}.")
+
+
+OURS = Owner("jaxdist")
+SCRIPTS = ("__main__", "__mp_main__")  # the program's own script, which nothing imports by name
+loading: list[Owner] = []  # plugins that are being imported
+loaded: dict[str, None] = {}  # names of plugins and modules that have been imported and may own rows, in this order
 
 
 class Registry(Mapping[str, Row], Generic[Row]):
@@ -37,22 +57,31 @@ class Registry(Mapping[str, Row], Generic[Row]):
     def __init__(self, kind: str, builtin: str = "") -> None:
         self.kind, self._builtin = kind, builtin
         self._rows: dict[str, Row] = {}
-        self._owners: dict[str, str] = {}
+        self._owners: dict[str, Owner] = {}
 
-    def register(self, row: Row, owner: str) -> None:
-        """Add a row of the package or module `owner`. Raises ConfigError for a name that is taken."""
+    def register(self, row: Row, owner: Owner) -> None:
+        """Add a row. One that the same package registered in an earlier import is replaced.
+
+        Raises ConfigError for a name that another package has taken, or the same in this import.
+        """
         self._load()
-        if (name := row.name) in self._rows:
+        before = self._owners.get(name := row.name)
+        if before and (before is owner or not before.same_package(owner)):
             raise ConfigError(
-                f"{owner} registers the {self.kind} {name!r}, a name that {self._owners[name]} has taken; "
-                "give it another name"
+                f"{owner.name} registers the {self.kind} {name!r}, a name that {before.name} has taken; give it "
+                "another name"
             )
         self._rows[name], self._owners[name] = row, owner
 
     def owner(self, name: str) -> str:
-        """The package or module that registered a row."""
+        """The plugin or module that registered a row."""
         self._load()
-        return self._owners[name]
+        return self._owners[name].name
+
+    def built_in(self, name: str) -> bool:
+        """Whether a row is one of jaxdist's own."""
+        self._load()
+        return self._owners[name] is OURS
 
     def _load(self) -> None:
         module, self._builtin = self._builtin, ""
@@ -72,9 +101,15 @@ class Registry(Mapping[str, Row], Generic[Row]):
         return len(self._rows)
 
 
-def owner(otherwise: str = "__main__") -> str:
-    """Who registers a row now: the plugin that is being imported, else the module that `otherwise` names."""
-    return loading[-1] if loading else otherwise
+def registrant() -> Owner:
+    """Owner of the row that the caller registers: the plugin that is being loaded, else the module that calls the
+    caller."""
+    if loading:
+        return loading[-1]
+    module: str = sys._getframe(2).f_globals["__name__"]
+    if module not in SCRIPTS:
+        loaded[module] = None
+    return Owner(module)
 
 
 def resolve(reference: Reference) -> Any:
@@ -122,7 +157,7 @@ FAMILIES: Registry[Family] = Registry("family", "jaxdist.families.rows")
 
 def register_family(row: Family) -> None:
     """Make a family known to jaxdist. Raises ConfigError for a name that is taken."""
-    FAMILIES.register(row, owner(row.config.__module__))
+    FAMILIES.register(row, registrant())
 
 
 def families_of(input_kind: str) -> str:

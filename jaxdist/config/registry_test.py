@@ -4,11 +4,11 @@ from typing import Literal
 import pytest
 
 from jaxdist import Family, register_family
-from jaxdist.config import ConfigError, Decoder, Experiment
+from jaxdist.config import ConfigError, Decoder, Experiment, registry
 from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
-from jaxdist.config.plugins import optional
-from jaxdist.config.registry import FAMILIES, Registry, default_family, resolve
+from jaxdist.config.plugins import named, optional
+from jaxdist.config.registry import FAMILIES, OURS, Owner, Registry, default_family, resolve
 
 
 class Toy(Decoder):
@@ -20,6 +20,7 @@ class Toy(Decoder):
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family `toy`, for one test."""
     assert "llama" in FAMILIES  # ours are there before the copy
+    monkeypatch.setattr(registry, "loaded", {})
     monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
     monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
     register_family(Family("toy", Toy, "nowhere.model:Toy"))
@@ -38,21 +39,38 @@ def test_a_registered_family_is_read_and_written() -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_taken_name_is_refused_with_both_owners() -> None:
-    owner = Toy.__module__
-    with pytest.raises(ConfigError, match=f"{owner} registers the family 'toy', a name that {owner} has taken"):
-        register_family(Family("toy", Toy, "nowhere.model:Toy"))
+    row = Family("toy", Toy, "nowhere.model:Toy")
+    with pytest.raises(ConfigError, match=f"other registers the family 'toy', a name that {__name__} has taken"):
+        FAMILIES.register(row, Owner("other"))
     with pytest.raises(ConfigError, match=r"'llama': its config .*Toy has no such family; declare there family: Lit"):
         Family("llama", Toy, "nowhere.model:Toy")
 
 
 def test_ours_are_registered_before_those_of_others() -> None:
     others: Registry[DataSource] = Registry("row", "jaxdist.families.rows")
-    one, two = (DataSource("a", files=files) for files in (False, True))
     assert default_family() == "llama" and [*others] == []
-    others.register(one, "one")
-    assert others["a"] == one and others.owner("a") == "one"
-    with pytest.raises(ConfigError, match="two registers the row 'a', a name that one has taken; give it another name"):
-        others.register(two, "two")
+    others.register(DataSource("a"), Owner("one"))
+    assert others["a"] == DataSource("a") and others.owner("a") == "one"
+
+
+def test_a_row_replaces_that_of_an_earlier_import_of_the_same_package() -> None:
+    rows: Registry[DataSource] = Registry("row")
+    first = Owner("mine.rows")
+    rows.register(DataSource("a"), first)
+    for owner in (first, Owner("mine2"), Owner("mine.other")):
+        with pytest.raises(ConfigError, match=f"{owner.name} registers the row 'a', a name that mine.rows has taken"):
+            rows.register(DataSource("a", files=True), owner)
+    for owner in (Owner("mine.rows"), Owner("mine")):
+        rows.register(found := DataSource("a", owner.name), owner)
+        assert rows["a"] is found and rows.owner("a") == owner.name
+
+
+def test_a_row_is_named_with_who_registered_it() -> None:
+    rows: Registry[DataSource] = Registry("row")
+    for name, owner in (("a", OURS), ("b", Owner("one")), ("c", Owner("__main__"))):
+        rows.register(DataSource(name), owner)
+    said = ["the built-in row 'a'", "the row 'b' of plugin 'one'", "the row 'c' of the script that runs"]
+    assert [named(rows, name) for name in "abc"] == said
 
 
 def test_references() -> None:
@@ -79,7 +97,7 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
     (tmp_path / "broken_module.py").write_text("raise RuntimeError('no GPU today')")
     monkeypatch.syspath_prepend(tmp_path)
     sources: Registry[DataSource] = Registry("data source")
-    sources.register(DataSource("a", "broken_module:x"), "one")
+    sources.register(DataSource("a", "broken_module:x"), Owner("one"))
     said = (
         "the data source 'a' of plugin 'one': open = 'broken_module:x': its import fails, RuntimeError: no GPU today "
         r"\(.*broken_module.py, line 1\)"

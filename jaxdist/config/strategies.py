@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.registry import OURS, Registry, owner
+from jaxdist.config.registry import OURS, Registry, registrant
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ STRATEGIES: Registry[Strategy] = Registry("strategy")
 
 def register_strategy(row: Strategy) -> None:
     """Make a strategy known to both sides. Raises ConfigError for a name that is taken."""
-    STRATEGIES.register(row, owner())
+    STRATEGIES.register(row, registrant())
 
 
 # Bytes a device sends per step over n devices, P parameter bytes (ring algorithms):

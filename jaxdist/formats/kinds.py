@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError
 from jaxdist.config.plugins import named, unimportable
-from jaxdist.config.registry import OURS, Reference, Registry, owner, resolve
+from jaxdist.config.registry import Reference, Registry, registrant, resolve
 from jaxdist.formats.tables import LAYERS, TORCH_REF, naming_for
 
 WEIGHTS = "jaxdist.convert.kinds.found:Weights"  # converts what `find` finds
@@ -49,7 +49,7 @@ class CheckpointKind:
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise ConfigError(f"{with_article(self.title)} needs torch; pip install 'jaxdist[torch]'") from None
-            if KINDS.owner(self.name) == OURS:
+            if KINDS.built_in(self.name):
                 raise
             raise unimportable(KINDS, self.name, "module", error) from None
 
@@ -62,8 +62,7 @@ class CheckpointKind:
 
     def check_writes(self) -> None:
         """Raises ConfigError where a plugin's module cannot write."""
-        plugin = KINDS.owner(self.name) != OURS
-        if plugin and not all(hasattr(self.format, name) for name in ("check", "write")):
+        if not KINDS.built_in(self.name) and not all(hasattr(self.format, name) for name in ("check", "write")):
             raise ConfigError(
                 f"{named(KINDS, self.name)} has no check and write in its module, which --to needs; add them, or give "
                 "another --to"
@@ -75,7 +74,7 @@ KINDS: Registry[CheckpointKind] = Registry("kind of checkpoint", "jaxdist.format
 
 def register_checkpoint_kind(row: CheckpointKind) -> None:
     """Make a kind of checkpoint known to both sides. Raises ConfigError for a name that is taken."""
-    KINDS.register(row, owner())
+    KINDS.register(row, registrant())
 
 
 def with_article(title: str) -> str:

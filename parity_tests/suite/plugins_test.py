@@ -103,7 +103,7 @@ TABLES: tuple[Registry[Any], ...] = (
 def registered(*names: str) -> Iterator[None]:
     """Around what loads plugins into this process: their rows are gone after it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "_loaded", {})
+        patch.setattr(registry, "loaded", {})
         for table in TABLES:
             len(table)  # ours are registered by then
             patch.setattr(table, "_rows", dict(table._rows))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jaxdist.config.registry import Reference, Registry, owner
+from jaxdist.config.registry import Reference, Registry, registrant
 
 # Modules of a decoder, where * is the number of a block -> their style under tensor parallelism, by its name in
 # `training/parallelize.py`. Modules that a model lacks are passed over.
@@ -62,5 +62,4 @@ FAMILIES: Registry[Family] = Registry("family of torch_ref", "torch_ref.families
 
 def register_family(row: Family) -> None:
     """Make a family known to torch_ref. Raises ConfigError for a name that is taken."""
-    module = row.model.partition(":")[0] if isinstance(row.model, str) else row.model.__module__
-    FAMILIES.register(row, owner(module))
+    FAMILIES.register(row, registrant())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of
-from jaxdist.config.registry import OURS, Reference, Registry, owner
+from jaxdist.config.registry import OURS, Reference, Registry, registrant
 
 Groups = tuple[tuple[Of, dict[str, Any]], ...]
 BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
@@ -38,7 +38,7 @@ OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer of torch's side")
 
 def register_optimizer(row: UpdateRule) -> None:
     """Make an optimizer known to torch_ref. Raises ConfigError for a name that is taken."""
-    OPTIMIZERS.register(row, owner())
+    OPTIMIZERS.register(row, registrant())
 
 
 for _row in (
