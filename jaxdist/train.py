@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = dataset.table(experiment.train) | notes(
             metrics.memory(program, traced, compiled), compile_seconds, program.compiler_options
         )
-        show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.layouts), rows)
+        show_start("jaxdist", experiment, axes_of(mesh), metrics.parameter_count(program.param_specs), rows)
 
         run = Run(program, dataset, folder, checkpoints, schedule)
         state, records = loop(run, compiled, state, start, startup)

@@ -163,8 +163,8 @@ Collectives = list[dict[str, Any]]
 def counted(run: Run, change: Callable[[Collectives], Collectives] = lambda sent: sent) -> list[Check]:
     """The checks of the counts of collectives, after a change of these."""
     experiment = run.experiment
-    layouts = models.layouts(models.build(experiment.model))
-    expected = collectives.expected(run.side, experiment, layouts, run.summary["mesh"])
+    param_specs = models.param_specs(models.build(experiment.model))
+    expected = collectives.expected(run.side, experiment, param_specs, run.summary["mesh"])
     changed = Run(run.side, run.path)
     changed.summary["collectives"] = change(run.summary["collectives"])
     return [c for c in levels.traffic(changed, {}, expected) if c.name.endswith("too few or too many")]

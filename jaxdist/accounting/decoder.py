@@ -32,7 +32,7 @@ from jaxdist.accounting.memory import (
 )
 from jaxdist.accounting.traffic import ITEMSIZE, passes, recomputed, tokens_of
 from jaxdist.ops.attention import has_kernel
-from jaxdist.parallel.sharding import Layout, strategy
+from jaxdist.parallel.sharding import ParamSpec, strategy
 
 # The tables are of numbers a token. D model, Q heads · C, K kv heads · C, S scores: heads · T, P those of a pair of the
 # ring's chunks, F hidden; of a mixture F and d, hidden and D of the rows that a device's experts have room for. The
@@ -132,7 +132,7 @@ class DecoderFootprint(Footprint):
         fused = self.gpu and has_kernel(self.experiment.precision.compute, self.experiment.model.head_dim)
         return not self.ring and not fused
 
-    def applied(self, layout: Layout) -> float:
+    def applied(self, spec: ParamSpec) -> float:
         """How often a token is multiplied by each number of a parameter."""
         return 1.0
 
@@ -141,12 +141,12 @@ class DecoderFootprint(Footprint):
         """Numbers of a block, and of the head, that each token is multiplied by on a device."""
         m, t = self.experiment.model, self.mesh["tensor"]
         block = head = 0.0
-        for name, layout in self.layouts.items():
-            share = self.applied(layout) / (t if "tensor" in layout.model_axes else 1)
-            if "layers" in layout.axes:
-                block += math.prod(layout.shape) * share / m.layers
+        for name, spec in self.param_specs.items():
+            share = self.applied(spec) / (t if "tensor" in spec.model_axes else 1)
+            if "layers" in spec.axes:
+                block += math.prod(spec.shape) * share / m.layers
             elif name.startswith("lm_head") or (m.tied and name.startswith("embed.")):
-                head += math.prod(layout.shape) * share
+                head += math.prod(spec.shape) * share
         return block, head
 
     @property

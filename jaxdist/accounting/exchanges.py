@@ -9,14 +9,14 @@ from typing import Any
 
 from jaxdist.accounting.traffic import ITEMSIZE, passes, recomputed, ring_bytes, tokens_of
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
-Layouts = Mapping[str, Layout]
+ParamSpecs = Mapping[str, ParamSpec]
 Mesh = Mapping[str, int]  # sizes of the mesh axes
 Sent = Mapping[str, float]  # mesh axis -> bytes
 
 
-def sums(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> Sent:
+def sums(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
     """Least bytes over tensor for activations.
 
     Per microbatch, A = B·T·D: two all-reduces a block forward and two backward, one more with full rematerialization,
@@ -42,20 +42,20 @@ def sums(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> Sent:
     total += ring_bytes("all_reduce", numbers * tokens * max(compute, 4), tensor)
     used = {"positions": e.data.sequence, "layers": p.layers}  # all of any other axis
     summed = sum(
-        math.prod(used.get(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True))
-        for layout in layouts.values()
-        if partial_over_tensor(e, layout)
+        math.prod(used.get(axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True))
+        for spec in param_specs.values()
+        if partial_over_tensor(e, spec)
     )
     return {"tensor": total + ring_bytes("all_reduce", summed * max(compute, 4) * p.both, tensor)}
 
 
-def partial_over_tensor(experiment: Experiment, layout: Layout) -> bool:
+def partial_over_tensor(experiment: Experiment, spec: ParamSpec) -> bool:
     """Whether a parameter is whole on each tensor device, which uses it for its own heads or times alone."""
-    sequence = experiment.parallel.sequence and "tensor" not in layout.mesh_axes(False)
-    return sequence or "head_dim" in layout.axes
+    sequence = experiment.parallel.sequence and "tensor" not in spec.mesh_axes(False)
+    return sequence or "head_dim" in spec.axes
 
 
-def attention(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> Sent:
+def attention(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> Sent:
     """Least bytes over context for all times to meet, as `parallel/context.py` says of each block.
 
     What is computed again sends again; the ring's gradients of keys and values travel in float32 or wider.
@@ -74,7 +74,7 @@ def attention(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> Sent:
     return {"context": size}
 
 
-def stages(experiment: Experiment, layouts: Layouts, mesh: Mesh, tally: int = 0) -> Sent:
+def stages(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, tally: int = 0) -> Sent:
     """Least bytes over pipeline for microbatches to go through the stages, and their gradients back: those of the
     residual once a tick of either pass, 2(Mv + S-1)·B·T·D; `tally` numbers of float32 or wider go along."""
     e = experiment

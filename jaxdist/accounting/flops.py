@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
 
-def of_decoder(experiment: Experiment, layouts: Mapping[str, Layout], applied: Mapping[str, float] = {}) -> float:
+def of_decoder(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], applied: Mapping[str, float] = {}
+) -> float:
     """FLOPs of a step per token: 6 a parameter that multiplies, and 12·L·H·C a key for attention.
 
     Lookups do not multiply; a tied embedding does, as the head. Attention's two products are over the keys that a query
@@ -18,8 +20,8 @@ def of_decoder(experiment: Experiment, layouts: Mapping[str, Layout], applied: M
     m: Any = experiment.model
     looked_up = {"positions.embedding"} | (set() if m.tied else {"embed.embedding"})
     multiplying = sum(
-        math.prod(layout.shape) * math.prod(applied.get(axis, 1.0) for axis in layout.axes)
-        for name, layout in layouts.items()
+        math.prod(spec.shape) * math.prod(applied.get(axis, 1.0) for axis in spec.axes)
+        for name, spec in param_specs.items()
         if name not in looked_up
     )
     return 6.0 * multiplying + 12.0 * m.layers * m.heads * m.head_dim * m.keys(experiment.data.sequence)

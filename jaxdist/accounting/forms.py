@@ -12,9 +12,9 @@ from jaxdist.accounting.memory import Footprint
 from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.plugins import optional
 from jaxdist.config.registry import FAMILIES
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
-Layouts = Mapping[str, Layout]
+ParamSpecs = Mapping[str, ParamSpec]
 Mesh = Mapping[str, int]  # sizes of the mesh axes
 
 
@@ -22,11 +22,11 @@ Mesh = Mapping[str, int]  # sizes of the mesh axes
 class Accounting:
     """Closed forms of a family; None: unknown."""
 
-    flops: Callable[[Experiment, Layouts], float] | None = None
+    flops: Callable[[Experiment, ParamSpecs], float] | None = None
     """FLOPs of a step per token, or image: products and attention, nothing of it twice."""
-    footprint: Callable[[Experiment, Layouts, Mesh, str], Footprint] | None = None
+    footprint: Callable[[Experiment, ParamSpecs, Mesh, str], Footprint] | None = None
     """Memory and work of one device in a step, on a platform: cpu, gpu or tpu."""
-    exchanges: Mapping[str, Callable[[Experiment, Layouts, Mesh], Mapping[str, float]]] | None = None
+    exchanges: Mapping[str, Callable[[Experiment, ParamSpecs, Mesh], Mapping[str, float]]] | None = None
     """Exchanges other than parameters: name -> its least bytes by mesh axis. By these names the proof knows how many
     collectives each side takes (`parity_tests/expected/collectives.py`)."""
 
@@ -49,29 +49,29 @@ def accounting_of(model: Model) -> Accounting:
     return optional(FAMILIES, model.family, "accounting") or Accounting()
 
 
-def flops_per_token(experiment: Experiment, layouts: Layouts) -> float | None:
+def flops_per_token(experiment: Experiment, param_specs: ParamSpecs) -> float | None:
     """Multiply-adds × 2 of a step, per token or image; None where unknown."""
     form = accounting_of(experiment.model).flops
-    return form(experiment, layouts) if form else None
+    return form(experiment, param_specs) if form else None
 
 
-def footprint(experiment: Experiment, layouts: Layouts, mesh: Mesh, platform: str = "cpu") -> Footprint | None:
+def footprint(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh, platform: str = "cpu") -> Footprint | None:
     """Memory and work of one device in a step; None if unknown."""
     if mesh["tensor"] == 1 and experiment.parallel.sequence:  # it splits nothing, and gathers nothing
         parallel = experiment.parallel.model_copy(update={"sequence": False})
         experiment = experiment.model_copy(update={"parallel": parallel})
     form = accounting_of(experiment.model).footprint
-    return form(experiment, layouts, mesh, platform) if form else None
+    return form(experiment, param_specs, mesh, platform) if form else None
 
 
-def least_bytes(experiment: Experiment, layouts: Layouts, mesh: Mesh) -> dict[str, float] | None:
+def least_bytes(experiment: Experiment, param_specs: ParamSpecs, mesh: Mesh) -> dict[str, float] | None:
     """Least bytes that a device must send per step, by mesh axis: for parameters, for what an update rule asks of whole
     ones, and for the exchanges of the family; None where these are unknown."""
     exchanges = accounting_of(experiment.model).exchanges
     if exchanges is None:
         return None
-    found = Counter(traffic.least_of_parameters(experiment, layouts, mesh))
-    found += Counter(traffic.least_of_update(experiment, layouts, mesh))
+    found = Counter(traffic.least_of_parameters(experiment, param_specs, mesh))
+    found += Counter(traffic.least_of_update(experiment, param_specs, mesh))
     for exchange in exchanges.values():
-        found += Counter(exchange(experiment, layouts, mesh))
+        found += Counter(exchange(experiment, param_specs, mesh))
     return dict(found)

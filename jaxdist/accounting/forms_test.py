@@ -12,7 +12,7 @@ from jaxdist.command_line.arguments import load
 from jaxdist.config import ConfigError
 from jaxdist.config.hardware import hardware
 from jaxdist.config.registry import FAMILIES
-from jaxdist.planner.plans import Plan, layouts
+from jaxdist.planner.plans import Plan, param_specs
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def test_each_form_is_known_by_itself(forms: Any) -> None:
     own = accounting_of(e.model)
     known = Plan(e, hardware("h100"))
     forms(Accounting(flops=own.flops))
-    assert flops_per_token(e, layouts(e.model)) == known.flops_per_token
-    assert least_bytes(e, layouts(e.model), known.mesh) is None
+    assert flops_per_token(e, param_specs(e.model)) == known.flops_per_token
+    assert least_bytes(e, param_specs(e.model), known.mesh) is None
     forms(Accounting(footprint=own.footprint))
     one = Plan(e, hardware("h100"))
     assert one.memory == known.memory and one.fits and one.if_known("time") is None and one.if_known("mfu") is None

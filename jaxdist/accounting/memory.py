@@ -15,7 +15,7 @@ from functools import cached_property
 
 from jaxdist.accounting.traffic import ITEMSIZE, passes
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import SHARDS, Layout, strategy
+from jaxdist.parallel.sharding import SHARDS, ParamSpec, strategy
 
 # Size -> number of arrays of that size in the compute dtype, and in float32 or wider.
 Arrays = Mapping[str, tuple[float, float]]
@@ -68,7 +68,7 @@ class State:
     `platform` (JAX's name: cpu, gpu or tpu)."""
 
     experiment: Experiment
-    layouts: Mapping[str, Layout]
+    param_specs: Mapping[str, ParamSpec]
     mesh: Mapping[str, int]
     platform: str = "cpu"
 
@@ -105,10 +105,10 @@ class State:
     def numbers(self) -> Mapping[tuple[bool, bool], int]:
         """(of blocks, sharded as a strategy may) -> the trained parameters' numbers that a device has then."""
         found = {(blocks, sharded): 0 for blocks in (False, True) for sharded in (False, True)}
-        for layout in (layout for layout in self.layouts.values() if not layout.statistic):
+        for spec in (spec for spec in self.param_specs.values() if not spec.statistic):
             for sharded in (False, True):
-                size = math.prod(layout.local_shape(self.mesh, sharded))
-                found["layers" in layout.axes, sharded] += size
+                size = math.prod(spec.local_shape(self.mesh, sharded))
+                found["layers" in spec.axes, sharded] += size
         return found
 
     def weights(self, layers: bool) -> int:
@@ -137,10 +137,10 @@ class State:
 
     def optimizer_states(self, sharded: bool) -> int:
         """The same, sharded or whole."""
-        trained = [layout for layout in self.layouts.values() if not layout.statistic]
+        trained = [spec for spec in self.param_specs.values() if not spec.statistic]
         kept = (
-            math.prod(layout.local_shape(self.mesh, sharded, layout.state_shape(kind)))
-            for kind, of in self.experiment.optimizer.states.items() for layout in trained if of(layout.role)
+            math.prod(spec.local_shape(self.mesh, sharded, spec.state_shape(kind)))
+            for kind, of in self.experiment.optimizer.states.items() for spec in trained if of(spec.role)
         )  # fmt: skip
         return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
 
@@ -190,7 +190,7 @@ class Footprint(State, ABC):
     @property
     def largest_stack(self) -> int:
         """Bytes of the largest parameter of a stage, all of its blocks together, whole over what a strategy shards."""
-        shapes = (layout.local_shape(self.mesh, False) for layout in self.layouts.values())
+        shapes = (spec.local_shape(self.mesh, False) for spec in self.param_specs.values())
         return max(map(math.prod, shapes)) * self.at_rest
 
     @property

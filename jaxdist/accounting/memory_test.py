@@ -84,7 +84,7 @@ def test_what_stays_between_steps_is_exact(case: dict[str, Any]) -> None:
     """Parameters and optimizer state are, byte for byte, those of the arrays of the program."""
     e = experiment(**case)
     program, form = Program(e, make_mesh(e, "cpu")[0]), footprint(e)
-    trained = {n: a for n, a in program.abstract.parameters.items() if not program.layouts[n].statistic}
+    trained = {n: a for n, a in program.abstract.parameters.items() if not program.param_specs[n].statistic}
     assert form.parameters == metrics.held(trained)
     assert form.optimizer_state == metrics.held(program.abstract.optimizer)
 

@@ -19,7 +19,7 @@ from jaxdist.config import Experiment
 from jaxdist.config.optimizer import OPTIMIZERS
 from jaxdist.config.plugins import piece
 from jaxdist.parallel.pipeline import Timetable
-from jaxdist.parallel.sharding import BLOCKS, TOKENS, Layout, strategy
+from jaxdist.parallel.sharding import BLOCKS, TOKENS, ParamSpec, strategy
 
 KINDS = {
     "psum": "all_reduce",
@@ -146,7 +146,7 @@ def recomputed(experiment: Experiment) -> float:
 
 
 def least_of_parameters(
-    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> dict[str, float]:
     """Least bytes a device must send per step for parameters and their gradients, by mesh axis.
 
@@ -162,12 +162,12 @@ def least_of_parameters(
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
     at_rest = ITEMSIZE[str(e.precision.parameters)]
     total: dict[str, float] = defaultdict(float)
-    for layout in (layout for layout in layouts.values() if not layout.statistic):
-        cut, stacked = layout.shard_dim, "layers" in layout.axes
-        sums = layout.reduce_axes, cut.replicas, cut.axes or cut.replicas
+    for spec in (spec for spec in param_specs.values() if not spec.statistic):
+        cut, stacked = spec.shard_dim, "layers" in spec.axes
+        sums = spec.reduce_axes, cut.replicas, cut.axes or cut.replicas
         everywhere, alike, shards = (first(mesh, axes) for axes in sums)
         replicas, n = (math.prod(mesh[axis] for axis in axes) for axes in (cut.replicas, cut.axes))
-        size = math.prod(layout.shape) / math.prod(mesh[axis] for axis in layout.model_axes)
+        size = math.prod(spec.shape) / math.prod(mesh[axis] for axis in spec.model_axes)
         if not row.optimizer:
             total[everywhere] += ring_bytes("all_reduce", size * reduced, replicas * n)
             continue
@@ -177,8 +177,8 @@ def least_of_parameters(
         total[shards] += ring_bytes("reduce_scatter", scattered * reduced, n)
         if row.parameters:
             # For the backward pass; a bias or scale, once spread over the tokens, is kept until then.
-            again = 0.0 if not layout.name.startswith(BLOCKS) else 1.0 if layout.decays else recomputed(e)
-            forward = p.forward if p.told or stacked or not layout.name.startswith(HEAD) else 0
+            again = 0.0 if not spec.name.startswith(BLOCKS) else 1.0 if spec.decays else recomputed(e)
+            forward = p.forward if p.told or stacked or not spec.name.startswith(HEAD) else 0
             both = 1 if p.told and not stacked else p.both
             gathered = part * ((1 + again) * both + forward) if row.reshards else size
             total[shards] += ring_bytes("all_gather", gathered * compute, n)
@@ -187,46 +187,48 @@ def least_of_parameters(
     return {axis: size for axis, size in total.items() if size}
 
 
-def least_of_update(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+def least_of_update(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> dict[str, float]:
     """Bytes that a device sends per step for what an update rule asks of whole parameters, by mesh axis."""
     total: Counter[str] = Counter()
-    for op, axes, size in of_update(experiment, layouts, mesh):
+    for op, axes, size in of_update(experiment, param_specs, mesh):
         total[first(mesh, axes)] += ring_bytes(op, size, math.prod(mesh[axis] for axis in axes))  # type: ignore[assignment]
     return {axis: size for axis, size in total.items() if size}
 
 
 def of_update(
-    experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """Each parameter's collectives in an update (`jaxdist/training/matrices.py`): name, axes and bytes."""
     if OPTIMIZERS[experiment.optimizer.name].traffic is None:
         return
     of_rule = piece(OPTIMIZERS, experiment.optimizer.name, "traffic", "its accounting")
-    for layout in (layout for layout in layouts.values() if not layout.statistic):
-        yield from of_rule(experiment, layout, mesh)
+    for spec in (spec for spec in param_specs.values() if not spec.statistic):
+        yield from of_rule(experiment, spec, mesh)
 
 
 Sent = Iterator[tuple[str, tuple[str, ...], float]]
 
 
-def of_muon(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent:
+def of_muon(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
     """Each matrix of a block goes to one device and back, as many as the devices divide."""
-    split, own = _pieces(e, layout, mesh)
-    if layout.role.inner:
+    split, own = _pieces(e, spec, mesh)
+    if spec.role.inner:
         ways = math.prod(mesh[axis] for axes in split[-2:] for axis in axes)
         matrices = -(-math.prod(own[:-2]) // ways) * ways
         size = matrices * math.prod(own[-2:]) * ITEMSIZE[str(e.precision.compute)]
         yield from (("all_to_all", axes, size) for axes in split[-2:] * 2 if axes)
 
 
-def of_adafactor(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent:
+def of_adafactor(e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]) -> Sent:
     """Means of squares over columns and rows, and of the former over rows, and the size of the parameter and of its
     update."""
-    split, own = _pieces(e, layout, mesh)
-    every = [dim for dim, axis in enumerate(layout.axes) if axis != "layers"]
-    rows, columns = (dim % len(own) for dim in layout.matrix)
+    split, own = _pieces(e, spec, mesh)
+    every = [dim for dim, axis in enumerate(spec.axes) if axis != "layers"]
+    rows, columns = (dim % len(own) for dim in spec.matrix)
     # Dimensions that a mean is taken over, and dimensions of a matrix that are reduced by then.
-    factors = [([columns], []), ([rows], []), ([rows], [columns])] if layout.decays else []
+    factors = [([columns], []), ([rows], []), ([rows], [columns])] if spec.decays else []
     for dims, one in [(every, []), (every, []), *factors]:
         left = math.prod(size for dim, size in enumerate(own) if dim not in (*dims, *one))
         if axes := tuple(axis for dim in dims for axis in split[dim]):
@@ -234,8 +236,8 @@ def of_adafactor(e: Experiment, layout: Layout, mesh: Mapping[str, int]) -> Sent
 
 
 def _pieces(
-    e: Experiment, layout: Layout, mesh: Mapping[str, int]
+    e: Experiment, spec: ParamSpec, mesh: Mapping[str, int]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[int, ...]]:
     """The mesh axes that split each dimension of an optimizer's state, and the shape of one device's piece."""
     sharded = strategy(e.parallel).optimizer
-    return layout.split(sharded), layout.local_shape(mesh, sharded)
+    return spec.split(sharded), spec.local_shape(mesh, sharded)

@@ -43,7 +43,7 @@ def ratios(p: Program) -> dict[str, float]:
         axis = collective.axis.partition("+")[0]
         if collective.bytes / collective.count > 16:  # not the norm, a number per device
             sent[axis] = sent.get(axis, 0) + collective.bytes
-    least = least_bytes(p.experiment, p.layouts, axes_of(p.mesh)) or {}
+    least = least_bytes(p.experiment, p.param_specs, axes_of(p.mesh)) or {}
     return {axis: sent.get(axis, 0) / least.get(axis, math.inf) for axis in sent.keys() | least.keys()}
 
 
@@ -66,7 +66,7 @@ def test_an_update_by_the_whole_sends_the_least(name: str, case: str) -> None:
     """To the byte, beside what AdamW's run sends."""
     p, plain = program(**CASES[case], optimizer={"name": name}), program(**CASES[case])
     sent = [sum(collective.bytes for collective in traffic.count(trace(q).jaxpr)) for q in (p, plain)]
-    least = traffic.least_of_update(p.experiment, p.layouts, axes_of(p.mesh))
+    least = traffic.least_of_update(p.experiment, p.param_specs, axes_of(p.mesh))
     assert sent[0] - sent[1] == pytest.approx(sum(least.values()), rel=1e-12)
 
 
@@ -114,13 +114,15 @@ def test_a_collective_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPat
 def test_closed_form_of_the_contract() -> None:
     """2P(n-1)/n for all but fsdp; for fsdp 3P(n-1)/n of the blocks' matrices, and 2P(n-1)/n of the rest."""
     p = program(**CASES["fsdp"])
-    size = sum(math.prod(layout.shape) * 4 for layout in p.layouts.values())
-    again = [x for name, x in p.layouts.items() if name.startswith("layers.") and x.decays]
-    twice = sum(math.prod(layout.shape) * 4 for layout in again)
-    assert least_bytes(p.experiment, p.layouts, axes_of(p.mesh)) == {"fsdp": pytest.approx((2 * size + twice) * 7 / 8)}
+    size = sum(math.prod(spec.shape) * 4 for spec in p.param_specs.values())
+    again = [x for name, x in p.param_specs.items() if name.startswith("layers.") and x.decays]
+    twice = sum(math.prod(spec.shape) * 4 for spec in again)
+    assert least_bytes(p.experiment, p.param_specs, axes_of(p.mesh)) == {
+        "fsdp": pytest.approx((2 * size + twice) * 7 / 8)
+    }
     for case, axis in (("ddp", "data"), ("zero1", "fsdp"), ("zero2", "fsdp"), ("kept", "fsdp")):
         q = program(**CASES[case])
-        assert least_bytes(q.experiment, q.layouts, axes_of(q.mesh)) == {axis: pytest.approx(2 * size * 7 / 8)}
+        assert least_bytes(q.experiment, q.param_specs, axes_of(q.mesh)) == {axis: pytest.approx(2 * size * 7 / 8)}
 
 
 def forgotten(self: Parallel, x: Any) -> Any:
@@ -150,7 +152,7 @@ def liftable(p: Program) -> float:
     if not p.strategy.reshards:
         return 0
     mesh, again = axes_of(p.mesh), p.experiment.train.accumulation - 1
-    outside = [layout.local_shape(mesh, False) for name, layout in p.layouts.items() if not name.startswith("layers.")]
+    outside = [spec.local_shape(mesh, False) for name, spec in p.param_specs.items() if not name.startswith("layers.")]
     return again * sum(traffic.ring_bytes("all_gather", 4 * math.prod(shape), mesh["fsdp"]) for shape in outside)
 
 
@@ -222,4 +224,6 @@ def test_experiment_is_what_is_counted() -> None:
     p = program(**CASES["tensor"])
     doubled = Experiment.parse(p.experiment.model_dump() | {"train": {"steps": 20, "batch": 32}}, source="test")
     sent = sum(c.bytes for c in traffic.count(trace(p).jaxpr))
-    assert sum((least_bytes(doubled, p.layouts, axes_of(p.mesh)) or {}).values()) / sent == pytest.approx(2, rel=1e-3)
+    assert sum((least_bytes(doubled, p.param_specs, axes_of(p.mesh)) or {}).values()) / sent == pytest.approx(
+        2, rel=1e-3
+    )

@@ -70,13 +70,13 @@ def of_row(name: str) -> Ratios:
     from jaxdist.command_line.arguments import load
     from jaxdist.config.experiment import Experiment
     from jaxdist.planner.compiled import compile_plan
-    from jaxdist.planner.plans import footprint, layouts
+    from jaxdist.planner.plans import footprint, param_specs
 
     values = load("default", {}).model_dump(exclude_none=True)
     for section, fields in ROWS[name].items():
         values[section] = fields if section == "model" else values[section] | fields
     e = Experiment.parse(values, source=f"row {name}")
-    mesh, declared = e.parallel.axes(), layouts(e.model)
+    mesh, declared = e.parallel.axes(), param_specs(e.model)
     compiled = compile_plan(e)
     least = {axis: size for axis, size in (least_bytes(e, declared, mesh) or {}).items() if size}
     sent = [compiled.traffic.get(axis, 0.0) / size for axis, size in least.items()]

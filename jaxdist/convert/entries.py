@@ -11,7 +11,7 @@ from jaxdist.config.optimizer import TAKEN
 from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
 from jaxdist.families import models
 from jaxdist.formats.tables import EXPERTS, LAYERS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored, table_of
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
 
 def entries(naming: str, model: Model, shapes: Mapping[str, Shape] | None = None) -> dict[str, Entry]:
@@ -34,14 +34,16 @@ def trainable(naming: str, model: Model) -> dict[str, Entry]:
 
 def trained(found: Mapping[str, Entry], model: Model) -> dict[str, Entry]:
     """Those of the model's tensors."""
-    layouts = layouts_of(model)
-    return {name: entry for name, entry in found.items() if not any(layouts[ours].statistic for ours, _ in entry.atoms)}
+    param_specs = param_specs_of(model)
+    return {
+        name: entry for name, entry in found.items() if not any(param_specs[ours].statistic for ours, _ in entry.atoms)
+    }
 
 
 def shapes_kept(model: Model, o: Optimizer, kind: str) -> dict[str, Shape]:
     """The global shape of what an optimizer keeps as `kind`, by parameter of ours."""
-    trained = (layout for layout in layouts_of(model).values() if not layout.statistic)
-    return {layout.name: layout.state_shape(kind) for layout in trained if o.states[kind](layout.role)}
+    trained = (spec for spec in param_specs_of(model).values() if not spec.statistic)
+    return {spec.name: spec.state_shape(kind) for spec in trained if o.states[kind](spec.role)}
 
 
 def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]:
@@ -113,10 +115,10 @@ def _of_expert(matrix: np.ndarray, tensor: Stored, part: int) -> np.ndarray:
 
 def shapes_of(model: Model) -> dict[str, Shape]:
     """The global shape of every parameter that the model declares."""
-    return {name: layout.shape for name, layout in layouts_of(model).items()}
+    return {name: spec.shape for name, spec in param_specs_of(model).items()}
 
 
 @lru_cache(maxsize=4)
-def layouts_of(model: Model) -> Mapping[str, Layout]:
+def param_specs_of(model: Model) -> Mapping[str, ParamSpec]:
     """Every parameter that the model declares. A ResNet's takes long: its blocks are built one by one."""
-    return MappingProxyType(models.layouts(models.build(model)))
+    return MappingProxyType(models.param_specs(models.build(model)))

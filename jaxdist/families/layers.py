@@ -22,7 +22,7 @@ from jaxdist.ops.linear import add_bias, dot
 from jaxdist.ops.varying import at_least_f32
 from jaxdist.parallel.collectives import Parallel
 from jaxdist.parallel.rematerialization import Rematerialize
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
 M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
@@ -30,7 +30,7 @@ X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 
 def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param:
     """Declare a parameter: drawn from N(mean, std²), with one logical axis (`sharding.RULES`) per dimension."""
-    shard_dim = Layout("", shape, axes, mean, std).shard_dim
+    shard_dim = ParamSpec("", shape, axes, mean, std).shard_dim
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, shard_dim=shard_dim)
 
 

@@ -9,7 +9,7 @@ from jaxdist.config import Model
 from jaxdist.config.plugins import piece
 from jaxdist.config.registry import FAMILIES
 from jaxdist.parallel.collectives import Weight
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -20,11 +20,11 @@ def build(model: Model) -> nnx.Module:
     return made
 
 
-def layouts(model: nnx.Module) -> dict[str, Layout]:
+def param_specs(model: nnx.Module) -> dict[str, ParamSpec]:
     """Every parameter that `model` declares, by dotted name, in the order of the names."""
     flat = {".".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
     return {
-        name: Layout(name, v.shape, v.axes, v.mean, v.std, isinstance(v, nnx.BatchStat))
+        name: ParamSpec(name, v.shape, v.axes, v.mean, v.std, isinstance(v, nnx.BatchStat))
         for name, v in sorted(flat.items())
     }
 

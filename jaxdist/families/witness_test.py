@@ -155,7 +155,7 @@ def balance(witness: Witness) -> float:
     def function(parameters: Any, tokens: jax.Array) -> jax.Array:
         return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.LOSS_AXES)
 
-    specs = (program.specs.parameters, program.batch_specs[0])
+    specs = (program.partition_specs.parameters, program.batch_specs[0])
     mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
     added = Jitted(jax.jit(mapped), program.mesh)
     weight = experiment.model.balance  # type: ignore[attr-defined]

@@ -121,7 +121,7 @@ def test_activations_once_a_tick() -> None:
     e, model = p.experiment, p.experiment.model
     assert isinstance(model, Llama)
     ticks, numbers = 2 * (4 * 2 + 1), e.train.batch // 4 * e.data.sequence * model.dim
-    assert exchanges.stages(e, p.layouts, axes_of(p.mesh)) == {"pipeline": ticks * numbers * 8}
+    assert exchanges.stages(e, p.param_specs, axes_of(p.mesh)) == {"pipeline": ticks * numbers * 8}
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ in_memory = partial(in_device_memory, jax.errors.JaxRuntimeError, says="RESOURCE
 
 
 def offloaded(shardings: Any) -> Any:
-    """The same layouts, in the host's memory."""
+    """The same shardings, in the host's memory."""
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 

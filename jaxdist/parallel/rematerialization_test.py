@@ -54,7 +54,7 @@ def reported(p: Program, state: TrainState | None = None) -> dict[str, int]:
 def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimizer: int) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy})
     state = p.initialize()
-    whole = metrics.parameter_count(p.layouts) * 4
+    whole = metrics.parameter_count(p.param_specs) * 4
     assert held(state.parameters) == whole // parameters
     counts = 2 * 4  # the step counts of Adam and of the schedule
     assert held(state.optimizer) == 2 * whole // optimizer + counts
@@ -76,13 +76,13 @@ def test_what_is_reported_is_what_is_held() -> None:
 def gradients(p: Program, batch: Any) -> Any:
     """The gradients that a step holds before they are reduced, each device's own: [devices that differ, ...]."""
     sharded = p.strategy.gradients
-    apart = {n: tuple(a for a in LOSS_AXES if a not in layout.mesh_axes(sharded)) for n, layout in p.layouts.items()}
-    specs = {n: P(apart[n], *layout.split(sharded)) for n, layout in p.layouts.items()}
+    apart = {n: tuple(a for a in LOSS_AXES if a not in spec.mesh_axes(sharded)) for n, spec in p.param_specs.items()}
+    specs = {n: P(apart[n], *spec.split(sharded)) for n, spec in p.param_specs.items()}
 
     def function(parameters: Any, batch: Any) -> Any:
         return {name: g[None] for name, g in p.step_function.accumulate(parameters, batch)[1].items()}
 
-    inputs = (p.specs.parameters, p.batch_specs)
+    inputs = (p.partition_specs.parameters, p.batch_specs)
     mapped = jax.shard_map(function, mesh=p.mesh, in_specs=inputs, out_specs=specs)
     return Jitted(jax.jit(mapped), p.mesh)(p.initialize().parameters, batch)
 
@@ -103,14 +103,14 @@ def test_gradients_are_the_share_that_is_reported(
 ) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy, "reduce": reduce})
     found = held(gradients(p, batches(p.experiment, 1)[0]))
-    assert found == reported(p)["gradients"] == metrics.parameter_count(p.layouts) * 4 // share
+    assert found == reported(p)["gradients"] == metrics.parameter_count(p.param_specs) * 4 // share
 
 
 def test_initialization_never_holds_the_whole_model() -> None:
     """Drawing a weight born sharded needs no more than its share of memory, arguments to the draw included."""
     p = program(model=dict(tiny().model.model_dump(), dim=256, hidden=1024, layers=8), parallel={"mesh": "8x1"})
-    analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.specs)).lower().compile().memory_analysis()
-    whole = metrics.parameter_count(p.layouts) * 4
+    analysis: Any = jax.jit(p.initial, out_shardings=p.shardings(p.partition_specs)).lower().compile().memory_analysis()
+    whole = metrics.parameter_count(p.param_specs) * 4
     assert analysis.output_size_in_bytes + analysis.temp_size_in_bytes < 0.6 * whole  # 3/8 are the state itself
 
 
@@ -139,7 +139,7 @@ def scratch(mesh: str, remat: str, every: int = 1) -> float:
         parallel={"mesh": mesh},
         memory={"remat": remat, "remat_every": every},
     )
-    whole = metrics.parameter_count(p.layouts) * 4
+    whole = metrics.parameter_count(p.param_specs) * 4
     return compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / whole
 
 

@@ -70,7 +70,7 @@ def _strategy(name: str, once_a_step: bool, reshards: bool) -> Strategy:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParamSpec:
     """One declared parameter: its name, global shape, logical axes, and initial mean and standard deviation.
 
     A `statistic` is not trained, but counted or averaged in the forward pass; it is whole on each device.
@@ -144,7 +144,7 @@ class Layout:
                    for dim, axes in enumerate(given, start=-len(given))]  # fmt: skip
         return tuple(given), tuple(sharded)
 
-    def spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
+    def partition_spec(self, sharded: bool, kept: tuple[int, ...] = ()) -> P:
         """The PartitionSpec, with or without the split over fsdp; or that of what is `kept` of it, of such a shape."""
         split = zip(self.split(sharded), kept or self.shape, self.shape, strict=True)
         return P(*(axes if size == whole else () for axes, size, whole in split))
@@ -186,7 +186,7 @@ class Layout:
             yield size // ways
 
 
-def check(layouts: Mapping[str, Layout], mesh: Mapping[str, int], row: Strategy) -> None:
+def check(param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], row: Strategy) -> None:
     """Raises ConfigError naming the first parameter, axis and sizes that do not divide."""
-    for layout in layouts.values():
-        layout.local_shape(mesh, sharded=row.optimizer)
+    for spec in param_specs.values():
+        spec.local_shape(mesh, sharded=row.optimizer)

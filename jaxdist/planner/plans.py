@@ -12,7 +12,7 @@ from jaxdist.config import ConfigError, Experiment, Model
 from jaxdist.config.hardware import USABLE, Hardware, rate
 from jaxdist.families import models
 from jaxdist.parallel import sharding
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.planner import time
 
 Value = TypeVar("Value")
@@ -28,14 +28,14 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 
 
 @cache
-def layouts(model: Model) -> dict[str, Layout]:
+def param_specs(model: Model) -> dict[str, ParamSpec]:
     """The declared parameters of a model."""
-    return models.layouts(models.build(model))
+    return models.param_specs(models.build(model))
 
 
 def footprint(experiment: Experiment, mesh: Mapping[str, int], platform: str = "cpu") -> Footprint:
     """The closed form of what a device holds. Raises Unknown for a family that has none."""
-    form = forms.footprint(experiment, layouts(experiment.model), mesh, platform)
+    form = forms.footprint(experiment, param_specs(experiment.model), mesh, platform)
     return known(form, experiment, "footprint")
 
 
@@ -58,7 +58,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self.experiment.check_mesh(self.mesh)
-        sharding.check(layouts(self.experiment.model), self.mesh, sharding.strategy(self.experiment.parallel))
+        sharding.check(param_specs(self.experiment.model), self.mesh, sharding.strategy(self.experiment.parallel))
 
     @cached_property
     def mesh(self) -> dict[str, int]:
@@ -77,7 +77,7 @@ class Plan:
     @cached_property
     def state(self) -> dict[str, float]:
         """State of any family between steps; `host` is in host memory."""
-        f = State(self.experiment, layouts(self.experiment.model), self.mesh, self.hardware.platform)
+        f = State(self.experiment, param_specs(self.experiment.model), self.mesh, self.hardware.platform)
         offload = self.experiment.memory.offload
         host = f.parameters * ("parameters" in offload) + f.optimizer_state * ("optimizer" in offload)
         return {"parameters": f.parameters, "optimizer_state": f.optimizer_state, "host": host}
@@ -104,7 +104,7 @@ class Plan:
     @cached_property
     def traffic(self) -> dict[str, float]:
         """Bytes that a device sends, by mesh axis."""
-        least = forms.least_bytes(self.experiment, layouts(self.experiment.model), self.mesh)
+        least = forms.least_bytes(self.experiment, param_specs(self.experiment.model), self.mesh)
         return {axis: size for axis, size in known(least, self.experiment, "exchanges").items() if size}
 
     @cached_property
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        flops = forms.flops_per_token(self.experiment, layouts(self.experiment.model))
+        flops = forms.flops_per_token(self.experiment, param_specs(self.experiment.model))
         return known(flops, self.experiment, "flops")
 
     @property

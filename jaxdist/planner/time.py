@@ -45,7 +45,7 @@ def reach(mesh: Mapping[str, int], axis: str, hardware: Hardware) -> tuple[float
 
 def links(f: Footprint, total: Mapping[str, float], hardware: Hardware) -> list[Link]:
     """Each axis of several devices, which send `total` bytes in all."""
-    mesh, own = f.mesh, traffic.least_of_parameters(f.experiment, f.layouts, f.mesh)
+    mesh, own = f.mesh, traffic.least_of_parameters(f.experiment, f.param_specs, f.mesh)
     return [
         Link(axis, own.get(axis, 0.0), total.get(axis, 0.0) - own.get(axis, 0.0), *reach(mesh, axis, hardware))
         for axis in AXES if mesh[axis] > 1

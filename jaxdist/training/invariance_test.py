@@ -114,12 +114,12 @@ def case_of(family: str, **model: Any) -> Case:
         padding = np.arange(8) >= np.array([8, 2, 5, 6])[:, None]
         batch = Batch(np.where(padding, 0, tokens), np.where(padding, IGNORED, targets))
         sections = {"model": given, "data": {"sequence": 8}, "train": {"batch": 4}}
-    layouts = program_of(json.dumps(sections)).layouts
+    param_specs = program_of(json.dumps(sections)).param_specs
     weights = {
         name: np.full(of.shape, of.mean, np.float64 if of.shape else np.int32)
         if of.statistic
         else of.mean + 0.2 * random.normal(size=of.shape)
-        for name, of in layouts.items()
+        for name, of in param_specs.items()
     }
     return Case(batch, sections, weights)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 
 QUINTIC = 3.4445, -4.7750, 2.0315  # steepest at 0: singular values end near 1, and not at it (torch.optim.Muon)
 LEAST = 1e-7  # a norm that is divided by
@@ -29,7 +29,7 @@ class Whole:
     `dtype` is what products of its matrices are computed in.
     """
 
-    layout: Layout
+    spec: ParamSpec
     sharded: bool
     weights: jax.Array
     rate: jax.Array
@@ -38,11 +38,11 @@ class Whole:
     @cached_property
     def split(self) -> tuple[tuple[str, ...], ...]:
         """The mesh axes that split each dimension."""
-        return self.layout.split(self.sharded)
+        return self.spec.split(self.sharded)
 
     def mean(self, x: jax.Array, *dims: int) -> jax.Array:
         """The mean along `dims`, which are kept; along all but that of layers where none are given."""
-        dims = dims or tuple(dim for dim, axis in enumerate(self.layout.axes) if axis != "layers")
+        dims = dims or tuple(dim for dim, axis in enumerate(self.spec.axes) if axis != "layers")
         axes = tuple(axis for dim in dims for axis in self.split[dim])
         total, count = jnp.sum(x, dims, keepdims=True), math.prod(x.shape[dim] for dim in dims)
         return lax.psum(total, axes) / (count * lax.axis_size(axes)) if axes else total / count

@@ -11,61 +11,61 @@ from jax.sharding import NamedSharding
 
 from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.parallel.mesh import make_mesh
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.runtime.xla import Jitted
 from jaxdist.training.matrices import Whole, orthogonal
 
-LAYOUTS = {
-    "inputs over fsdp": Layout("layers.k", (3, 8, 4), ("layers", "embed", "hidden"), 0, 0),
-    "outputs over fsdp": Layout("layers.k", (3, 4, 8), ("layers", "hidden", "embed"), 0, 0),
-    "experts": Layout("layers.k", (3, 2, 8, 4), ("layers", "experts", "embed", "hidden"), 0, 0),
-    "no layers": Layout("embed.embedding", (4, 8), ("vocab", "embed"), 0, 0),
+SPECS = {
+    "inputs over fsdp": ParamSpec("layers.k", (3, 8, 4), ("layers", "embed", "hidden"), 0, 0),
+    "outputs over fsdp": ParamSpec("layers.k", (3, 4, 8), ("layers", "hidden", "embed"), 0, 0),
+    "experts": ParamSpec("layers.k", (3, 2, 8, 4), ("layers", "experts", "embed", "hidden"), 0, 0),
+    "no layers": ParamSpec("embed.embedding", (4, 8), ("vocab", "embed"), 0, 0),
 }
 MESHES = {"2x2": "2x2", "context too": "fsdp=2,context=2,tensor=2", "experts": "fsdp=2,expert=2,tensor=2"}
 
 
-def on_devices(mesh: str, layout: Layout, function: Any, x: np.ndarray, kept: Any = None) -> np.ndarray:
+def on_devices(mesh: str, spec: ParamSpec, function: Any, x: np.ndarray, kept: Any = None) -> np.ndarray:
     """`function(whole, piece)` on a mesh."""
     devices, _ = make_mesh(tiny(model=MIXTRAL, parallel={"mesh": mesh}, precision={"policy": "fp64"}), "cpu")
-    spec = layout.spec(True)
+    partition = spec.partition_spec(True)
 
     def one(piece: jax.Array) -> jax.Array:
-        return function(Whole(layout, True, piece, jnp.ones(()), jnp.float64), piece)
+        return function(Whole(spec, True, piece, jnp.ones(()), jnp.float64), piece)
 
-    out = layout.spec(True, kept) if kept else spec
-    mapped = jax.shard_map(one, mesh=devices, in_specs=spec, out_specs=out, check_vma=True)
-    return np.asarray(Jitted(jax.jit(mapped), devices)(jax.device_put(x, NamedSharding(devices, spec))))
+    out = spec.partition_spec(True, kept) if kept else partition
+    mapped = jax.shard_map(one, mesh=devices, in_specs=partition, out_specs=out, check_vma=True)
+    return np.asarray(Jitted(jax.jit(mapped), devices)(jax.device_put(x, NamedSharding(devices, partition))))
 
 
 @pytest.fixture
 def numbers() -> Any:
     random = np.random.default_rng(0)
-    return lambda layout: random.normal(size=layout.shape)
+    return lambda spec: random.normal(size=spec.shape)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_matrices_are_whole(layout: Layout, mesh: str, numbers: Any) -> None:
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_matrices_are_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
     """Their number is none that the devices divide; a function of pieces would be told."""
-    x, function = numbers(layout), partial(orthogonal, steps=5)
-    found = on_devices(mesh, layout, lambda whole, piece: whole.by_matrix(function, piece), x)
+    x, function = numbers(spec), partial(orthogonal, steps=5)
+    found = on_devices(mesh, spec, lambda whole, piece: whole.by_matrix(function, piece), x)
     expected = np.asarray(function(jnp.asarray(x)))
     np.testing.assert_allclose(found, expected, atol=1e-14)
-    pieces = on_devices(mesh, layout, lambda _, piece: function(piece), x)
+    pieces = on_devices(mesh, spec, lambda _, piece: function(piece), x)
     assert np.abs(pieces - expected).max() > 1e-3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_means_are_of_the_whole(layout: Layout, mesh: str, numbers: Any) -> None:
-    x, rows = numbers(layout), layout.matrix[0]
-    found = on_devices(mesh, layout, lambda whole, piece: whole.mean(piece, rows), x, layout.state_shape("col_var"))
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_means_are_of_the_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
+    x, rows = numbers(spec), spec.matrix[0]
+    found = on_devices(mesh, spec, lambda whole, piece: whole.mean(piece, rows), x, spec.state_shape("col_var"))
     np.testing.assert_allclose(found, x.mean(rows, keepdims=True), atol=1e-15)
-    every = tuple(range("layers" in layout.axes, x.ndim))
-    one = tuple(1 if dim in every else size for dim, size in enumerate(layout.shape))
-    found = on_devices(mesh, layout, lambda whole, piece: whole.rms(piece), x, one)
+    every = tuple(range("layers" in spec.axes, x.ndim))
+    one = tuple(1 if dim in every else size for dim, size in enumerate(spec.shape))
+    found = on_devices(mesh, spec, lambda whole, piece: whole.rms(piece), x, one)
     np.testing.assert_allclose(found, np.sqrt((x * x).mean(every, keepdims=True)), rtol=1e-14)
 
 

@@ -19,7 +19,7 @@ from jaxdist.config.hardware import peak_flops
 from jaxdist.parallel.mesh import axes_of
 from jaxdist.parallel.pipeline import Pipeline
 from jaxdist.parallel.rematerialization import HOST
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training import optim
 from jaxdist.training.program import Program
 from jaxdist.training.step import TrainState
@@ -27,15 +27,15 @@ from jaxdist.training.step import TrainState
 WARM_UP = 2  # steps left out of medians
 
 
-def parameter_count(layouts: Mapping[str, Layout]) -> int:
-    return sum(math.prod(layout.shape) for layout in layouts.values() if not layout.statistic)
+def parameter_count(param_specs: Mapping[str, ParamSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in param_specs.values() if not spec.statistic)
 
 
 def utilization(program: Program, tokens_per_second: float) -> float | None:
     """Model FLOPs utilization: arithmetic done over the devices' peak in the dtype of products; None where either is
     unknown."""
     kind, experiment = program.mesh.devices.flat[0].device_kind, program.experiment
-    flops, peak = flops_per_token(experiment, program.layouts), peak_flops(kind, experiment.precision.compute)
+    flops, peak = flops_per_token(experiment, program.param_specs), peak_flops(kind, experiment.precision.compute)
     return None if flops is None or peak is None else tokens_per_second * flops / (peak * program.mesh.devices.size)
 
 
@@ -57,7 +57,7 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     analysis = compiled.memory_analysis()
     state = state or program.abstract
     host = held((state.parameters, state.optimizer), offloaded=True)
-    running = {n: a for n, a in state.parameters.items() if program.layouts[n].statistic}
+    running = {n: a for n, a in state.parameters.items() if program.param_specs[n].statistic}
     statistics = held(running)
     seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
@@ -83,7 +83,7 @@ def accumulated(program: Program, closed: Any) -> int:
     ends = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
     carried = [whole.aval for whole, one in ends if whole.aval.shape == one.aval.shape]
     mesh, sharded = axes_of(program.mesh), program.strategy.gradients
-    shapes = {layout.local_shape(mesh, sharded) for layout in program.layouts.values()}
+    shapes = {spec.local_shape(mesh, sharded) for spec in program.param_specs.values()}
     # Single numbers are the loss and, where a model has such, counts.
     return sum(aval.size * aval.dtype.itemsize for aval in carried if aval.shape and aval.shape in shapes)
 
@@ -140,7 +140,7 @@ def summary(
         "backend": "jax",
         "versions": {"jaxdist": __version__}
         | {name: version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint")},
-        "parameters": parameter_count(program.layouts),
+        "parameters": parameter_count(program.param_specs),
         "devices": program.mesh.devices.size,
         "platform": program.mesh.devices.flat[0].platform,
         "mesh": axes_of(program.mesh),
@@ -148,7 +148,7 @@ def summary(
         "precision": program.experiment.precision.policy,
         "memory": dict(memory),
         "collectives": [asdict(collective) for collective in traffic.count(traced.jaxpr)],
-        "least_bytes": least_bytes(program.experiment, program.layouts, axes_of(program.mesh)),
+        "least_bytes": least_bytes(program.experiment, program.param_specs, axes_of(program.mesh)),
         "arithmetic": arithmetic.narrowest(traced.jaxpr),
         **pipeline(program),
         "schedule": schedule(program.experiment.optimizer, program.experiment.train.steps),
@@ -157,7 +157,7 @@ def summary(
         "counted": program.experiment.model.input_kind,  # as tokens
         "tokens_per_second": rate,
         "target_tokens_per_second": target_rate,
-        "flops_per_token": flops_per_token(program.experiment, program.layouts),
+        "flops_per_token": flops_per_token(program.experiment, program.param_specs),
         "mfu": utilization(program, rate) if rate else None,
         "target_mfu": utilization(program, target_rate) if target_rate else None,
     }

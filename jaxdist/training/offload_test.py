@@ -149,7 +149,7 @@ def moves(case: dict[str, Any]) -> Counter[str]:
 def test_what_a_gpu_is_told_to_move() -> None:
     """Both moments of each parameter there and back; weights once more for the update, their blocks' inputs."""
     case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"remat": "full", "offload": "optimizer"}}
-    n = len(built(case).layouts)
+    n = len(built(case).param_specs)
     moments = moves(case)
     assert moments[rematerialization.HOST] == 2 * n and moments["device"] >= 2 * n
     every = moves(case | {"memory": {"remat": "full", "offload": ALL}})
@@ -170,7 +170,7 @@ def awaited(case: dict[str, Any]) -> int:
 def test_moments_are_fetched_when_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both of each parameter: compiled for GPUs, what waits for nothing is fetched first, and saves no memory."""
     case: dict[str, Any] = {"parallel": {"mesh": "2x1"}, "memory": {"offload": "optimizer"}}
-    assert awaited(case) == 2 * len(built(case).layouts)
+    assert awaited(case) == 2 * len(built(case).param_specs)
     monkeypatch.setattr(step, "on_device", lambda arrays, after=None: rematerialization.on_device(arrays))
     assert awaited(case) == 0
 

@@ -18,7 +18,7 @@ from jax import lax
 from jaxdist.config import EMA, Optimizer
 from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, Of
 from jaxdist.config.plugins import piece
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training.matrices import Whole, orthogonal
 
 Arrays = dict[str, jax.Array]
@@ -119,7 +119,7 @@ def adafactor(
         v = moved("variance", g * g)
         new = {"variance": v}
     else:
-        rows, columns = of.layout.matrix
+        rows, columns = of.spec.matrix
         new = {ROWS: moved(ROWS, of.mean(g * g, columns)), COLUMNS: moved(COLUMNS, of.mean(g * g, rows))}
         v = new[ROWS] * new[COLUMNS] / jnp.maximum(of.mean(new[ROWS], rows), least)
     update = g * lax.rsqrt(jnp.maximum(v, least**2))
@@ -142,7 +142,7 @@ def muon(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of
     m = now(m + (1 - o.momentum) * (g - m), m)
     along = g + o.momentum * (m - g) if o.nesterov else m
     update = of.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(of.dtype))
-    return ADJUSTED[o.adjust_lr_fn](*of.layout.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
+    return ADJUSTED[o.adjust_lr_fn](*of.spec.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
 
 
 Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose, Whole], tuple[jax.Array, Arrays]]
@@ -191,14 +191,14 @@ def stateful(
 
 
 def rule(
-    o: Optimizer, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+    o: Optimizer, param_specs: Mapping[str, ParamSpec], sharded: bool = False, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """The update rule of an optimizer, parameter by parameter; `Whole` documents `sharded` and `dtype`."""
 
     def begin(parameters: Arrays) -> dict[str, Arrays]:
         def zeros(kind: str, of: Of) -> Arrays:
-            there = ((name, w) for name, w in parameters.items() if of(layouts[name].role))
-            return {name: jnp.zeros(layouts[name].state_shape(kind), w.dtype) for name, w in there}
+            there = ((name, w) for name, w in parameters.items() if of(param_specs[name].role))
+            return {name: jnp.zeros(param_specs[name].state_shape(kind), w.dtype) for name, w in there}
 
         return {kind: zeros(kind, of) for kind, of in o.states.items() if kind != EMA}
 
@@ -208,7 +208,7 @@ def rule(
         t, made, ruled = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
         for name, g in updates.items():
             own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
-            of = Whole(layouts[name], sharded, parameters[name], rate, dtype)
+            of = Whole(param_specs[name], sharded, parameters[name], rate, dtype)
             made[name] = ruled(o, g, own, t, now, of)
         kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
         return {name: update for name, (update, _) in made.items()}, kinds
@@ -269,8 +269,8 @@ def chain(
 
 
 def optimizer(
-    o: Optimizer, steps: int, layouts: Mapping[str, Layout], sharded: bool = False, dtype: Any = jnp.float32
+    o: Optimizer, steps: int, param_specs: Mapping[str, ParamSpec], sharded: bool = False, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """The chain over those parameters of these layouts that are trained."""
-    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
-    return chain(o, steps, {n: layout.decays for n, layout in trained.items()}, rule(o, trained, sharded, dtype))
+    """The chain over the trained parameters among `param_specs`."""
+    trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
+    return chain(o, steps, {n: spec.decays for n, spec in trained.items()}, rule(o, trained, sharded, dtype))

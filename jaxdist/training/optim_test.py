@@ -11,7 +11,7 @@ import pytest
 from jaxdist.config import Optimizer
 from jaxdist.conftest import tiny
 from jaxdist.parallel.mesh import make_mesh
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.runtime.xla import on_cpus
 from jaxdist.training.optim import averaged, clip_by_norm, kept_of, learning_rate, optimizer, rule, sum_of_squares
 
@@ -81,7 +81,7 @@ def test_clip_is_torchs(norm: float) -> None:
         assert float(ours["w"][0]) != float(optaxs)
 
 
-VECTOR = {"w": Layout("w", (3,), ("classes",), 0, 0)}
+VECTOR = {"w": ParamSpec("w", (3,), ("classes",), 0, 0)}
 
 
 def first_update(transform: optax.GradientTransformation) -> float:
@@ -186,9 +186,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {"name": "muon", "momentum": 0.95, "nesterov": True},
     "muon by its original rate": {"name": "muon", "adjust_lr_fn": "original", "ns_steps": 3, "ema": 0.9},
 }
-LAYOUTS = {
-    "w": Layout("layers.w", (2, 3, 4), ("layers", "positions", "classes"), 0, 0),
-    "scale": Layout("layers.scale", (4, 3), ("layers", "classes"), 0, 0),
+SPECS = {
+    "w": ParamSpec("layers.w", (2, 3, 4), ("layers", "positions", "classes"), 0, 0),
+    "scale": ParamSpec("layers.scale", (4, 3), ("layers", "classes"), 0, 0),
 }
 
 
@@ -197,12 +197,12 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     """Of stacked matrices that decay and stacked vectors that do not; one step is not taken."""
     o = Optimizer(learning_rate=1e-2, warmup=3, weight_decay=0.1, clip=0, **settings)
     random = np.random.default_rng(0)
-    p = {name: random.normal(size=layout.shape) for name, layout in LAYOUTS.items()}
-    tx = optimizer(o, 20, LAYOUTS, dtype=jnp.float64)
+    p = {name: random.normal(size=spec.shape) for name, spec in SPECS.items()}
+    tx = optimizer(o, 20, SPECS, dtype=jnp.float64)
     ours = jax.tree.map(jnp.asarray, p)
     state = tx.init(ours)
     kinds = (*o.kept, "momentum_buffer")
-    kept: dict[str, Kept] = {n: {k: np.zeros(layout.state_shape(k)) for k in kinds} for n, layout in LAYOUTS.items()}
+    kept: dict[str, Kept] = {n: {k: np.zeros(spec.state_shape(k)) for k in kinds} for n, spec in SPECS.items()}
     done = 0
     for t in range(1, 21):
         g = {name: random.normal(size=w.shape) for name, w in p.items()}
@@ -221,7 +221,7 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     for name in p:
         np.testing.assert_allclose(np.asarray(ours[name]), p[name], rtol=1e-13)
         for kind, of in o.states.items():
-            assert (name in kept_of(state)[kind]) == of(LAYOUTS[name].role)
+            assert (name in kept_of(state)[kind]) == of(SPECS[name].role)
             if name in kept_of(state)[kind]:
                 np.testing.assert_allclose(np.asarray(kept_of(state)[kind][name]), kept[name][kind], rtol=1e-12)
 

@@ -1,4 +1,4 @@
-"""All that follows from an experiment and a mesh: the model, its layouts, and the compiled functions over them."""
+"""Everything derived from an experiment and a mesh: the model, its parameter specs and the compiled functions."""
 
 import math
 import zlib
@@ -49,15 +49,15 @@ class Program:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        sharding.check(self.layouts, axes_of(self.mesh), self.strategy)
+        sharding.check(self.param_specs, axes_of(self.mesh), self.strategy)
 
     @cached_property
     def model(self) -> Any:
         return models.build(self.experiment.model)
 
     @cached_property
-    def layouts(self) -> dict[str, sharding.Layout]:
-        return models.layouts(self.model)
+    def param_specs(self) -> dict[str, sharding.ParamSpec]:
+        return models.param_specs(self.model)
 
     @cached_property
     def strategy(self) -> sharding.Strategy:
@@ -71,7 +71,7 @@ class Program:
     @cached_property
     def stacked(self) -> frozenset[str]:
         """The names of the parameters that all layers have."""
-        return frozenset(name for name, layout in self.layouts.items() if "layers" in layout.axes)
+        return frozenset(name for name, spec in self.param_specs.items() if "layers" in spec.axes)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -82,7 +82,7 @@ class Program:
     def step_function(self) -> Step:
         e = self.experiment
         sharded, compute = self.strategy.optimizer, e.precision.compute
-        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.layouts, sharded, compute)
+        optimizer = optim.optimizer(e.optimizer, e.train.steps, self.param_specs, sharded, compute)
         parallel = Parallel(
             self.strategy,
             e.precision,
@@ -93,7 +93,7 @@ class Program:
         )
         return Step(
             self.model,
-            self.layouts,
+            self.param_specs,
             parallel,
             optimizer,
             Rematerialize.from_config(e.memory),
@@ -120,31 +120,31 @@ class Program:
             """The size of an axis without padding of the vocabulary."""
             return model.vocab if axis == "vocab" and size == model.vocab_rows else size
 
-        def draw(layout: sharding.Layout) -> jax.Array:
-            if not layout.std:
-                return jnp.full(layout.shape, layout.mean, self.dtype_of(layout))
-            named = jax.random.fold_in(key, zlib.crc32(layout.name.encode()))
-            shape = [tokens(axis, size) for axis, size in zip(layout.axes, layout.shape, strict=True)]
-            values = layout.mean + layout.std * jax.random.normal(named, shape, jnp.float32)
-            if shape != [*layout.shape]:  # the tokens' own rows are the same with any padding, which is their mean
-                rows = [(0, size - drawn) for size, drawn in zip(layout.shape, shape, strict=True)]
+        def draw(spec: sharding.ParamSpec) -> jax.Array:
+            if not spec.std:
+                return jnp.full(spec.shape, spec.mean, self.dtype_of(spec))
+            named = jax.random.fold_in(key, zlib.crc32(spec.name.encode()))
+            shape = [tokens(axis, size) for axis, size in zip(spec.axes, spec.shape, strict=True)]
+            values = spec.mean + spec.std * jax.random.normal(named, shape, jnp.float32)
+            if shape != [*spec.shape]:  # the tokens' own rows are the same with any padding, which is their mean
+                rows = [(0, size - drawn) for size, drawn in zip(spec.shape, shape, strict=True)]
                 values = jnp.pad(values, rows, mode="mean")
             return values.astype(self.experiment.precision.parameters)
 
-        return self.state_from({name: draw(layout) for name, layout in self.layouts.items()})
+        return self.state_from({name: draw(spec) for name, spec in self.param_specs.items()})
 
     def state_from(self, parameters: Arrays) -> TrainState:
         """A fresh state around given parameters."""
-        trained = {name: w for name, w in parameters.items() if not self.layouts[name].statistic}
+        trained = {name: w for name, w in parameters.items() if not self.param_specs[name].statistic}
         optimizer = self.step_function.optimizer.init(trained)
         return TrainState(parameters, optimizer, loss_scale.start(self.experiment.precision))
 
-    def dtype_of(self, layout: sharding.Layout) -> Any:
+    def dtype_of(self, spec: sharding.ParamSpec) -> Any:
         """The dtype at rest: of running statistics float32 or wider, of counts int32."""
         parameters = jnp.dtype(self.experiment.precision.parameters)
-        if not layout.statistic:
+        if not spec.statistic:
             return parameters
-        return jnp.promote_types(parameters, jnp.float32) if layout.shape else jnp.int32
+        return jnp.promote_types(parameters, jnp.float32) if spec.shape else jnp.int32
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -152,13 +152,13 @@ class Program:
         return jax.eval_shape(self.initial)
 
     @cached_property
-    def specs(self) -> TrainState:
+    def partition_specs(self) -> TrainState:
         """PartitionSpecs of the state."""
-        parameters = {n: layout.spec(self.strategy.parameters) for n, layout in self.layouts.items()}
+        parameters = {n: spec.partition_spec(self.strategy.parameters) for n, spec in self.param_specs.items()}
 
         def of_state(path: Any, array: jax.ShapeDtypeStruct) -> P:
-            layout = self.layouts.get(getattr(path[-1], "key", ""))  # counts have no name of a parameter
-            return layout.spec(self.strategy.optimizer, array.shape) if layout else P()
+            spec = self.param_specs.get(getattr(path[-1], "key", ""))  # counts have no name of a parameter
+            return spec.partition_spec(self.strategy.optimizer, array.shape) if spec else P()
 
         optimizer = jax.tree_util.tree_map_with_path(of_state, self.shapes.optimizer)
         return TrainState(parameters, optimizer, jax.tree.map(lambda _: P(), self.shapes.scaling))
@@ -169,7 +169,7 @@ class Program:
     @cached_property
     def state_shardings(self) -> TrainState:
         """Where the state lies between steps, `memory.offload` on the host: its shardings."""
-        parameters, optimizer, scaling = self.shardings(self.specs)
+        parameters, optimizer, scaling = self.shardings(self.partition_specs)
         offload = self.experiment.memory.offload
         if "parameters" in offload:
             parameters = offloaded(parameters)
@@ -270,9 +270,9 @@ class Program:
     @cached_property
     def step(self) -> Any:
         """(state, batch) -> (state, metrics), jitted; the old state's memory is reused."""
-        inputs = (self.specs, self.batch_specs)
+        inputs = (self.partition_specs, self.batch_specs)
         function = jax.shard_map(
-            self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.specs, P()), check_vma=True
+            self.step_function, mesh=self.mesh, in_specs=inputs, out_specs=(self.partition_specs, P()), check_vma=True
         )
         batch, alike = self.shardings((self.batch_specs, P()))
         jitted = jax.jit(
@@ -305,7 +305,7 @@ class Program:
             count = lax.psum(jnp.sum(batch.targets != IGNORED), TOKENS)
             return Evaluated(lax.psum(losses.sum(), LOSS_AXES), count, lax.psum(right.sum(), LOSS_AXES))
 
-        specs = (self.specs.parameters, self.batch_specs)
+        specs = (self.partition_specs.parameters, self.batch_specs)
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=Evaluated(P(), P(), P()))
         return xla.Jitted(jax.jit(mapped, compiler_options=self.compiler_options), self.mesh)
 
@@ -337,7 +337,7 @@ class Program:
             )
             return lax.psum(logits, AXIS)
 
-        specs = (self.specs.parameters, self.batch_specs[0])
+        specs = (self.partition_specs.parameters, self.batch_specs[0])
         logits = P(TOKENS) if self.experiment.model.input_kind == "images" else P(BATCH, "context", "tensor")
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=logits)
         return xla.Jitted(jax.jit(mapped), self.mesh)

@@ -170,7 +170,7 @@ class Recorder:
 
     def mapped(self, function: Callable[..., Any], out_specs: Any) -> Any:
         """`function` of (state, batch) on every device."""
-        inputs = (self.program.specs, self.program.batch_specs)
+        inputs = (self.program.partition_specs, self.program.batch_specs)
         mapped = jax.shard_map(function, mesh=self.program.mesh, in_specs=inputs, out_specs=out_specs)
         return Jitted(jax.jit(mapped), self.program.mesh)
 
@@ -188,10 +188,10 @@ class Recorder:
             stages = {"gradient": gradients, "clipped": clipped, **kept_of(after.optimizer)}
             return {"scalar": {"loss": loss, "grad_norm": norm}, **stages, "weights": after.parameters}
 
-        layouts = {name: layout for name, layout in program.layouts.items() if not layout.statistic}
-        pieces = {name: layout.spec(program.strategy.optimizer) for name, layout in layouts.items()}
-        specs = {"gradient": pieces, "clipped": pieces, **kept_of(program.specs.optimizer)}
-        return self.mapped(function, {"scalar": P(), **specs, "weights": program.specs.parameters})
+        param_specs = {name: spec for name, spec in program.param_specs.items() if not spec.statistic}
+        pieces = {name: spec.partition_spec(program.strategy.optimizer) for name, spec in param_specs.items()}
+        specs = {"gradient": pieces, "clipped": pieces, **kept_of(program.partition_specs.optimizer)}
+        return self.mapped(function, {"scalar": P(), **specs, "weights": program.partition_specs.parameters})
 
     @cached_property
     def forward(self) -> Any:

@@ -23,13 +23,13 @@ def scratch(experiment: Experiment) -> float:
     e.check_mesh(mesh := e.parallel.axes())
     if math.prod(mesh.values()) == world().size:
         return 0.0
-    matrices = [layout for layout in models.layouts(models.build(e.model)).values() if layout.decays]
+    matrices = [spec for spec in models.param_specs(models.build(e.model)).values() if spec.decays]
     row, kept = sharding.strategy(e.parallel), 1 if e.memory.remat == "none" else min(1, 3 / e.model.layers)
     gradients = results = 0.0
-    for layout in matrices:
-        gradients += math.prod(layout.local_shape(mesh, row.gradients))
-        stacked, *_, out = layout.local_shape(mesh, sharded=False)
-        results += kept * stacked * out if "layers" in layout.axes else out
+    for spec in matrices:
+        gradients += math.prod(spec.local_shape(mesh, row.gradients))
+        stacked, *_, out = spec.local_shape(mesh, sharded=False)
+        results += kept * stacked * out if "layers" in spec.axes else out
     scores = e.model.layers * getattr(e.model, "heads", 0) * e.data.sequence
     results += kept * scores / (mesh["pipeline"] * mesh["tensor"] * mesh["context"])
     copies = 1 + (e.train.accumulation > 1)  # those of a microbatch, and their sum

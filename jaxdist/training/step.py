@@ -19,7 +19,7 @@ from jaxdist.ops.varying import at_least_f32, mark_varying, varying_axes
 from jaxdist.parallel.collectives import Parallel, Stages, gather, one_stage, scatter
 from jaxdist.parallel.pipeline import Schedule
 from jaxdist.parallel.rematerialization import Rematerialize, on_device
-from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, Layout, ShardDim
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, ParamSpec, ShardDim
 from jaxdist.training import loss_scale
 from jaxdist.training.optim import steps_done, sum_of_squares
 
@@ -48,7 +48,7 @@ class Step:
     """The step of one model under one strategy."""
 
     model: nnx.Module
-    layouts: Mapping[str, Layout]
+    param_specs: Mapping[str, ParamSpec]
     parallel: Parallel
     optimizer: optax.GradientTransformationExtraArgs
     rematerialize: Rematerialize
@@ -125,9 +125,11 @@ class Step:
         strategy, dtype = self.parallel.strategy, self.parallel.precision.compute
         if strategy.reshards or not strategy.parameters:
             return parameters
-        pieces, layouts = on_device(parameters), self.layouts
+        pieces, param_specs = on_device(parameters), self.param_specs
         return {
-            name: w if layouts[name].statistic else gather(w.astype(dtype), layouts[name].shard_dim, to="invarying")
+            name: w
+            if param_specs[name].statistic
+            else gather(w.astype(dtype), param_specs[name].shard_dim, to="invarying")
             for name, w in pieces.items()
         }
 
@@ -168,27 +170,25 @@ class Step:
         mesh = {axis: lax.axis_size(axis) for axis in AXES}
         sharded, dtype = self.parallel.strategy.gradients, self.parallel.precision.parameters
 
-        def zeros(layout: Layout) -> jax.Array:
-            return mark_varying(
-                jnp.zeros(layout.local_shape(mesh, sharded), dtype), layout.reduce_axes + layout.model_axes
-            )
+        def zeros(spec: ParamSpec) -> jax.Array:
+            return mark_varying(jnp.zeros(spec.local_shape(mesh, sharded), dtype), spec.reduce_axes + spec.model_axes)
 
-        return {name: zeros(layout) for name, layout in self.layouts.items() if not layout.statistic}
+        return {name: zeros(spec) for name, spec in self.param_specs.items() if not spec.statistic}
 
     def reduce(self, gradients: Arrays) -> Arrays:
         """Sum over devices of the gradients that microbatches left unreduced, in the optimizer's layout: unsharded for
         ddp, else sharded over fsdp."""
         strategy, precision = self.parallel.strategy, self.parallel.precision
 
-        def one(layout: Layout, g: jax.Array) -> jax.Array:
+        def one(spec: ParamSpec, g: jax.Array) -> jax.Array:
             g = g.astype(precision.reduce)
             if not strategy.optimizer:
-                g = lax.psum(g, layout.reduce_axes)
+                g = lax.psum(g, spec.reduce_axes)
             else:
-                g = lax.psum(g if strategy.gradients else scatter(g, layout.shard_dim), layout.shard_dim.replicas)
+                g = lax.psum(g if strategy.gradients else scatter(g, spec.shard_dim), spec.shard_dim.replicas)
             return g.astype(precision.parameters)
 
-        return {name: one(self.layouts[name], g) for name, g in gradients.items()}
+        return {name: one(self.param_specs[name], g) for name, g in gradients.items()}
 
     def norm(self, gradients: Arrays) -> jax.Array:
         """Global L2 norm: each sum of squares is added over exactly the axes on which its pieces differ."""
@@ -208,10 +208,10 @@ class Step:
             size = w.shape[cut.dim] // lax.axis_size(cut.axes)
             return lax.dynamic_slice_in_dim(w, lax.axis_index(cut.axes) * size, size, w.ndim + cut.dim)
 
-        return {name: piece(self.layouts[name].shard_dim, w) for name, w in parameters.items()}
+        return {name: piece(self.param_specs[name].shard_dim, w) for name, w in parameters.items()}
 
     def unshard_params(self, pieces: Arrays) -> Arrays:
         """The inverse of `pieces`: zero1 and zero2 gather the updated parameters."""
         if self.parallel.strategy.parameters or not self.parallel.strategy.optimizer:
             return pieces
-        return {name: gather(w, self.layouts[name].shard_dim, to="invarying") for name, w in pieces.items()}
+        return {name: gather(w, self.param_specs[name].shard_dim, to="invarying") for name, w in pieces.items()}

@@ -17,7 +17,7 @@ from jaxdist.accounting.exchanges import partial_over_tensor
 from jaxdist.accounting.forms import accounting_of, least_bytes
 from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, passes, ring_bytes
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS, Layout, strategy
+from jaxdist.parallel.sharding import BATCH, SHARDS, TOKENS, ParamSpec, strategy
 from parity_tests.expected import pipeline_traffic
 from parity_tests.expected.pipeline_traffic import Range
 from parity_tests.runs.run import JAX, REFERENCES
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
     side: str
     experiment: Experiment
-    layouts: Mapping[str, Layout]
+    param_specs: Mapping[str, ParamSpec]
     mesh: Mapping[str, int]
     platform: str
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
     @property
     def statistics(self) -> int:
         """How many parameters are none that are trained."""
-        return sum(layout.statistic for layout in self.layouts.values())
+        return sum(spec.statistic for spec in self.param_specs.values())
 
 
 def known(e: Experiment) -> bool:
@@ -57,7 +57,7 @@ def known(e: Experiment) -> bool:
 
 
 def expected(
-    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+    side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], platform: str = "cpu"
 ) -> Counts | None:
     """Collectives of a step by each axis of several devices. What crosses several at once counts as the first's.
 
@@ -66,11 +66,11 @@ def expected(
     exchanges = accounting_of(e.model).exchanges
     if exchanges is None or not exchanges.keys() <= EXCHANGES.keys():
         return None
-    step = Step(side, e, layouts, mesh, platform)
-    trained = {name: layout for name, layout in layouts.items() if not layout.statistic}
+    step = Step(side, e, param_specs, mesh, platform)
+    trained = {name: spec for name, spec in param_specs.items() if not spec.statistic}
     update = of_update(side, e, trained, mesh)
     if side != JAX and mesh["pipeline"] > 1:
-        return together(pipeline_traffic.expected(e, layouts, mesh), (*of_attention(step), *update))
+        return together(pipeline_traffic.expected(e, param_specs, mesh), (*of_attention(step), *update))
     parameters = by_parameter(e, trained, mesh) if side == JAX else by_block(e, trained, mesh)
     activations = (sent for name in exchanges for sent in EXCHANGES[name](step))
     empty: Counts = {axis: {} for axis, size in mesh.items() if size > 1}
@@ -87,7 +87,7 @@ def together(found: Counts, sent: Iterable[Sent]) -> Counts:
 
 
 def least(
-    side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int], platform: str = "cpu"
+    side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int], platform: str = "cpu"
 ) -> dict[str, float] | None:
     """The least bytes that a side could send, by axis; None where the family has no closed form.
 
@@ -97,13 +97,13 @@ def least(
     zero1 DDP all-reduces whole gradients over all axes at once, then ZeroRedundancyOptimizer broadcasts each parameter.
     How many rows torch sends to experts hangs on what the router chooses: see `unknown`.
     """
-    exchanges, total = accounting_of(e.model).exchanges, least_bytes(e, layouts, mesh)
+    exchanges, total = accounting_of(e.model).exchanges, least_bytes(e, param_specs, mesh)
     if exchanges is None or total is None:
         return None
-    found, step = defaultdict(float, total), Step(side, e, layouts, mesh, platform)
+    found, step = defaultdict(float, total), Step(side, e, param_specs, mesh, platform)
     m: Any = e.model
     if side != JAX and mesh["pipeline"] > 1:
-        found = defaultdict(float, pipeline_traffic.least(e, layouts, mesh))
+        found = defaultdict(float, pipeline_traffic.least(e, param_specs, mesh))
         found["context"] += keys_and_values(step)
         return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
     if checkpointed(side, e):
@@ -111,21 +111,21 @@ def least(
         size = numbers * max(ITEMSIZE[str(e.precision.compute)], 4)
         found["tensor"] += ring_bytes("all_reduce", size, mesh["tensor"])
     if side != JAX and mesh["context"] > 1 and "attention" in exchanges:
-        found["context"] -= exchanges["attention"](e, layouts, mesh)["context"]
+        found["context"] -= exchanges["attention"](e, param_specs, mesh)["context"]
         found["context"] += keys_and_values(step)
         if "choices" in exchanges:  # in 8 bytes each
-            found["context"] += exchanges["choices"](e, layouts, mesh).get("context", 0.0)
+            found["context"] += exchanges["choices"](e, param_specs, mesh).get("context", 0.0)
     if side == TRANSFORMERS and "experts" in exchanges and m.balance:
         tokens, ranks = e.train.batch * e.data.sequence, math.prod(mesh[axis] for axis in TOKENS)
         logits = tokens * m.experts * ITEMSIZE[str(e.precision.compute)]
         found[first(mesh, TOKENS)] += m.layers * 2 * ring_bytes("all_gather", logits, ranks)
         found[first(mesh, TOKENS)] += ring_bytes("all_gather", tokens, ranks)  # the mask, a byte each
     if side != JAX and e.parallel.row.splits_update:
-        for axis, size in traffic.least_of_parameters(e, layouts, mesh).items():
+        for axis, size in traffic.least_of_parameters(e, param_specs, mesh).items():
             found[axis] -= size
         shards = mesh["fsdp"] * mesh["context"]
-        for layout in (layout for layout in layouts.values() if not layout.statistic):
-            numbers = math.prod(layout.shape) / (mesh["tensor"] if "tensor" in layout.mesh_axes(False) else 1)
+        for spec in (spec for spec in param_specs.values() if not spec.statistic):
+            numbers = math.prod(spec.shape) / (mesh["tensor"] if "tensor" in spec.mesh_axes(False) else 1)
             reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
             found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
@@ -146,15 +146,17 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
     return {axis: why for axis, why in found.items() if mesh[axis] > 1}
 
 
-def of_update(side: str, e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+def of_update(
+    side: str, e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> Iterator[Sent]:
     """Collectives of an update rule on whole parameters. torch: at most five means or one gather over an axis per
     tensor."""
     if side == JAX:
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
-        asked = traffic.of_update(e, layouts, mesh)
+        asked = traffic.of_update(e, param_specs, mesh)
         yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
     elif e.optimizer.asks_for_whole:
-        tensors = sum(e.model.layers if "layers" in layout.axes else 1 for layout in layouts.values())
+        tensors = sum(e.model.layers if "layers" in spec.axes else 1 for spec in param_specs.values())
         op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)
         yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))
 
@@ -177,20 +179,20 @@ def of_activations(step: Step) -> Iterator[Sent]:
     parameters that every tensor device has and uses in part. Under sequence parallelism a sum is a scatter and a
     gather, which a block that is computed again repeats where it enters a product.
     """
-    side, e, layouts, mesh, _ = step
+    side, e, param_specs, mesh, _ = step
     p, memory = passes(e, mesh), e.memory
     m, blocks = p.both, p.layers
     again = math.ceil(blocks / memory.remat_every) if memory.remat != "none" else 0
     losses = p.losses * (1 + checkpointed(side, e))
     sums, again_full = 4 * blocks + 2, again if memory.remat == "full" else 0
     alone = p.forward * (2 * blocks + 1)  # of forward passes by themselves
-    shared = [layout for layout in layouts.values() if partial_over_tensor(e, layout)]
+    shared = [spec for spec in param_specs.values() if partial_over_tensor(e, spec)]
     gathered = 0
     if side != JAX and e.parallel.sequence:
         # RowwiseParallel adds its bias before it scatters; the gradient of learned positions is gathered.
         shared = [x for x in shared if not x.name.endswith("_proj.bias") and "positions" not in x.axes]
-        gathered = sum("positions" in layout.axes for layout in layouts.values())
-    reduced = m * sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+        gathered = sum("positions" in spec.axes for spec in param_specs.values())
+    reduced = m * sum(blocks if "layers" in spec.axes else 1 for spec in shared)
     reduced += memory.loss_chunks * (3 * losses - m * p.told)
     if not e.parallel.sequence:
         yield "tensor", {"all_reduce": exactly(m * (sums + again_full) + alone + reduced)}
@@ -333,57 +335,57 @@ def of_norm(side: str, e: Experiment, mesh: Mapping[str, int]) -> Iterator[Sent]
         yield first(mesh, SHARDS), {"all_reduce": exactly(1)}
 
 
-def cut_alike(layouts: Mapping[str, Layout]) -> dict[tuple[str, ...], list[Layout]]:
+def cut_alike(param_specs: Mapping[str, ParamSpec]) -> dict[tuple[str, ...], list[ParamSpec]]:
     """The parameters by the mesh axes that a strategy cuts them over: experts go over one less."""
-    found: dict[tuple[str, ...], list[Layout]] = {}
-    for layout in layouts.values():
-        found.setdefault(layout.shard_dim.axes, []).append(layout)
+    found: dict[tuple[str, ...], list[ParamSpec]] = {}
+    for spec in param_specs.values():
+        found.setdefault(spec.shard_dim.axes, []).append(spec)
     return found
 
 
-def by_parameter(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+def by_parameter(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """JAX: within the scan a parameter is sent once a layer, outside of it all layers at once."""
     row, p = strategy(e.parallel), passes(e, mesh)
     blocks = p.layers
     recomputed = math.ceil(blocks / e.memory.remat_every) if e.memory.remat != "none" else 0
-    for layout in layouts.values():
+    for spec in param_specs.values():
         # Gathered once more for the backward pass: matrices always, scales and biases where they are recomputed.
-        stacked, last = "layers" in layout.axes, layout.name == LAST
+        stacked, last = "layers" in spec.axes, spec.name == LAST
         times = blocks if stacked else 1
-        again = (blocks if layout.decays else recomputed) if stacked and not last else 0
-        again += layout.name.startswith("stages.") and layout.decays
+        again = (blocks if spec.decays else recomputed) if stacked and not last else 0
+        again += spec.name.startswith("stages.") and spec.decays
         both = 1 if p.told and not stacked else p.both  # GPipe's derivative has once what is outside of its scan
-        alone = p.forward if p.told or not layout.name.startswith(HEAD) else 0
+        alone = p.forward if p.told or not spec.name.startswith(HEAD) else 0
         gathers = both * (times + again) + alone * times if row.reshards else 1
         scatters = p.both * times if row.gradients else 1
         yield (
-            first(mesh, layout.shard_dim.replicas if row.optimizer else layout.reduce_axes),
+            first(mesh, spec.shard_dim.replicas if row.optimizer else spec.reduce_axes),
             {"all_reduce": exactly(1)},
         )
-        if row.optimizer and layout.shard_dim.axes:
+        if row.optimizer and spec.shard_dim.axes:
             yield (
-                first(mesh, layout.shard_dim.axes),
+                first(mesh, spec.shard_dim.axes),
                 {"all_gather": exactly(gathers), "reduce_scatter": exactly(scatters)},
             )
 
 
-def by_block(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Iterator[Sent]:
+def by_block(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]) -> Iterator[Sent]:
     """torch: by block, and the root, under FSDP2; by bucket under DDP."""
     m, blocks, row = e.train.accumulation, e.model.layers, e.parallel.row
-    tensors = sum(blocks if "layers" in layout.axes else 1 for layout in layouts.values())
+    tensors = sum(blocks if "layers" in spec.axes else 1 for spec in param_specs.values())
     if row.replicates:
-        size = sum(math.prod(layout.shape) for layout in layouts.values()) * np.dtype(e.precision.parameters).itemsize
+        size = sum(math.prod(spec.shape) for spec in param_specs.values()) * np.dtype(e.precision.parameters).itemsize
         bucket = e.parallel.bucket_mb * 2**20 or BUCKET
         buckets = max(2 + int(size // bucket), blocks + 1)  # `replicate`, where DDP cannot, sums block by block
         updated = tensors if row.optimizer else 0
         # In its second step DDP tells all ranks, in a few numbers, which parameters share a bucket from then on.
-        for axes in filter(None, cut_alike(layouts)):
+        for axes in filter(None, cut_alike(param_specs)):
             whole = axes == SHARDS  # experts are summed with all else, or where the mesh splits them by themselves
             yield first(mesh, ("data", *axes)), {"all_reduce": (int(whole), buckets), "broadcast": (0, SETTLED)}
         if updated:
             yield first(mesh, SHARDS), {"broadcast": exactly(updated)}
         return
-    alike = list(cut_alike(layouts)) if mesh["expert"] > 1 else [SHARDS]
+    alike = list(cut_alike(param_specs)) if mesh["expert"] > 1 else [SHARDS]
     for axes in alike:
         root = int(axes == SHARDS)  # experts are of blocks alone
         gathers = m * (2 * blocks + root) if e.parallel.reshards else blocks + root

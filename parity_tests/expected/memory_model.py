@@ -32,7 +32,7 @@ from jaxdist.accounting.memory import (
 )
 from jaxdist.accounting.traffic import ITEMSIZE
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from parity_tests.expected.memory_causes import UNEXPLAINED, Cause
 from torch_ref.families.accounting import accounting_of
 
@@ -133,7 +133,7 @@ class TorchFootprint(DecoderFootprint):
         return max(
             math.prod(x.shape[1:] if "layers" in x.axes else x.shape)
             * item / (t if "tensor" in x.mesh_axes(False) else 1)
-            for x in self.layouts.values()
+            for x in self.param_specs.values()
         )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ class Scratch:
     """Both closed forms of one experiment on one mesh, as the planner and `TorchFootprint` say."""
 
     experiment: Experiment
-    layouts: Mapping[str, Layout]
+    param_specs: Mapping[str, ParamSpec]
     mesh: Mapping[str, int]
     gpu: bool = False
     workspaces: float = 0.0
@@ -159,7 +159,7 @@ class Scratch:
 
     @cached_property
     def jax(self) -> Footprint | None:
-        return footprint(self.experiment, self.layouts, self.mesh, self.platform)
+        return footprint(self.experiment, self.param_specs, self.mesh, self.platform)
 
     @cached_property
     def torch(self) -> TorchFootprint | None:
@@ -168,7 +168,7 @@ class Scratch:
             return None
         tables = replace(self.jax.tables, kept=kept)
         return TorchFootprint(
-            self.experiment, self.layouts, self.mesh, self.platform, workspaces=self.workspaces, tables=tables
+            self.experiment, self.param_specs, self.mesh, self.platform, workspaces=self.workspaces, tables=tables
         )
 
     @property

@@ -37,7 +37,7 @@ def experiment(**overrides: Any) -> Experiment:
 
 
 def scratch(e: Experiment) -> Scratch:
-    return Scratch(e, models.layouts(models.build(e.model)), e.parallel.axes())
+    return Scratch(e, models.param_specs(models.build(e.model)), e.parallel.axes())
 
 
 def holds(e: Experiment, held: dict[str, int], side: str = JAX) -> bool:

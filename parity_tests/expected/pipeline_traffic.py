@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from jaxdist.accounting.exchanges import partial_over_tensor
 from jaxdist.accounting.traffic import HEAD, ITEMSIZE, first, ring_bytes, tokens_of
 from jaxdist.config import Experiment
-from jaxdist.parallel.sharding import SHARDS, TOKENS, Layout
+from jaxdist.parallel.sharding import SHARDS, TOKENS, ParamSpec
 
 Range = tuple[int, int]  # the fewest and the most
 
 
-def own(layouts: Mapping[str, Layout], stages: int) -> dict[str, float]:
+def own(param_specs: Mapping[str, ParamSpec], stages: int) -> dict[str, float]:
     """Numbers of each parameter that the first rank has, whole over all other axes."""
-    here = {n: layout for n, layout in layouts.items() if not n.startswith(HEAD)}
+    here = {n: spec for n, spec in param_specs.items() if not n.startswith(HEAD)}
     return {n: math.prod(x.shape) / (stages if "layers" in x.axes else 1) for n, x in here.items()}
 
 
@@ -29,15 +29,15 @@ def gathers(e: Experiment) -> int:
     return e.train.accumulation + 1 if e.parallel.reshards else 1
 
 
-def sums(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> tuple[int, list[Layout]]:
+def sums(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]) -> tuple[int, list[ParamSpec]]:
     """All-reduces of activations over tensor in a microbatch, and the parameters that all tensor ranks use in part."""
     blocks, parts = e.model.layers // mesh["pipeline"], e.parallel.virtual_stages
     again = parts * math.ceil(blocks // parts / e.memory.remat_every) if e.memory.remat == "full" else 0
-    shared = [x for x in layouts.values() if partial_over_tensor(e, x) and not x.name.startswith(HEAD)]
+    shared = [x for x in param_specs.values() if partial_over_tensor(e, x) and not x.name.startswith(HEAD)]
     return 4 * blocks + 1 + again, shared
 
 
-def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, float]:
+def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]) -> dict[str, float]:
     """Bytes by axis."""
     m, stages, v, tensor = e.train.accumulation, mesh["pipeline"], e.parallel.virtual_stages, mesh["tensor"]
     compute, reduced, at_rest = (
@@ -47,27 +47,29 @@ def least(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int])
     n, x = math.prod(mesh[axis] for axis in SHARDS), tokens_of(e, mesh) * e.model.dim * compute
     found = dict.fromkeys(mesh, 0.0)
     found["pipeline"] = m * x * (2 * v - 1)
-    activations, shared = sums(e, layouts, mesh)
-    partial = sum(math.prod(layout.shape) / (stages if "layers" in layout.axes else 1) for layout in shared)
+    activations, shared = sums(e, param_specs, mesh)
+    partial = sum(math.prod(spec.shape) / (stages if "layers" in spec.axes else 1) for spec in shared)
     found["tensor"] = ring_bytes("all_reduce", m * activations * x + partial * max(compute, 4), tensor)
-    for name, numbers in own(layouts, stages).items():
-        size = numbers / (tensor if "tensor" in layouts[name].mesh_axes(False) else 1)
+    for name, numbers in own(param_specs, stages).items():
+        size = numbers / (tensor if "tensor" in param_specs[name].mesh_axes(False) else 1)
         if whole:
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", size * reduced, n * mesh["data"])
             if e.parallel.row.optimizer:
                 found[first(mesh, SHARDS)] += ring_bytes("broadcast", size * at_rest, n)
             continue
-        times = gathers(e) if "layers" in layouts[name].axes else 1
+        times = gathers(e) if "layers" in param_specs[name].axes else 1
         found[first(mesh, SHARDS)] += ring_bytes("all_gather", times * size * compute, n)
         found[first(mesh, SHARDS)] += ring_bytes("reduce_scatter", size * reduced, n)
         found["data"] += ring_bytes("all_reduce", size / n * reduced, mesh["data"])
     if e.model.tied:
-        embed = math.prod(layouts["embed.embedding"].shape) / tensor / (1 if whole else n)
+        embed = math.prod(param_specs["embed.embedding"].shape) / tensor / (1 if whole else n)
         found["pipeline"] += ring_bytes("all_reduce", embed * at_rest, 2)
     return found
 
 
-def expected(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> dict[str, dict[str, Range]]:
+def expected(
+    e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> dict[str, dict[str, Range]]:
     """Collectives by axis and kind."""
     m, v, blocks = e.train.accumulation, e.parallel.virtual_stages, e.model.layers // mesh["pipeline"]
     found: dict[str, dict[str, Range]] = {axis: {} for axis, n in mesh.items() if n > 1}
@@ -79,13 +81,13 @@ def expected(e: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, in
 
     add("pipeline", "permute", m * (2 * v - 1), m * (2 * v - 1))
     add("pipeline", "all_reduce", e.model.tied, e.model.tied)
-    activations, shared = sums(e, layouts, mesh)
-    count = m * activations + sum(blocks if "layers" in layout.axes else 1 for layout in shared)
+    activations, shared = sums(e, param_specs, mesh)
+    count = m * activations + sum(blocks if "layers" in spec.axes else 1 for spec in shared)
     add("tensor", "all_reduce", count, count)
     roots = 1  # the embedding's part alone has parameters outside of its blocks
     if e.parallel.row.replicates:
         add(first(mesh, TOKENS), "all_reduce", blocks + roots, blocks + roots)
-        tensors = sum(blocks if "layers" in x.axes else 1 for n, x in layouts.items() if not n.startswith(HEAD))
+        tensors = sum(blocks if "layers" in x.axes else 1 for n, x in param_specs.items() if not n.startswith(HEAD))
         zero1 = tensors * e.parallel.row.optimizer
         add(first(mesh, SHARDS), "broadcast", zero1, zero1)
         return found

@@ -114,7 +114,7 @@ class Port:
             raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
         if self.optimizer.asks_for_whole:
             raise ConfigError(
-                f"optimizer.name = {self.optimizer.name}: a port has no layouts, by which it tells matrices of blocks; "
+                f"optimizer.name = {self.optimizer.name}: a port declares no parameter roles, which its rule asks for; "
                 "choose another, or give jax_step and torch_step"
             )
         if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
@@ -176,9 +176,9 @@ class Port:
 
     def torch_side(self, dtype: str, modules: Mapping[str, str] | None) -> TorchSide:
         rest = (self.torch_loss, self.optimizer, len(self.batches), self.torch_step, modules)
-        layouts = self.sharded.layouts if self.sharded else {}
-        pairs = self.keys.pairs(shapes(self.jax_parameters)) if layouts else []
-        decays = {pair.theirs: layouts[pair.ours].decays for pair in pairs}
+        param_specs = self.sharded.param_specs if self.sharded else {}
+        pairs = self.keys.pairs(shapes(self.jax_parameters)) if param_specs else []
+        decays = {pair.theirs: param_specs[pair.ours].decays for pair in pairs}
         return TorchSide(self.torch_module, self.keys.to_theirs(self.start), dtype, *rest, decays)
 
     @cached_property
@@ -215,7 +215,7 @@ class Port:
             elif here:
                 found[path] = name
         if candidates:  # layers of a scan, which share one trace, cannot be seen one by one
-            stacked = {path: module.theirs for path, module in jax_side.layouts.items() if module.stacked}
+            stacked = {path: module.theirs for path, module in jax_side.module_pairs.items() if module.stacked}
             if self.sharded is None:
                 missed += [path for path, name in stacked.items() if name.replace(LAYER, "0") in theirs]
         return found, missed

@@ -22,7 +22,7 @@ from jaxdist.convert.mappings.mapping import LAYER, KeyMapping
 from jaxdist.data import Batch as Tokens
 from jaxdist.families import models
 from jaxdist.parallel.mesh import axes_of, lay_out
-from jaxdist.parallel.sharding import BATCH, Layout
+from jaxdist.parallel.sharding import BATCH, ParamSpec
 from jaxdist.training import metrics, optim
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
@@ -59,7 +59,7 @@ class Sharded:
 
     Its loss is the mean cross-entropy over the batch's valid targets. `inputs` and `targets` are fields of a batch;
     `sections` are those of a config that say how it is laid out: `parallel={"mesh": "2x4"}, memory={"remat": "full"},
-    train={"accumulation": 2}`. Raises ConfigError for bad ones and for a model that declares no layouts.
+    train={"accumulation": 2}`. Raises ConfigError for bad ones and for a model that declares no parameter specs.
     """
 
     model: nnx.Module
@@ -80,13 +80,13 @@ class Sharded:
         self.experiment()
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
-        return models.layouts(self.model)
+    def param_specs(self) -> dict[str, ParamSpec]:
+        return models.param_specs(self.model)
 
     def experiment(self, rows: int | None = None, **sections: Any) -> Experiment:
         """Sections of an experiment with a step of that many rows, or of the fewest; a family's model with as many
         layers is a placeholder."""
-        stacked = [layout.shape[0] for layout in self.layouts.values() if "layers" in layout.axes]
+        stacked = [spec.shape[0] for spec in self.param_specs.values() if "layers" in spec.axes]
         values: dict[str, Any] = {name: dict(section) for name, section in self.sections.items()} | sections
         values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
         values["train"] = {"steps": 1} | dict(self.sections.get("train", {})) | sections.get("train", {})
@@ -127,7 +127,7 @@ class Sharded:
 
     def check(self, parameters: Mapping[str, np.ndarray], batches: Sequence[Batch], optimizer: Optimizer) -> None:
         """Raises ConfigError unless the weights are the model's, and a step on the mesh takes every batch."""
-        shapes = {name: layout.shape for name, layout in self.layouts.items()}
+        shapes = {name: spec.shape for name, spec in self.param_specs.items()}
         for name in sorted(shapes.keys() | parameters.keys()):
             here, there = parameters[name].shape if name in parameters else None, shapes.get(name)
             if here != there:
@@ -177,15 +177,15 @@ class ShardedSide(JaxSide):
         self.sharded, self.program = sharded, sharded.program(alone, dtype, optimizer, steps, batch)
         self.recorder = Recorder(self.program)
         super().__init__(self.program.abstract.parameters, dtype, mapping, None, optimizer, steps, None, modules)
-        stacked = {path: module for path, module in self.layouts.items() if module.stacked}
-        stacks = stacks_of(sharded.layouts)
+        stacked = {path: module for path, module in self.module_pairs.items() if module.stacked}
+        stacks = stacks_of(sharded.param_specs)
         for path, module in stacked.items():  # the recorder sees the layers of a scan one by one
             stack = next(name for name in stacks if f"{path}.".startswith(f"{name}."))
             for i in range(stacks[stack]):
                 name = path.replace(stack, f"{stack}.{i}", 1)
-                self.layouts[name] = module._replace(theirs=module.theirs.replace(LAYER, str(i)), stacked=False)
+                self.module_pairs[name] = module._replace(theirs=module.theirs.replace(LAYER, str(i)), stacked=False)
         if modules is None:
-            self.modules = {path: m.theirs for path, m in self.layouts.items() if path not in stacked}
+            self.modules = {path: m.theirs for path, m in self.module_pairs.items() if path not in stacked}
 
     def begin(self, parameters: Mapping[str, np.ndarray]) -> "ShardedSide":
         self.count = 0
@@ -235,8 +235,8 @@ class ShardedSide(JaxSide):
 
     def shares(self, sharded: bool) -> dict[str, Any]:
         """Over how many devices each tensor of theirs is split, and numbers on a device that they have not."""
-        mesh, layouts = axes_of(self.program.mesh), self.program.layouts
-        ways = {name: math.prod(mesh[axis] for axis in layouts[name].mesh_axes(sharded)) for name in layouts}
+        mesh, param_specs = axes_of(self.program.mesh), self.program.param_specs
+        ways = {name: math.prod(mesh[axis] for axis in param_specs[name].mesh_axes(sharded)) for name in param_specs}
         return {
             "ways": {pair.theirs: ways[pair.ours] for pair in self.mapping.pairs(self.shapes)},
             "ours_only": sum(math.prod(self.shapes[name]) // ways[name] for name in self.mapping.ours_only),
@@ -252,7 +252,7 @@ class ShardedSide(JaxSide):
             "strategy": program.experiment.parallel.strategy,
             "memory": metrics.memory(program, self.traced, self.compiled, self.state),
             "collectives": [asdict(collective) for collective in self.collectives],
-            "least_bytes": traffic.least_of_parameters(program.experiment, program.layouts, mesh),
+            "least_bytes": traffic.least_of_parameters(program.experiment, program.param_specs, mesh),
             "shares": {
                 "parameters": self.shares(program.strategy.parameters),
                 "optimizer_state": self.shares(program.strategy.optimizer),
@@ -260,14 +260,14 @@ class ShardedSide(JaxSide):
         }
 
 
-def stacks_of(layouts: Mapping[str, Layout]) -> dict[str, int]:
+def stacks_of(param_specs: Mapping[str, ParamSpec]) -> dict[str, int]:
     """The paths under which all parameters are stacked, the outermost of them, with the number of layers."""
     found: dict[str, int] = {}
-    for layout in layouts.values():
-        parts = layout.name.split(".")
-        paths = (".".join(parts[:depth]) for depth in range(1, len(parts))) if "layers" in layout.axes else ()
+    for spec in param_specs.values():
+        parts = spec.name.split(".")
+        paths = (".".join(parts[:depth]) for depth in range(1, len(parts))) if "layers" in spec.axes else ()
         for path in paths:
-            if all("layers" in other.axes for name, other in layouts.items() if name.startswith(f"{path}.")):
-                found[path] = layout.shape[0]
+            if all("layers" in other.axes for name, other in param_specs.items() if name.startswith(f"{path}.")):
+                found[path] = spec.shape[0]
                 break
     return found

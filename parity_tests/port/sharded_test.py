@@ -17,7 +17,7 @@ from torch import nn
 
 from jaxdist.config import ConfigError, Optimizer
 from jaxdist.families.layers import parameter
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training.step import Step
 from parity_tests.examples.sharded_opt import OPT
 from parity_tests.port import port_levels
@@ -169,8 +169,10 @@ class Unknown(nnx.Module):
 
 def test_stacks_are_found_by_whatever_name() -> None:
     names = {"blocks.a.kernel": 3, "blocks.b": 3, "tower.layers.c.w": 2, "tower.norm": 0, "embed": 0}
-    layouts = {name: Layout(name, (n, 4), ("layers" if n else "vocab", "embed"), 0, 0) for name, n in names.items()}
-    assert stacks_of(layouts) == {"blocks": 3, "tower.layers": 2}
+    param_specs = {
+        name: ParamSpec(name, (n, 4), ("layers" if n else "vocab", "embed"), 0, 0) for name, n in names.items()
+    }
+    assert stacks_of(param_specs) == {"blocks": 3, "tower.layers": 2}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from jaxdist.config import ConfigError, Optimizer
 from jaxdist.convert.mappings.mapping import KeyMapping
 from jaxdist.convert.mappings.transforms import output_to_theirs
 from jaxdist.convert.mappings.trees import flatten, shapes, unflatten
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training import optim
 from parity_tests.runs import compare
 from parity_tests.runs.jax_taps import jax_taps
@@ -107,8 +107,8 @@ class JaxSide:
         """
         self.tree, self.dtype, self.mapping, self.loss = tree, dtype, mapping, loss
         self.shapes = shapes(tree)
-        self.layouts = mapping.modules(self.shapes)
-        found = {path: module.theirs for path, module in self.layouts.items() if not module.stacked}
+        self.module_pairs = mapping.modules(self.shapes)
+        found = {path: module.theirs for path, module in self.module_pairs.items() if not module.stacked}
         self.modules = found if modules is None else modules
         self.own, self.optimizer, self.steps = own, optimizer, steps
         self.chain = self.ruled()
@@ -136,8 +136,10 @@ class JaxSide:
         o, theirs = self.optimizer, self.mapping.their_shapes(self.shapes)
         axes = {pair.ours: len(theirs[pair.theirs]) for pair in self.mapping.pairs(self.shapes)}
         decays = {name: axes.get(name, len(shape)) >= 2 for name, shape in self.shapes.items()}
-        layouts = {name: Layout(name, shape, ("positions",) * len(shape), 0, 0) for name, shape in self.shapes.items()}
-        return optim.chain(o, self.steps, decays, optim.rule(o, layouts))
+        param_specs = {
+            name: ParamSpec(name, shape, ("positions",) * len(shape), 0, 0) for name, shape in self.shapes.items()
+        }
+        return optim.chain(o, self.steps, decays, optim.rule(o, param_specs))
 
     def _advance(self, state: Any, batch: Any) -> Any:
         parameters, moments = state
@@ -217,7 +219,7 @@ class JaxSide:
         return path.replace(base(path), self.modules[base(path)], 1)
 
     def laid_out(self, path: str, array: Any) -> np.ndarray:
-        return output_to_theirs(self.layouts[base(path)].output, np.asarray(array))
+        return output_to_theirs(self.module_pairs[base(path)].output, np.asarray(array))
 
     def seen(self, batch: Batch) -> dict[str, tuple[int, ...]]:
         if self.loss is None:

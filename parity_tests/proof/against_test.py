@@ -241,7 +241,7 @@ def test_the_example_honours_schedule_and_precision(tmp_path: Path, optimizer: d
     config, experiment = tmp_path / "config.toml", Experiment.parse(values, source="test")
     config.write_text(tomli_w.dumps(values), encoding="utf-8")
     random = np.random.default_rng(0)
-    shapes = {name: layout.shape for name, layout in models.layouts(models.build(experiment.model)).items()}
+    shapes = {name: spec.shape for name, spec in models.param_specs(models.build(experiment.model)).items()}
     weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
     write_hf(tmp_path / "hf", experiment.model, weights)
     runpy.run_path(str(EXAMPLE))["main"](config, tmp_path / "hf", tmp_path / "run")

@@ -13,7 +13,7 @@ import numpy as np
 from jaxdist.config import ConfigError, Experiment, TrainingError
 from jaxdist.convert.kinds.hf import read_hf
 from jaxdist.families import models
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.runs.folder import differences
 from parity_tests.expected import collectives, memory_model
 from parity_tests.expected.memory_causes import Cause
@@ -339,7 +339,7 @@ class Proof:
         mesh = policy[0].mesh
         for run in policy if self.measured("collectives") else policy[:1]:
             known = run.side in MADE
-            asked = self.experiment, self.layouts, mesh, run.summary.get("platform", "cpu")
+            asked = self.experiment, self.param_specs, mesh, run.summary.get("platform", "cpu")
             counts = collectives.expected(run.side, *asked) if known else None
             like = run.side if known else JAX if run.summary.get("backend") == "jax" else "torch_ref"
             least = collectives.least(like, *asked)
@@ -364,12 +364,12 @@ class Proof:
         """The closed form of what a step of either side takes beside its state."""
         ours, theirs = self.pair("policy")
         gpu, workspaces = ours.summary.get("platform") == "gpu", theirs.memory.get("workspaces", 0)
-        return Scratch(self.experiment, self.layouts, ours.mesh, gpu, workspaces)
+        return Scratch(self.experiment, self.param_specs, ours.mesh, gpu, workspaces)
 
     @property
-    def layouts(self) -> dict[str, Layout]:
+    def param_specs(self) -> dict[str, ParamSpec]:
         """Layouts of the model's parameters, by name."""
-        return models.layouts(models.build(self.experiment.model))
+        return models.param_specs(models.build(self.experiment.model))
 
     def causes(self) -> list[Cause]:
         """Causes of each side's peak; none if the reference is another loop, of unknown formulas."""

@@ -169,8 +169,8 @@ class Run:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the model's parameters, by name."""
-        layouts = models.layouts(models.build(self.experiment.model))
-        zeros = {name: np.broadcast_to(np.zeros(()), layout.shape) for name, layout in layouts.items()}
+        param_specs = models.param_specs(models.build(self.experiment.model))
+        zeros = {name: np.broadcast_to(np.zeros(()), spec.shape) for name, spec in param_specs.items()}
         return {name: w.shape for name, w in names.as_torch(zeros).items()}
 
     def shapes_of(self, what: str) -> dict[str, tuple[int, ...]]:

@@ -115,8 +115,8 @@ BAD: dict[Callable[[Run], None], str] = {
 def test_names_that_are_not_the_models(tmp_path: Path) -> None:
     """Said before anything is run: by tensor, and the prefixes of DDP, FSDP1 and torch.compile are none."""
     small = {"vocab": 8, "dim": 4, "hidden": 4, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 2}
-    layouts = models.layouts(models.build(Experiment.parse({"model": small}, source="test").model))
-    right = names.as_torch({name: np.ones(layout.shape, np.float32) for name, layout in layouts.items()})
+    param_specs = models.param_specs(models.build(Experiment.parse({"model": small}, source="test").model))
+    right = names.as_torch({name: np.ones(spec.shape, np.float32) for name, spec in param_specs.items()})
     theirs = {f"model.layers.{i}.self_attn.q_proj.weight": np.ones((4, 4 + i)) for i in range(2)}
 
     def made(weights: dict[str, np.ndarray]) -> Run:

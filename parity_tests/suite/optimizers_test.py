@@ -73,9 +73,9 @@ def test_nothing_is_least_of_what_is_unknown(name: str) -> None:
     """Of zero1, whose parameters torch sends otherwise than JAX."""
     values = {"parallel": {"mesh": "8x1", "strategy": "zero1"}, "optimizer": {"name": name}}
     e = Experiment.parse(values, source="test")
-    mesh, layouts = e.parallel.axes(), models.layouts(models.build(e.model))
+    mesh, param_specs = e.parallel.axes(), models.param_specs(models.build(e.model))
     assert "fsdp" in collectives.unknown("torch_ref", mesh, e)
-    theirs, ours = (collectives.least(side, e, layouts, mesh) or {} for side in ("torch_ref", "jaxdist"))
+    theirs, ours = (collectives.least(side, e, param_specs, mesh) or {} for side in ("torch_ref", "jaxdist"))
     assert "fsdp" not in theirs and "fsdp" in ours
 
 

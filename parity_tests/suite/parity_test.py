@@ -270,8 +270,8 @@ def test_memory_and_traffic_hold_on(runs: Runs, model: str, mesh: str) -> None:
     a, b = (runs(side, model, usual(model, mesh)) for side in SIDES)
     checks = list(levels.memory(a, b, a.experiment))
     for run in (a, b):
-        layouts = models.layouts(models.build(a.experiment.model))
-        checks += levels.traffic(run, collectives.least(run.side, a.experiment, layouts, a.summary["mesh"]) or {})
+        param_specs = models.param_specs(models.build(a.experiment.model))
+        checks += levels.traffic(run, collectives.least(run.side, a.experiment, param_specs, a.summary["mesh"]) or {})
     assert [check for check in checks if not check.holds] == []
 
 

@@ -137,8 +137,8 @@ def draw(model: Model, seed: int, folder: Path) -> Path:
     """Starting weights of a seed in a Hugging Face folder. Biases are drawn too: those of a trained model are not 0."""
     random = np.random.default_rng(seed)
     weights = {
-        name: (layout.mean + (layout.std or model.init_std) * random.standard_normal(layout.shape)).astype(np.float32)
-        for name, layout in models.layouts(models.build(model)).items()
+        name: (spec.mean + (spec.std or model.init_std) * random.standard_normal(spec.shape)).astype(np.float32)
+        for name, spec in models.param_specs(models.build(model)).items()
     }
     folder.mkdir()
     write_hf(folder, model, weights)

@@ -21,8 +21,8 @@ def worst(a: Run, b: Run) -> float:
 def misplaced(made: Run) -> list[str]:
     """Differences between the bytes that a run sent and the closed form, which all families drawn here have."""
     e, mesh = made.experiment, made.mesh
-    layouts = models.layouts(models.build(e.model))
-    least = collectives.least(made.side, e, layouts, mesh) or {}
-    counts = collectives.expected(made.side, e, layouts, mesh)
+    param_specs = models.param_specs(models.build(e.model))
+    least = collectives.least(made.side, e, param_specs, mesh) or {}
+    counts = collectives.expected(made.side, e, param_specs, mesh)
     checks = levels.traffic(made, least, counts, collectives.unknown(made.side, mesh, e))
     return [f"{check.name}: {check.value}" for check in checks if not check.holds]

@@ -280,8 +280,8 @@ def _coming(group: str, name: str, shape: Shape, leaves: Leaves) -> Coming:
 def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> Any:
     """The state of our optimizer, the moments to come."""
     e = content.experiment
-    layouts = models.layouts(models.build(e.model))
-    trained = {name: array for name, array in coming[PARAMETERS].items() if not layouts[name].statistic}
+    param_specs = models.param_specs(models.build(e.model))
+    trained = {name: array for name, array in coming[PARAMETERS].items() if not param_specs[name].statistic}
     shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in trained.items()}
 
     def filled(part: Any) -> Any:
@@ -292,5 +292,5 @@ def _optimizer(content: Content, coming: Mapping[str, Mapping[str, Coming]]) -> 
             return part._replace(count=np.asarray(content.step, np.int32))
         return part
 
-    state = jax.eval_shape(optimizer(e.optimizer, e.train.steps, layouts).init, shapes)
+    state = jax.eval_shape(optimizer(e.optimizer, e.train.steps, param_specs).init, shapes)
     return tuple(filled(part) for part in state)

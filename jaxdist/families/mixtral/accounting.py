@@ -20,7 +20,7 @@ from jaxdist.accounting.traffic import ITEMSIZE, first, passes, recomputed, ring
 from jaxdist.config import Experiment
 from jaxdist.families.mixtral.config import Mixture
 from jaxdist.ops.grouped import rows_of
-from jaxdist.parallel.sharding import TOKENS, Layout
+from jaxdist.parallel.sharding import TOKENS, ParamSpec
 
 TABLES = Tables(
     # As Llama's, and d: an expert's rows, and the result.
@@ -39,10 +39,10 @@ PADDED: Arrays = {"d": (2, 0), "F": (2, 0)}
 BY_BLOCKS: Arrays = {"d": (3, 0), "F": (3, 0)}
 
 
-def flops(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
+def flops(experiment: Experiment, param_specs: Mapping[str, ParamSpec]) -> float:
     """FLOPs of a step per token: of E experts those k multiply that a token goes to, whatever a capacity leaves out."""
     m = cast(Mixture, experiment.model)
-    return of_decoder(experiment, layouts, {"experts": m.top_k / m.experts})
+    return of_decoder(experiment, param_specs, {"experts": m.top_k / m.experts})
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class MixtureFootprint(DecoderFootprint):
         """Rows that grouped products multiply at a time."""
         return rows_of(int(self.tokens * self.rows), self.mixture.experts // self.mesh["expert"])
 
-    def applied(self, layout: Layout) -> float:
+    def applied(self, spec: ParamSpec) -> float:
         """Experts that a token goes to, and the padding rows of blocks."""
         m = self.mixture
-        return self.spare * m.top_k / m.experts if "experts" in layout.axes else 1.0
+        return self.spare * m.top_k / m.experts if "experts" in spec.axes else 1.0
 
     @cached_property
     def spare(self) -> float:
@@ -96,12 +96,16 @@ class MixtureFootprint(DecoderFootprint):
         return written + self.arrays(with_room) * self.rows_of_a_block / (self.tokens * self.rows) + kernels
 
 
-def stages(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
+def stages(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> Mapping[str, float]:
     """As of any decoder; counts and probabilities of the experts go along."""
-    return exchanges.stages(experiment, layouts, mesh, tally=2 * cast(Mixture, experiment.model).experts)
+    return exchanges.stages(experiment, param_specs, mesh, tally=2 * cast(Mixture, experiment.model).experts)
 
 
-def experts(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
+def experts(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> Mapping[str, float]:
     """Least bytes a device must send per step for tokens and experts to meet, by mesh axis.
 
     Over expert, n devices, what `parallel/experts.py` says of each block: x of the group's tokens and their k weights
@@ -133,7 +137,9 @@ def experts(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping
     return Counter({"expert": dispatched}) + Counter({"tensor": entered}) + Counter({first(mesh, TOKENS): everywhere})
 
 
-def choices(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
+def choices(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> Mapping[str, float]:
     """Least bytes a device must send per step over context if experts have a capacity per sequence: 4 bytes for each of
     a token's experts, forward and in rematerialization."""
     m, n, p = cast(Mixture, experiment.model), mesh["context"], passes(experiment, mesh)

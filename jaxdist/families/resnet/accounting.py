@@ -31,7 +31,7 @@ from jaxdist.accounting.memory import (
 from jaxdist.accounting.traffic import ITEMSIZE, first, ring_bytes, tokens_of
 from jaxdist.config import Experiment
 from jaxdist.families.resnet.config import ResNet, halved
-from jaxdist.parallel.sharding import TOKENS, Layout, strategy
+from jaxdist.parallel.sharding import TOKENS, ParamSpec, strategy
 
 # The tables are of numbers an image, height · width · channels each. Of the stem or a block: C what all convolutions
 # put out, A what of that goes through relu, the stem's through max-pooling too, O the largest output of a convolution.
@@ -86,18 +86,18 @@ class ImageFootprint(Footprint):
     # ---- sizes
 
     @cached_property
-    def kernels(self) -> Mapping[str, Layout]:
+    def kernels(self) -> Mapping[str, ParamSpec]:
         """Those of convolutions, by name."""
-        return {name: layout for name, layout in self.layouts.items() if name.endswith(".conv.kernel")}
+        return {name: spec for name, spec in self.param_specs.items() if name.endswith(".conv.kernel")}
 
     @cached_property
     def blocks(self) -> list[Sizes]:
         """Sizes that the tables count, for the stem and each block, in order."""
         m = self.model
         found: dict[tuple[float, ...], dict[str, float]] = {}
-        for name, layout in self.kernels.items():
+        for name, spec in self.kernels.items():
             sizes = found.setdefault(block_of(name), dict.fromkeys("CAO", 0.0))
-            outputs = layout.shape[-1] * m.places(name)
+            outputs = spec.shape[-1] * m.places(name)
             sizes["C"] += outputs
             sizes["A"] += outputs * (".shortcut." not in name)
             sizes["O"] = max(sizes["O"], outputs)
@@ -113,10 +113,10 @@ class ImageFootprint(Footprint):
         sharded = row.gradients if many else row.optimizer
         own: Counter[tuple[float, ...]] = Counter()
         whole: Counter[tuple[float, ...]] = Counter()
-        for name, layout in self.layouts.items():
-            if not layout.statistic:
-                own[block_of(name)] += math.prod(layout.local_shape(self.mesh, sharded)) * self.at_rest
-                whole[block_of(name)] += math.prod(layout.shape) * self.at_rest
+        for name, spec in self.param_specs.items():
+            if not spec.statistic:
+                own[block_of(name)] += math.prod(spec.local_shape(self.mesh, sharded)) * self.at_rest
+                whole[block_of(name)] += math.prod(spec.shape) * self.at_rest
         return [(own[block], whole[block]) for block in sorted(own)]
 
     def arrays(self, arrays: Arrays, sizes: Sizes) -> float:
@@ -174,12 +174,12 @@ class ImageFootprint(Footprint):
     @cached_property
     def multiplying(self) -> float:
         """Multiply-adds of an image's forward pass: numbers of kernels, at each place of what they put out."""
-        kernels = {**self.kernels, "head.kernel": self.layouts["head.kernel"]}
+        kernels = {**self.kernels, "head.kernel": self.param_specs["head.kernel"]}
         return sum(map(self.applied, kernels))
 
     def applied(self, name: str) -> float:
         """Those of one kernel."""
-        return math.prod(self.layouts[name].shape) * self.model.places(name.removesuffix(".kernel"))
+        return math.prod(self.param_specs[name].shape) * self.model.places(name.removesuffix(".kernel"))
 
     @property
     def work(self) -> Work:
@@ -221,14 +221,16 @@ class ImageFootprint(Footprint):
         yield {BATCH: self.batch, GRADIENTS: accumulators or own} | self.updating
 
 
-def flops(experiment: Experiment, layouts: Mapping[str, Layout]) -> float:
+def flops(experiment: Experiment, param_specs: Mapping[str, ParamSpec]) -> float:
     """FLOPs of a step per image: 6 a kernel's number at every place of what it puts out."""
     m = cast(ResNet, experiment.model)
-    kernels = {name.removesuffix(".kernel"): k for name, k in layouts.items() if name.endswith(".kernel")}
+    kernels = {name.removesuffix(".kernel"): k for name, k in param_specs.items() if name.endswith(".kernel")}
     return 6.0 * sum(math.prod(k.shape) * m.places(path) for path, k in kernels.items())
 
 
-def statistics(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapping[str, int]) -> Mapping[str, float]:
+def statistics(
+    experiment: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]
+) -> Mapping[str, float]:
     """Least bytes a device must send per step for batch norms, the only activations that meet, by mesh axis.
 
     Global: of each microbatch mean and variance, and backward their gradients, 4C numbers a batch norm. Of a replica's
@@ -236,7 +238,7 @@ def statistics(experiment: Experiment, layouts: Mapping[str, Layout], mesh: Mapp
     """
     e, wide = experiment, max(ITEMSIZE[str(experiment.precision.compute)], 4)
     running = max(ITEMSIZE[str(e.precision.parameters)], 4)
-    sizes = [math.prod(layout.shape) for layout in layouts.values() if layout.statistic]
+    sizes = [math.prod(spec.shape) for spec in param_specs.values() if spec.statistic]
     counts = sizes.count(1)
     sums = 2 * (sum(sizes) - counts) * wide * e.train.accumulation
     kept = (sum(sizes) - counts) * running + counts * 4

@@ -78,7 +78,7 @@ def ours(folder: Path, images: np.ndarray, **more: Any) -> tuple[np.ndarray, Ten
     def function(parameters: Arrays, inputs: jax.Array) -> Arrays:
         return program.step_function.forward(None, parameters, inputs).statistics
 
-    specs = program.specs.parameters, program.batch_specs[0]
+    specs = program.partition_specs.parameters, program.batch_specs[0]
     mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
     moved = Jitted(jax.jit(mapped), program.mesh)
     weights = {name: jax.numpy.asarray(array) for name, array in parameters.items()}

@@ -174,7 +174,7 @@ def norm_counts_copies() -> None:
     def norm(self: Step, gradients: Any) -> jax.Array:
         total = jnp.zeros(())
         for name, g in gradients.items():
-            axes = self.layouts[name].mesh_axes(self.parallel.strategy.optimizer)
+            axes = self.param_specs[name].mesh_axes(self.parallel.strategy.optimizer)
             copies = 1 if "tensor" in axes else lax.axis_size("tensor")
             squares = jnp.sum(g**2) * copies
             total = total + (lax.psum(squares, axes) if axes else squares)
@@ -360,7 +360,7 @@ def gradients_kept_whole() -> None:
     def accumulate(self: Step, *inputs: Any) -> tuple[jax.Array, step.Arrays, step.Arrays]:
         row = replace(self.parallel.strategy, gradients=False)
         loss, gradients, rest = right(replace(self, parallel=replace(self.parallel, strategy=row)), *inputs)
-        return loss, {n: collectives.scatter(g, self.layouts[n].shard_dim) for n, g in gradients.items()}, rest
+        return loss, {n: collectives.scatter(g, self.param_specs[n].shard_dim) for n, g in gradients.items()}, rest
 
     plant(Step, "accumulate", accumulate)
 

@@ -16,7 +16,7 @@ from jaxdist.convert import weights
 from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.families import loss
 from jaxdist.parallel import pipeline
-from jaxdist.parallel.sharding import Layout
+from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training import loss_scale, matrices, optim, step
 from jaxdist.training.matrices import Whole
 from jaxdist.training.step import Step, TrainState
@@ -412,7 +412,7 @@ def momentum_as_of_sgd() -> None:
 @planted("llama", "mathematics", "weights/*norm.weight")
 def decay_on_norms() -> None:
     """Weight decay applies to norms and biases as well."""
-    plant(Layout, "decays", property(lambda self: True))
+    plant(ParamSpec, "decays", property(lambda self: True))
 
 
 @planted("llama", "mathematics", "weights/*")
