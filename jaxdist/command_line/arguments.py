@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -154,7 +155,8 @@ def fields() -> dict[str, tuple[type[Section], Any, str]]:
             tables = dict.fromkeys(row.config for row in FAMILIES.values())
         for table in tables:
             for name, field in table.model_fields.items():
-                shape = "|".join(choices(field)) or "VALUE"
+                names = FAMILIES if (section, name) == ("model", "family") else choices(field)
+                shape = "|".join(names) or "VALUE"
                 found.setdefault(f"{section}.{name}", (table, field.get_default(), shape))
     return found
 
@@ -235,7 +237,7 @@ def load(
         )
     values = read_config(find_config(config, option), option) if config else {}
     sections = {name: value for name, value in overrides.items() if name != "plugins"}
-    if plugins := merged(values.get("plugins"), overrides.get("plugins", "")):
+    if plugins := merged(values.get("plugins"), overrides.get("plugins", ())):
         values["plugins"] = plugins
     load_plugins(plugins_of(values))
     own_model = "model" in values
@@ -373,7 +375,6 @@ def parse(
         raise ConfigError(f"--init {run['init']}: no such file or folder; give a checkpoint that exists")
     run["more"] = {name: given.pop(name) for name in own}
     run["init"] = run["init"] and folder_of(run["init"])
-    load_named("", run["init"])
     start = describe(run["init"]) if run["init"] else None
     of_run = run["resume"] and run["config"] is None and (run["output"] / RUN_CONFIG).is_file()
     config, option = (run["output"], "--resume") if of_run else (run["config"], "--config")
@@ -386,15 +387,30 @@ def parse(
 
 
 def load_before_fields(argv: Sequence[str]) -> None:
-    """Load the plugins that a command line names, itself or by its config or run, whose families have options of their
-    own. Raises ConfigError."""
+    """Load the plugins that a command line names, itself or by its config or runs, whose families have options of their
+    own. Raises ConfigError; where help is asked for, a plugin that fails is a note."""
     parser = Parser(add_help=False, allow_abbrev=False)
     add_plugins(parser)
+    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", type=user_path)
-    parser.add_argument("--output", type=user_path)
+    for run in ("--output", "--init"):
+        parser.add_argument(run, type=user_path)
     parser.add_argument("--resume", nargs="?", type=user_path, const=None)
-    named = vars(parser.parse_known_args(argv)[0])
-    load_named(named.pop("plugins"), *named.values())
+    a = parser.parse_known_args(argv)[0]
+    try:
+        load_named(a.plugins, a.output, a.resume, a.init)
+        load_plugins(_plugins_of_config(a.config) if a.config else ())
+    except ConfigError as error:
+        if not a.help:
+            raise
+        print(f"not in this help: {error}", file=sys.stderr)
+
+
+def _plugins_of_config(path: Path) -> Sequence[str]:
+    """The plugins of what --config gives; none where it cannot be read, which `load` says."""
+    with suppress(ConfigError, OSError):
+        return plugins_of(read_config(find_config(path)))
+    return ()
 
 
 def _resolve_resume(run: dict[str, Any]) -> None:

@@ -18,10 +18,10 @@ HELP = "packages to import, which register families, optimizers, strategies, dat
 
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """The option --plugins."""
-    parser.add_argument("--plugins", metavar="PACKAGE[,PACKAGE]", default="", help=HELP)
+    parser.add_argument("--plugins", type=listed, action="extend", default=[], metavar="PACKAGE[,PACKAGE]", help=HELP)
 
 
-def merged(config: Any, option: str) -> Any:
+def merged(config: Any, option: Sequence[str]) -> Any:
     """The plugins of a config, and those of --plugins after them; what a config has of another type stays."""
     config = listed(config)
     told = isinstance(config, list | tuple | None) and all(isinstance(name, str) for name in config or ())
@@ -30,19 +30,18 @@ def merged(config: Any, option: str) -> Any:
     return [*dict.fromkeys([*(config or ()), *listed(option)])]
 
 
-def load_named(option: str, *paths: Path | None) -> None:
-    """Load the plugins of --plugins, and those of the TOML files and runs at `paths`. Raises ConfigError."""
-    load_plugins(listed(option))
+def load_named(option: Sequence[str], *paths: Path | None) -> None:
+    """Load the plugins of --plugins, and those of the runs at `paths`. Raises ConfigError."""
+    load_plugins(option)
     for path in paths:
         load_plugins(plugins_at(path) if path else ())
 
 
 def plugins_at(path: Path) -> Sequence[str]:
-    """The plugins of a TOML file, a run folder, or the run that a checkpoint belongs to; none where it has no config
-    that can be read, which whoever reads it says."""
+    """The plugins of a run folder, or the run that a checkpoint belongs to; none where it has no config that can be
+    read, which whoever reads it says."""
     with suppress(ConfigError, OSError):
         run = path if path.is_dir() and (path / RUN_CONFIG).is_file() else run_of(path)
-        file = path if path.suffix == ".toml" else run / RUN_CONFIG if run else None
-        if file and file.is_file():
-            return plugins_of(read_toml(file))
+        if run and (run / RUN_CONFIG).is_file():
+            return plugins_of(read_toml(run / RUN_CONFIG))
     return ()

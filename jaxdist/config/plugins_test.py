@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.command_line.arguments import load, load_before_fields
+from jaxdist.command_line.arguments import load, load_before_fields, parse
 from jaxdist.command_line.plugins import load_named, plugins_at
 from jaxdist.config import ConfigError, Experiment, plugins, registry
-from jaxdist.config.registry import Registry
+from jaxdist.config.registry import FAMILIES, Registry
 from jaxdist.config.strategies import STRATEGIES, Strategy
 from jaxdist.plan import arguments as plan_arguments
 
@@ -38,11 +38,71 @@ def test_a_config_and_the_command_line_name_plugins(package: Package, tmp_path: 
     first, second = package("first_plugin"), package("second_plugin")
     config = tmp_path / "config.toml"
     config.write_text(f'plugins = ["{first}"]\n[train]\nsteps = 3\n', encoding="utf-8")
-    experiment = load(config, {"plugins": f"{second},{first}", "train.batch": "8"})
+    experiment = load(config, {"plugins": [second, first], "train.batch": "8"})
     assert experiment.plugins == plugins.loaded_plugins() == (first, second)
     config.write_text(experiment.to_toml(), encoding="utf-8")
     assert load(config, {}) == experiment and plugins_at(tmp_path) == [first, second]
-    assert plan_arguments(["--config", str(config), "--plugins", first]).fields["plugins"] == first
+
+
+def test_the_option_may_be_given_several_times(package: Package) -> None:
+    first, second, third = (package(f"{name}_of_three") for name in ("first", "second", "third"))
+    arguments = ["--plugins", first, "--plugins", f"{second},{third}"]
+    assert plan_arguments(arguments).fields["plugins"] == [first, second, third]
+    assert parse(arguments, "jaxdist.train", "").experiment.plugins == (first, second, third)
+
+
+OPTIONS = """
+import jaxdist
+from typing import Literal
+from jaxdist.families.llama.config import Llama
+class WithOption(Llama):
+    family: Literal['with_option'] = 'with_option'
+    odd_option: int = 3
+jaxdist.register_family(jaxdist.Family('with_option', WithOption, 'jaxdist.families.llama.model:Llama'))
+"""
+
+
+@pytest.fixture
+def families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The families' rows are gone after the test."""
+    monkeypatch.setattr(FAMILIES, "_rows", dict(FAMILIES))
+    monkeypatch.setattr(FAMILIES, "_owners", dict(FAMILIES._owners))
+
+
+@pytest.mark.usefixtures("families")
+@pytest.mark.parametrize(
+    ("flag", "path"),
+    [("--config", "settings"), ("--config", "run"), ("--init", "run"), ("--init", "run/checkpoints/5")],
+)
+def test_options_of_a_family_that_a_config_or_run_names(flag: str, path: str, package: Package, tmp_path: Path) -> None:
+    config = f'plugins = ["{package("optional_plugin", OPTIONS)}"]\n[model]\nfamily = "with_option"\n'
+    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
+    for file in ("settings", "run/config.toml"):
+        (tmp_path / file).write_text(config, encoding="utf-8")
+    arguments = [flag, str(tmp_path / path), "--model.family", "with_option", "--model.odd_option", "7"]
+    assert parse(arguments, "jaxdist.train", "").experiment.model.model_dump()["odd_option"] == 7
+
+
+@pytest.mark.usefixtures("families")
+def test_help_lists_the_rows_of_plugins(
+    package: Package, strategies: Registry[Strategy], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = package("helping_plugin", OPTIONS + REGISTERS)
+    with pytest.raises(SystemExit) as end:
+        parse(["--plugins", name, "--help"], "jaxdist.train", "")
+    help = capsys.readouterr().out
+    assert end.value.code == 0 and "--model.odd_option" in help
+    assert "--model.family llama|gpt2|mixtral|qwen3_moe|resnet|with_option" in help and "fsdp|odd" in help
+
+
+def test_help_is_shown_beside_a_plugin_that_fails(package: Package, capsys: pytest.CaptureFixture[str]) -> None:
+    name = package("helpless_plugin", "raise ValueError('no licence')")
+    with pytest.raises(SystemExit) as end:
+        parse(["--plugins", name, "--help"], "jaxdist.train", "")
+    said = capsys.readouterr()
+    assert end.value.code == 0 and "--optimizer.name" in said.out
+    (line,) = said.err.splitlines()
+    assert line.startswith("not in this help: plugin 'helpless_plugin': its import fails, ValueError: no licence (")
 
 
 def test_a_config_without_plugins_does_not_speak_of_them() -> None:
@@ -99,13 +159,13 @@ def test_what_installed_packages_declare_is_loaded_by_every_command(
 )
 def test_an_import_that_fails_is_told_by_its_own_message(package: Package, source: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"^plugin 'failing_plugin': {said}.*; correct it, or leave it out of"):
-        load_named(package("failing_plugin", source))
+        load_named([package("failing_plugin", source)])
     assert plugins.loaded_plugins() == ()
 
 
 def test_a_plugin_that_is_not_there(package: Package) -> None:
     with pytest.raises(ConfigError, match=r"plugin 'nowhere.at_all': there is no such package on Python's path; "):
-        load_named("nowhere.at_all")
+        load_named(["nowhere.at_all"])
 
 
 def test_a_file_that_is_no_config_imports_nothing(package: Package) -> None:
