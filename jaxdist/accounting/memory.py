@@ -140,8 +140,10 @@ class State:
         trained = [spec for spec in self.param_specs.values() if not spec.statistic]
         kept = (
             math.prod(spec.local_shape(self.mesh, sharded, spec.state_shape(kind)))
-            for kind, of in self.experiment.optimizer.states.items() for spec in trained if of(spec.role)
-        )  # fmt: skip
+            for kind, applies_to in self.experiment.optimizer.states.items()
+            for spec in trained
+            if applies_to(spec.role)
+        )
         return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
 
     @property

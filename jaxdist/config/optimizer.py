@@ -13,34 +13,34 @@ from jaxdist.config.registry import OURS, Reference, Registry, registrant
 
 
 class ParamRole(NamedTuple):
-    """Where a parameter stands, for rules that treat some otherwise: whether it is a matrix, of two or more dimensions
-    without that of layers, and whether it is a block's."""
+    """The role of a parameter, by which update rules tell parameters apart: `matrix`, two or more dimensions without
+    that of layers; `block`, part of a block."""
 
     matrix: bool
     block: bool
 
     @classmethod
     def in_torch(cls, name: str, dims: int) -> Self:
-        """That of a parameter by its name there: blocks are modules with a number."""
+        """The role of a torch parameter by name, where blocks are numbered modules, and number of dimensions."""
         return cls(dims >= 2, re.search(r"\.\d+\.", name) is not None)
 
     @property
     def inner(self) -> bool:
-        """Whether it is a matrix of a block: neither embedding nor head."""
+        """A matrix of a block: neither embedding nor head."""
         return self.matrix and self.block
 
 
-Of = Callable[[ParamRole], bool]
-ALL: Of = lambda place: True  # noqa: E731
-MATRICES: Of = lambda place: place.matrix  # noqa: E731
-VECTORS: Of = lambda place: not place.matrix  # noqa: E731
-INNER: Of = lambda place: place.inner  # noqa: E731
-OUTER: Of = lambda place: not place.inner  # noqa: E731
-ENDS: Of = lambda place: place.matrix and not place.block  # noqa: E731
+AppliesTo = Callable[[ParamRole], bool]
+ALL: AppliesTo = lambda role: True  # noqa: E731
+MATRICES: AppliesTo = lambda role: role.matrix  # noqa: E731
+VECTORS: AppliesTo = lambda role: not role.matrix  # noqa: E731
+INNER: AppliesTo = lambda role: role.inner  # noqa: E731
+OUTER: AppliesTo = lambda role: not role.inner  # noqa: E731
+ENDS: AppliesTo = lambda role: role.matrix and not role.block  # noqa: E731
 
-ROWS, COLUMNS = "row_var", "col_var"  # which have one number of each row, and of each column
-TAKEN = {ROWS: -1, COLUMNS: -2}  # the dimension, in torch's order, that such means are taken over
-EMA = "ema"  # what `optimizer.ema` keeps besides
+ROWS, COLUMNS = "row_var", "col_var"  # states with one number per row, and per column
+REDUCED_DIMS = {ROWS: -1, COLUMNS: -2}  # the dimension, in torch's order, over which they are means
+EMA = "ema"  # the state of `optimizer.ema`
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class UpdateRule:
 
     name: str
     """Value of `optimizer.name`."""
-    states: Mapping[str, Of]
+    states: Mapping[str, AppliesTo]
     """State beside the number of updates, under torch's names, and the parameters that have it."""
     rule: Reference | None = None
     """The function of an update (`jaxdist.training.optim.Rule`)."""
@@ -64,7 +64,7 @@ class UpdateRule:
     states, else unknown."""
 
 
-MOMENTS: dict[str, Of] = {"exp_avg": ALL, "exp_avg_sq": ALL}
+MOMENTS: dict[str, AppliesTo] = {"exp_avg": ALL, "exp_avg_sq": ALL}
 OPTIMIZERS: Registry[UpdateRule] = Registry("optimizer")
 
 
@@ -74,12 +74,12 @@ def register_optimizer(row: UpdateRule) -> None:
 
 
 def state_kinds() -> tuple[str, ...]:
-    """All that optimizers keep of parameters, the average of weights among it."""
+    """Kinds of state of all optimizers, the average of weights among them."""
     return (*dict.fromkeys(kind for row in OPTIMIZERS.values() for kind in row.states), EMA)
 
 
 def means_of_squares() -> tuple[str, ...]:
-    """Those that are never below zero."""
+    """Kinds of state that are never below zero."""
     return tuple(dict.fromkeys(kind for row in OPTIMIZERS.values() for kind in row.squares))
 
 
@@ -139,7 +139,7 @@ class Optimizer(Section):
         return self
 
     @property
-    def states(self) -> dict[str, Of]:
+    def states(self) -> dict[str, AppliesTo]:
         """State, under torch's names, and the parameters that have it."""
         row = OPTIMIZERS[self.name]
         return ({} if row.stateless(self) else {**row.states}) | ({EMA: ALL} if self.ema else {})
@@ -150,9 +150,9 @@ class Optimizer(Section):
         return tuple(self.states)
 
     @property
-    def asks_for_whole(self) -> bool:
-        """Whether the rule looks at more of a parameter than one number and what is kept of it."""
-        return any(of is not ALL for of in OPTIMIZERS[self.name].states.values())
+    def depends_on_role(self) -> bool:
+        """Whether the rule treats parameters by their role, and so needs whole matrices; else it is elementwise."""
+        return any(applies_to is not ALL for applies_to in OPTIMIZERS[self.name].states.values())
 
     @property
     def has_eps(self) -> bool:
@@ -162,8 +162,8 @@ class Optimizer(Section):
     def landmarks(self, steps: int) -> list[int]:
         """Steps of a run of `steps` whose learning rates identify the schedule."""
         end = self.decay_steps or steps
-        told = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
-        return sorted(step for step in told if step >= 1)
+        landmarks = {1, self.warmup, self.warmup + 1, end // 4, end // 2, 3 * end // 4, end}
+        return sorted(step for step in landmarks if step >= 1)
 
 
 for _row in (

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jaxdist.config import ConfigError, Model, Optimizer
-from jaxdist.config.optimizer import TAKEN
+from jaxdist.config.optimizer import REDUCED_DIMS
 from jaxdist.convert.mappings.atoms import Entry, by_views, put_rows, split_rows, whole
 from jaxdist.families import models
 from jaxdist.formats.tables import EXPERTS, LAYERS, OWN, STACKED, TURNED, Atom, Shape, Stored, stored, table_of
@@ -50,7 +50,7 @@ def kept(naming: str, model: Model, o: Optimizer, kind: str) -> dict[str, Entry]
     """Every tensor that an optimizer keeps as `kind` under a naming, by name of the parameter. Raises ConfigError where
     a matrix is not ours or ours turned, whose rows and columns are others."""
     shapes = shapes_kept(model, o, kind)
-    if kind in TAKEN and naming not in (OWN, LAYERS):
+    if kind in REDUCED_DIMS and naming not in (OWN, LAYERS):
         for row in table_of(naming, model).rows_of(shapes):
             if len(row.ours) > 1 or row.transpose != row.ours[0].endswith(".kernel"):
                 raise ConfigError(

@@ -2,7 +2,7 @@
 
 | row | a device has | attention sends, forward (backward) |
 |---|---|---|
-| `Whole` | all times: the axis has size 1 | nothing |
+| `NoContextParallel` | all times: the axis has size 1 | nothing |
 | `Ring` | chunks i and 2n-1-i of 2n | keys and values n-1 times around (2n-1) |
 | `Ulysses` | chunk i of n | q, k, v and the result by all-to-all, (n-1)/n of each (the same) |
 

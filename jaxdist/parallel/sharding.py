@@ -110,7 +110,7 @@ class ParamSpec:
 
     @cached_property
     def role(self) -> ParamRole:
-        """The parameter's role (matrix? in a block?), used by Muon and Adafactor."""
+        """Its role (matrix? in a block?), by which Muon and Adafactor choose."""
         return ParamRole(self.decays, self.name.startswith(BLOCKS))
 
     @property
@@ -122,7 +122,7 @@ class ParamSpec:
         return (-2, -1) if self.name.endswith(".embedding") else (-1, -2)
 
     def state_shape(self, kind: str) -> tuple[int, ...]:
-        """The shape of what an optimizer keeps of it under that name: its own, or one number of a row or a column."""
+        """The shape of its optimizer state of that kind: its own, or one number per row or per column."""
         rows, columns = self.matrix
         one = {ROWS: columns, COLUMNS: rows}.get(kind)
         if one is None:

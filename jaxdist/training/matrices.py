@@ -23,10 +23,10 @@ LEAST = 1e-7  # a norm that is divided by
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A parameter of which `weights` is this device's piece, over fsdp too where it is `sharded`, at a learning rate.
+class ShardedParam:
+    """A parameter as an update rule sees it: `weights` is this device's piece, over fsdp too where it is `sharded`.
 
-    `dtype` is what products of its matrices are computed in.
+    `rate` is the learning rate; products of its matrices are computed in `dtype`.
     """
 
     spec: ParamSpec

@@ -13,7 +13,7 @@ from jaxdist.conftest import MIXTRAL, tiny
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.runtime.xla import Jitted
-from jaxdist.training.matrices import Whole, orthogonal
+from jaxdist.training.matrices import ShardedParam, orthogonal
 
 SPECS = {
     "inputs over fsdp": ParamSpec("layers.k", (3, 8, 4), ("layers", "embed", "hidden"), 0, 0),
@@ -25,12 +25,12 @@ MESHES = {"2x2": "2x2", "context too": "fsdp=2,context=2,tensor=2", "experts": "
 
 
 def on_devices(mesh: str, spec: ParamSpec, function: Any, x: np.ndarray, kept: Any = None) -> np.ndarray:
-    """`function(whole, piece)` on a mesh."""
+    """`function(param, piece)` on a mesh."""
     devices, _ = make_mesh(tiny(model=MIXTRAL, parallel={"mesh": mesh}, precision={"policy": "fp64"}), "cpu")
     partition = spec.partition_spec(True)
 
     def one(piece: jax.Array) -> jax.Array:
-        return function(Whole(spec, True, piece, jnp.ones(()), jnp.float64), piece)
+        return function(ShardedParam(spec, True, piece, jnp.ones(()), jnp.float64), piece)
 
     out = spec.partition_spec(True, kept) if kept else partition
     mapped = jax.shard_map(one, mesh=devices, in_specs=partition, out_specs=out, check_vma=True)
@@ -49,7 +49,7 @@ def numbers() -> Any:
 def test_matrices_are_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
     """Their number is none that the devices divide; a function of pieces would be told."""
     x, function = numbers(spec), partial(orthogonal, steps=5)
-    found = on_devices(mesh, spec, lambda whole, piece: whole.by_matrix(function, piece), x)
+    found = on_devices(mesh, spec, lambda param, piece: param.by_matrix(function, piece), x)
     expected = np.asarray(function(jnp.asarray(x)))
     np.testing.assert_allclose(found, expected, atol=1e-14)
     pieces = on_devices(mesh, spec, lambda _, piece: function(piece), x)
@@ -61,18 +61,19 @@ def test_matrices_are_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_means_are_of_the_whole(spec: ParamSpec, mesh: str, numbers: Any) -> None:
     x, rows = numbers(spec), spec.matrix[0]
-    found = on_devices(mesh, spec, lambda whole, piece: whole.mean(piece, rows), x, spec.state_shape("col_var"))
+    found = on_devices(mesh, spec, lambda param, piece: param.mean(piece, rows), x, spec.state_shape("col_var"))
     np.testing.assert_allclose(found, x.mean(rows, keepdims=True), atol=1e-15)
     every = tuple(range("layers" in spec.axes, x.ndim))
     one = tuple(1 if dim in every else size for dim, size in enumerate(spec.shape))
-    found = on_devices(mesh, spec, lambda whole, piece: whole.rms(piece), x, one)
+    found = on_devices(mesh, spec, lambda param, piece: param.rms(piece), x, one)
     np.testing.assert_allclose(found, np.sqrt((x * x).mean(every, keepdims=True)), rtol=1e-14)
 
 
 def test_orthogonal() -> None:
     """Singular values are near 1, and vectors as they were, as torch.optim.Muon leaves them."""
     x = np.random.default_rng(0).normal(size=(2, 5, 3))
-    made = np.asarray(orthogonal(jnp.asarray(x), 5))
+    with jax.enable_x64(True):
+        made = np.asarray(orthogonal(jnp.asarray(x), 5))
     for before, after in zip(x, made, strict=True):
         u, _, v = np.linalg.svd(before, full_matrices=False)
         values = np.diag(u.T @ after @ v.T)

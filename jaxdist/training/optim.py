@@ -16,10 +16,10 @@ import optax
 from jax import lax
 
 from jaxdist.config import EMA, Optimizer
-from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, Of
+from jaxdist.config.optimizer import COLUMNS, OPTIMIZERS, ROWS, AppliesTo
 from jaxdist.config.plugins import piece
 from jaxdist.parallel.sharding import ParamSpec
-from jaxdist.training.matrices import Whole, orthogonal
+from jaxdist.training.matrices import ShardedParam, orthogonal
 
 Arrays = dict[str, jax.Array]
 
@@ -75,56 +75,62 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     return lax.platform_dependent(*arrays, cpu=in_parts, default=whole)
 
 
-Choose = Callable[[jax.Array, jax.Array], jax.Array]
-"""(new, old) -> what is kept from now on: the new one in the dtype of the old, or that if the step is not taken."""
+Select = Callable[[jax.Array, jax.Array], jax.Array]
+"""(new, old) -> new in the dtype of old, or old where the step is not taken."""
 
-# ---- update rules: of a gradient and what is kept of its parameter, what the rate is a factor of, and what is kept
+# ---- update rules: (config, gradient, state, update, select, parameter) -> update before the learning rate, new state
 
 
-def adam(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+def adam(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
+) -> tuple[jax.Array, Arrays]:
     """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
     # 1 - βᵗ; of β = 0 it is 1
     left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
     m, v = kept["exp_avg"], kept["exp_avg_sq"]
-    m, v = now(o.beta1 * m + (1 - o.beta1) * g, m), now(o.beta2 * v + (1 - o.beta2) * g * g, v)
+    m, v = select(o.beta1 * m + (1 - o.beta1) * g, m), select(o.beta2 * v + (1 - o.beta2) * g * g, v)
     return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
 
 
-def sgd(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+def sgd(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
+) -> tuple[jax.Array, Arrays]:
     """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
     if not o.momentum:
         return g, {}
     m = kept["momentum_buffer"]
-    m = now(o.momentum * m + g, m)
+    m = select(o.momentum * m + g, m)
     return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
 
 
-def lion(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, _: Whole) -> tuple[jax.Array, Arrays]:
+def lion(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
+) -> tuple[jax.Array, Arrays]:
     """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
     m = kept["exp_avg"]
-    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": now(o.beta2 * m + (1 - o.beta2) * g, m)}
+    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": select(o.beta2 * m + (1 - o.beta2) * g, m)}
 
 
 def adafactor(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, param: ShardedParam
 ) -> tuple[jax.Array, Arrays]:
     """torch.optim.Adafactor: g/√v, v of a matrix by rows and columns (arXiv:1804.04235), scaled by the parameter's
     size; the rate is 1/√t at most."""
     taken, least = t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
 
     def moved(kind: str, mean: jax.Array) -> jax.Array:
-        return now(kept[kind] + taken * (mean - kept[kind]), kept[kind])
+        return select(kept[kind] + taken * (mean - kept[kind]), kept[kind])
 
     if "variance" in kept:
         v = moved("variance", g * g)
         new = {"variance": v}
     else:
-        rows, columns = of.spec.matrix
-        new = {ROWS: moved(ROWS, of.mean(g * g, columns)), COLUMNS: moved(COLUMNS, of.mean(g * g, rows))}
-        v = new[ROWS] * new[COLUMNS] / jnp.maximum(of.mean(new[ROWS], rows), least)
+        rows, columns = param.spec.matrix
+        new = {ROWS: moved(ROWS, param.mean(g * g, columns)), COLUMNS: moved(COLUMNS, param.mean(g * g, rows))}
+        v = new[ROWS] * new[COLUMNS] / jnp.maximum(param.mean(new[ROWS], rows), least)
     update = g * lax.rsqrt(jnp.maximum(v, least**2))
-    size = jnp.maximum(of.rms(of.weights), o.eps2) / jnp.maximum(of.rms(update) / o.d, 1)
-    return update * size * jnp.minimum(1 / (of.rate * jnp.sqrt(t)), 1), new
+    size = jnp.maximum(param.rms(param.weights), o.eps2) / jnp.maximum(param.rms(update) / o.d, 1)
+    return update * size * jnp.minimum(1 / (param.rate * jnp.sqrt(t)), 1), new
 
 
 ADJUSTED: dict[str, Callable[[int, int], float]] = {
@@ -133,19 +139,21 @@ ADJUSTED: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def muon(o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, now: Choose, of: Whole) -> tuple[jax.Array, Arrays]:
+def muon(
+    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, param: ShardedParam
+) -> tuple[jax.Array, Arrays]:
     """torch.optim.Muon of the matrices of blocks, in the dtype that products have where torch has bfloat16; Adam of all
     else."""
     if "momentum_buffer" not in kept:
-        return adam(o, g, kept, t, now, of)
+        return adam(o, g, kept, t, select, param)
     m = kept["momentum_buffer"]
-    m = now(m + (1 - o.momentum) * (g - m), m)
+    m = select(m + (1 - o.momentum) * (g - m), m)
     along = g + o.momentum * (m - g) if o.nesterov else m
-    update = of.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(of.dtype))
-    return ADJUSTED[o.adjust_lr_fn](*of.spec.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
+    update = param.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(param.dtype))
+    return ADJUSTED[o.adjust_lr_fn](*param.spec.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
 
 
-Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Choose, Whole], tuple[jax.Array, Arrays]]
+Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Select, ShardedParam], tuple[jax.Array, Arrays]]
 
 
 def rule_of(o: Optimizer) -> Rule:
@@ -166,13 +174,13 @@ Kept = Mapping[str, Arrays]
 
 def stateful(
     begin: Callable[[Arrays], dict[str, Arrays]],
-    step: Callable[[jax.Array, Arrays, Arrays, Kept, Choose, jax.Array], tuple[Arrays, Kept]],
+    step: Callable[[jax.Array, Arrays, Arrays, Kept, Select, jax.Array], tuple[Arrays, Kept]],
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation `step(t, updates, parameters, kept, now, rate)` -> updates and what is kept from now on, which
-    is `begin(parameters)` at first.
+    """The transformation `step(t, updates, parameters, kept, select, rate)` -> (updates, new state), which starts as
+    `begin(parameters)`.
 
-    The state of a step that is not `taken`, an extra argument as the learning `rate`, stays what it was: `step` has
-    `now` choose, where each array is made and before it is used, so that no second copy of them is.
+    `taken` and `rate` are extra arguments of an update. A step that is not taken leaves the state as it was: `step`
+    calls `select` on each array before it is used, so that no second copy of the state is held.
     """
 
     def init(parameters: Arrays) -> State:
@@ -181,11 +189,11 @@ def stateful(
     def update(
         updates: Arrays, state: State, params: Any = None, *, taken: Any = True, rate: Any = 1.0, **_: Any
     ) -> tuple[Arrays, State]:
-        def now(new: jax.Array, old: jax.Array) -> jax.Array:
+        def select(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(taken, new.astype(old.dtype), old)
 
-        after, kept = step(state.updates + 1, updates, params, state.kept, now, jnp.asarray(rate))
-        return after, State(now(state.updates + 1, state.updates), dict(kept))
+        after, kept = step(state.updates + 1, updates, params, state.kept, select, jnp.asarray(rate))
+        return after, State(select(state.updates + 1, state.updates), dict(kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -193,23 +201,23 @@ def stateful(
 def rule(
     o: Optimizer, param_specs: Mapping[str, ParamSpec], sharded: bool = False, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """The update rule of an optimizer, parameter by parameter; `Whole` documents `sharded` and `dtype`."""
+    """The update rule of an optimizer, parameter by parameter. `sharded`, `dtype`: see `ShardedParam`."""
 
     def begin(parameters: Arrays) -> dict[str, Arrays]:
-        def zeros(kind: str, of: Of) -> Arrays:
-            there = ((name, w) for name, w in parameters.items() if of(param_specs[name].role))
+        def zeros(kind: str, applies_to: AppliesTo) -> Arrays:
+            there = ((name, w) for name, w in parameters.items() if applies_to(param_specs[name].role))
             return {name: jnp.zeros(param_specs[name].state_shape(kind), w.dtype) for name, w in there}
 
-        return {kind: zeros(kind, of) for kind, of in o.states.items() if kind != EMA}
+        return {kind: zeros(kind, applies_to) for kind, applies_to in o.states.items() if kind != EMA}
 
     def step(
-        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, rate: jax.Array
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, select: Select, rate: jax.Array
     ) -> tuple[Arrays, Kept]:
-        t, made, ruled = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
+        t, made, update_rule = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
         for name, g in updates.items():
             own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
-            of = Whole(param_specs[name], sharded, parameters[name], rate, dtype)
-            made[name] = ruled(o, g, own, t, now, of)
+            param = ShardedParam(param_specs[name], sharded, parameters[name], rate, dtype)
+            made[name] = update_rule(o, g, own, t, select, param)
         kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
         return {name: update for name, (update, _) in made.items()}, kinds
 
@@ -221,11 +229,11 @@ def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
     `get_ema_multi_avg_fn(decay)`: the first update is copied."""
 
     def step(
-        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, now: Choose, _: jax.Array
+        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, select: Select, _: jax.Array
     ) -> tuple[Arrays, Kept]:
         share = jnp.where(t == 1, 1.0, 1 - decay)
         after = optax.apply_updates(parameters, updates)
-        moved = jax.tree.map(lambda average, w: now(average + share * (w - average), average), kept[EMA], after)
+        moved = jax.tree.map(lambda average, w: select(average + share * (w - average), average), kept[EMA], after)
         return updates, {EMA: moved}
 
     return stateful(lambda parameters: {EMA: dict(parameters)}, step)
@@ -247,20 +255,20 @@ def steps_done(state: Any) -> jax.Array:
 
 
 def chain(
-    o: Optimizer, steps: int, decays: Mapping[str, bool], ruling: optax.GradientTransformationExtraArgs
+    o: Optimizer, steps: int, decays: Mapping[str, bool], update_rule: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
     """Clip -> update rule, with coupled (L2) or decoupled weight decay -> learning rate -> average of weights.
 
     `decays`: whether weight decay applies, by parameter.
     """
     decay = optax.add_decayed_weights(o.weight_decay, mask=dict(decays))
-    ruled = (decay, ruling) if OPTIMIZERS[o.name].coupled else (ruling, decay)
+    update_and_decay = (decay, update_rule) if OPTIMIZERS[o.name].coupled else (update_rule, decay)
 
     def rate(count: jax.Array) -> jax.Array:
         return learning_rate(o, steps, count + 1)
 
     scaled = optax.scale_by_learning_rate(rate)
-    parts = optax.chain(clip_by_norm(o.clip), *ruled, scaled, *([averaged(o.ema)] if o.ema else []))
+    parts = optax.chain(clip_by_norm(o.clip), *update_and_decay, scaled, *([averaged(o.ema)] if o.ema else []))
 
     def update(updates: Arrays, state: Any, params: Any = None, **extra: Any) -> Any:
         return parts.update(updates, state, params, rate=rate(steps_done(state)), **extra)

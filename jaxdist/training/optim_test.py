@@ -220,8 +220,8 @@ def test_twenty_steps_by_the_papers(settings: dict[str, Any]) -> None:
     assert set(kept_of(state)) == set(o.kept)
     for name in p:
         np.testing.assert_allclose(np.asarray(ours[name]), p[name], rtol=1e-13)
-        for kind, of in o.states.items():
-            assert (name in kept_of(state)[kind]) == of(SPECS[name].role)
+        for kind, applies_to in o.states.items():
+            assert (name in kept_of(state)[kind]) == applies_to(SPECS[name].role)
             if name in kept_of(state)[kind]:
                 np.testing.assert_allclose(np.asarray(kept_of(state)[kind][name]), kept[name][kind], rtol=1e-12)
 

@@ -137,7 +137,7 @@ def unknown(side: str, mesh: Mapping[str, int], e: Experiment) -> dict[str, str]
     if side == JAX:
         return {}
     shards, found = first(mesh, SHARDS), dict[str, str]()
-    if e.optimizer.asks_for_whole:
+    if e.optimizer.depends_on_role:
         found |= dict.fromkeys((shards, "tensor"), "as its update asks for matrices by the pieces that it has of them")
     if mesh["pipeline"] > 1 and e.parallel.virtual_stages > 1:
         found[shards] = "as an interleaved schedule gathers what its actions ask for"
@@ -155,7 +155,7 @@ def of_update(
         number = ITEMSIZE[str(e.precision.parameters)]  # the mean of all of a tensor is one, and not counted
         asked = traffic.of_update(e, param_specs, mesh)
         yield from ((first(mesh, axes), {op: exactly(1)}) for op, axes, size in asked if size > number)
-    elif e.optimizer.asks_for_whole:
+    elif e.optimizer.depends_on_role:
         tensors = sum(e.model.layers if "layers" in spec.axes else 1 for spec in param_specs.values())
         op, most = ("all_gather", 1) if e.optimizer.name == "muon" else ("all_reduce", 5)
         yield from ((axis, {op: (0, most * tensors)}) for axis in ("tensor", first(mesh, SHARDS)))

@@ -112,7 +112,7 @@ class Port:
             raise ConfigError("jax_step and torch_step belong together; give both, or neither for `optimizer`")
         if self.optimizer.ema:
             raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
-        if self.optimizer.asks_for_whole:
+        if self.optimizer.depends_on_role:
             raise ConfigError(
                 f"optimizer.name = {self.optimizer.name}: a port declares no parameter roles, which its rule asks for; "
                 "choose another, or give jax_step and torch_step"

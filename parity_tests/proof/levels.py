@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.config import Experiment
-from jaxdist.config.optimizer import EMA, TAKEN
+from jaxdist.config.optimizer import EMA, REDUCED_DIMS
 from parity_tests.expected.collectives import Counts
 from parity_tests.expected.memory_model import Scratch, state
 from parity_tests.proof.digits import ROUNDING, Narrow
@@ -383,7 +383,7 @@ def memory(a: Run, b: Run, experiment: Experiment) -> Iterator[Check]:
     if parallel.row.splits_update:
         bound["optimizer_state"] += kept * largest
         why["optimizer_state"] += "; ZeroRedundancyOptimizer deals out whole tensors"
-    if factors := sum(w.size for kind in TAKEN for w in b.kept_states(kind).values()) * item:
+    if factors := sum(w.size for kind in REDUCED_DIMS for w in b.kept_states(kind).values()) * item:
         bound["optimizer_state"] += factors
         why["optimizer_state"] += "; a factor of a matrix is whole where its other dimension is split"
     running = sum(name.endswith(STATISTICS) for name in b.kept_states("weights"))

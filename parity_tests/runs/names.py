@@ -7,7 +7,7 @@ from posixpath import commonpath
 import numpy as np
 
 from jaxdist.config import state_kinds
-from jaxdist.config.optimizer import TAKEN
+from jaxdist.config.optimizer import REDUCED_DIMS
 from jaxdist.config.record import LOGITS
 from jaxdist.formats.naming import as_named_by_transformers, plain
 from jaxdist.formats.tables import IN_MEMORY, table_of_files, tables_of
@@ -56,7 +56,7 @@ def turned(kernel: np.ndarray) -> np.ndarray:
 
 def kept(shape: tuple[int, ...], kind: str) -> tuple[int, ...]:
     """The shape of what an optimizer keeps as `kind` of a parameter, in torch's order of dimensions."""
-    return tuple(1 if dim == TAKEN.get(kind) else size for dim, size in enumerate(shape, start=-len(shape)))
+    return tuple(1 if dim == REDUCED_DIMS.get(kind) else size for dim, size in enumerate(shape, start=-len(shape)))
 
 
 def from_jax(record: Mapping[str, np.ndarray]) -> Arrays:

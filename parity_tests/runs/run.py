@@ -179,9 +179,11 @@ class Run:
         kind = what.partition(" ")[0]
         if kind == "weights":
             return self.shapes
-        of = self.experiment.optimizer.states.get(kind, ALL)
+        applies_to = self.experiment.optimizer.states.get(kind, ALL)
         trained = {name: shape for name, shape in self.shapes.items() if not name.endswith(names.STATISTICS)}
-        return {n: names.kept(shape, kind) for n, shape in trained.items() if of(ParamRole.in_torch(n, len(shape)))}
+        return {
+            n: names.kept(shape, kind) for n, shape in trained.items() if applies_to(ParamRole.in_torch(n, len(shape)))
+        }
 
     def parameters(self, steps: Iterable[int]) -> dict[str, dict[str, np.ndarray]]:
         """The tensors that belong to parameters, by their names: states at the end, gradients of these steps."""

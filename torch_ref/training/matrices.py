@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from jaxdist.config.optimizer import TAKEN
+from jaxdist.config.optimizer import REDUCED_DIMS
 from torch_ref.parallel.weights import local, place
 
 QUINTIC = 3.4445, -4.7750, 2.0315  # torch.optim.Muon's
@@ -22,9 +22,9 @@ LEAST = 1e-7  # a norm that is divided by
 
 def kept(parameter: Tensor, kind: str) -> Tensor:
     """Zeros for what an optimizer keeps of a parameter, laid out as it: of its shape, or one of a row or a column."""
-    if kind not in TAKEN:
+    if kind not in REDUCED_DIMS:
         return torch.zeros_like(parameter)
-    dim = TAKEN[kind] % parameter.ndim
+    dim = REDUCED_DIMS[kind] % parameter.ndim
     zeros = local(parameter).narrow(dim, 0, 0).sum(dim, keepdim=True)
     if not isinstance(parameter, DTensor):
         return zeros
@@ -88,7 +88,7 @@ class Adafactor(torch.optim.Optimizer):
             eps1, eps2 = group["eps"]
             for p in (p for p in group["params"] if p.grad is not None):
                 if not (state := self.state[p]):
-                    kinds = TAKEN if p.ndim > 1 else ("variance",)
+                    kinds = REDUCED_DIMS if p.ndim > 1 else ("variance",)
                     state |= {"step": torch.tensor(0.0)} | {kind: kept(p, kind) for kind in kinds}
                 state["step"] += 1
                 t, lr, g = state["step"].item(), group["lr"], p.grad
@@ -98,7 +98,9 @@ class Adafactor(torch.optim.Optimizer):
                 if "variance" in state:
                     v = state["variance"].lerp_(g * g, taken)
                 else:
-                    rows, columns = (state[kind].lerp_(mean(p, g * g, dim), taken) for kind, dim in TAKEN.items())
+                    rows, columns = (
+                        state[kind].lerp_(mean(p, g * g, dim), taken) for kind, dim in REDUCED_DIMS.items()
+                    )
                     v = rows * columns / mean(p, rows, -2).clamp(min=least)
                 update = v.clamp(min=least * least).rsqrt() * g
                 p.add_(update, alpha=-size / max(1.0, rms(p, update) / group["d"]))

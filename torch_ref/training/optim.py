@@ -152,11 +152,11 @@ def grouped(o: Config, parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]
     """The groups that the rule is made of: matrices decay and come first."""
     by_place = [
         {
-            "params": [t for name, t in parameters.items() if of(ParamRole.in_torch(name, t.ndim))],
+            "params": [t for name, t in parameters.items() if applies_to(ParamRole.in_torch(name, t.ndim))],
             "weight_decay": o.weight_decay,
         }
         | own
-        for of, own in rule_of(o).groups
+        for applies_to, own in rule_of(o).groups
     ]
     return [group for group in by_place if group["params"]]
 
@@ -198,7 +198,8 @@ class Optimizer:
     def _start(self, name: str) -> dict[str, Tensor]:
         """The state before the first step, laid out as the parameter; made here, so that a restore can fill it."""
         parameter = self.parameters[name].detach()
-        kinds = [kind for kind, of in self.config.states.items() if of(ParamRole.in_torch(name, parameter.ndim))]
+        role = ParamRole.in_torch(name, parameter.ndim)
+        kinds = [kind for kind, applies_to in self.config.states.items() if applies_to(role)]
         state = {"step": torch.tensor(0.0)} | {kind: kept(parameter, kind) for kind in kinds}
         self.holder.state[self.locals[name]] = {key: local(t) for key, t in state.items()}
         return state

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, Of
+from jaxdist.config.optimizer import ENDS, INNER, MATRICES, VECTORS, AppliesTo
 from jaxdist.config.registry import OURS, Reference, Registry, registrant
 
-Groups = tuple[tuple[Of, dict[str, Any]], ...]
+Groups = tuple[tuple[AppliesTo, dict[str, Any]], ...]
 BY_DECAY: Groups = (MATRICES, {}), (VECTORS, {"weight_decay": 0.0})
 BY_MUON: Groups = (
     (INNER, {"use_muon": True}),

@@ -18,7 +18,7 @@ from jaxdist.families import loss
 from jaxdist.parallel import pipeline
 from jaxdist.parallel.sharding import ParamSpec
 from jaxdist.training import loss_scale, matrices, optim, step
-from jaxdist.training.matrices import Whole
+from jaxdist.training.matrices import ShardedParam
 from jaxdist.training.step import Step, TrainState
 from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
 
@@ -192,7 +192,7 @@ def moments_take_an_overflow_as_zero() -> None:
     """In a step whose gradients overflow, the weights stay and the moments decay."""
     right = optim.stateful
 
-    def keeping(*inputs: Any) -> optax.GradientTransformationExtraArgs:
+    def with_zeros(*inputs: Any) -> optax.GradientTransformationExtraArgs:
         kept = right(*inputs)
 
         def update(updates: Any, state: Any, params: Any = None, **more: Any) -> Any:
@@ -201,7 +201,7 @@ def moments_take_an_overflow_as_zero() -> None:
 
         return optax.GradientTransformationExtraArgs(kept.init, update)
 
-    plant(optim, "stateful", keeping)
+    plant(optim, "stateful", with_zeros)
 
 
 # ---- clip
@@ -237,24 +237,24 @@ def norm_without_the_embedding() -> None:
 # ---- update rules
 
 
-def ruled(name: str, change: Any) -> None:
-    """Plant an update rule of `change(right, o, g, kept, t, now)`."""
-    of = optim.rule_of
-    changed = partial(change, of(Optimizer(name=name)))
-    plant(optim, "rule_of", lambda o: changed if o.name == name else of(o))
+def plant_rule(name: str, change: Any) -> None:
+    """Plant an update rule of `change(right, o, g, kept, t, select)`."""
+    rule_of = optim.rule_of
+    changed = partial(change, rule_of(Optimizer(name=name)))
+    plant(optim, "rule_of", lambda o: changed if o.name == name else rule_of(o))
 
 
 @planted("llama", "mathematics", "exp_avg/*")
 def betas_swapped() -> None:
     """beta2 decays the first moment, beta1 the second."""
     swapped = lambda o: o.model_copy(update={"beta1": o.beta2, "beta2": o.beta1})  # noqa: E731
-    ruled("adamw", lambda right, o, *rest: right(swapped(o), *rest))
+    plant_rule("adamw", lambda right, o, *rest: right(swapped(o), *rest))
 
 
 @planted("llama", "mathematics", "weights/*")
 def eps_ten_times() -> None:
     """Adam's eps is 1e-7."""
-    ruled("adamw", lambda right, o, *rest: right(o.model_copy(update={"eps": 10 * o.eps}), *rest))
+    plant_rule("adamw", lambda right, o, *rest: right(o.model_copy(update={"eps": 10 * o.eps}), *rest))
 
 
 def scaling(formula: Any) -> None:
@@ -264,7 +264,7 @@ def scaling(formula: Any) -> None:
         _, new = right(o, g, kept, t, *rest)
         return formula(new["exp_avg"], new["exp_avg_sq"], 1 - o.beta1**t, 1 - o.beta2**t, o.eps), new
 
-    ruled("adamw", change)
+    plant_rule("adamw", change)
 
 
 @planted("llama", "mathematics", "weights/*")
@@ -293,7 +293,7 @@ def moments_in_float32() -> None:
         update, new = right(*inputs)
         return update, {kind: a.astype(jnp.float32).astype(a.dtype) for kind, a in new.items()}
 
-    ruled("adamw", change)
+    plant_rule("adamw", change)
 
 
 @planted("llama", "mathematics", "exp_avg_sq/*")
@@ -335,7 +335,7 @@ def momentum_that_is_dampened() -> None:
     def change(right: Any, o: Optimizer, g: Any, *rest: Any) -> Any:
         return right(o, (1 - o.momentum) * g, *rest)
 
-    ruled("sgd", change)
+    plant_rule("sgd", change)
 
 
 @planted("lion", "mathematics", "weights/*")
@@ -346,21 +346,21 @@ def lion_by_its_new_moment() -> None:
         _, new = right(*inputs)
         return jnp.sign(new["exp_avg"]), new
 
-    ruled("lion", change)
+    plant_rule("lion", change)
 
 
 @planted("adafactor", "distribution", "weights/*")
 def factors_without_their_mean() -> None:
     """The second moment of a matrix is the product of its rows' and columns', not divided by the mean of both."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, now: Any, of: Whole) -> Any:
-        update, new = right(o, g, kept, t, now, of)
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, select: Any, param: ShardedParam) -> Any:
+        update, new = right(o, g, kept, t, select, param)
         if "variance" in new:
             return update, new
         update = g * lax.rsqrt(new["row_var"] * new["col_var"] + jnp.finfo(g.dtype).eps ** 2)
-        return update * of.rms(of.weights) / jnp.maximum(of.rms(update), 1), new
+        return update * param.rms(param.weights) / jnp.maximum(param.rms(update), 1), new
 
-    ruled("adafactor", change)
+    plant_rule("adafactor", change)
 
 
 @planted("adafactor", "distribution", "row_var/*", "col_var/*")
@@ -377,23 +377,23 @@ def means_of_the_first_piece() -> None:
 def step_without_the_size() -> None:
     """adafactor's update is not scaled by the size of the parameter."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, now: Any, of: Whole) -> Any:
-        update, new = right(o, g, kept, t, now, of)
-        return update / jnp.maximum(of.rms(of.weights), o.eps2), new
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, select: Any, param: ShardedParam) -> Any:
+        update, new = right(o, g, kept, t, select, param)
+        return update / jnp.maximum(param.rms(param.weights), o.eps2), new
 
-    ruled("adafactor", change)
+    plant_rule("adafactor", change)
 
 
 @planted("muon", "distribution", "weights/layers.*")
 def orthogonal_by_pieces() -> None:
     """muon makes each device's piece of a matrix orthogonal."""
-    plant(Whole, "by_matrix", lambda self, function, x: function(x))
+    plant(ShardedParam, "by_matrix", lambda self, function, x: function(x))
 
 
 @planted("muon", "distribution", "weights/layers.*")
 def one_iteration_less() -> None:
     """muon's matrices are made orthogonal by four iterations."""
-    ruled("muon", lambda right, o, *rest: right(o.model_copy(update={"ns_steps": 4}), *rest))
+    plant_rule("muon", lambda right, o, *rest: right(o.model_copy(update={"ns_steps": 4}), *rest))
 
 
 @planted("muon", "distribution", "momentum_buffer/layers.*", "distribution/momentum_buffer at the end: layers.*")
@@ -403,7 +403,7 @@ def momentum_as_of_sgd() -> None:
     def change(right: Any, o: Optimizer, g: Any, kept: Any, *rest: Any) -> Any:
         return right(o, g / (1 - o.momentum) if "momentum_buffer" in kept else g, kept, *rest)
 
-    ruled("muon", change)
+    plant_rule("muon", change)
 
 
 # ---- decay and schedule
@@ -419,10 +419,10 @@ def decay_on_norms() -> None:
 def decay_not_scaled_by_the_rate() -> None:
     """Weight decay is taken off whole at each step, not times the learning rate."""
 
-    def chain(o: Optimizer, steps: int, decays: Any, ruling: Any) -> optax.GradientTransformationExtraArgs:
+    def chain(o: Optimizer, steps: int, decays: Any, update_rule: Any) -> optax.GradientTransformationExtraArgs:
         return optax.chain(
             optim.clip_by_norm(o.clip),
-            ruling,
+            update_rule,
             optax.scale_by_learning_rate(lambda count: optim.learning_rate(o, steps, count + 1)),
             optax.add_decayed_weights(-o.weight_decay * o.learning_rate, mask=dict(decays)),
         )
