@@ -4,6 +4,7 @@ Imports no other room; `registry.py` loads the rows of `families` by name on fir
 so it imports neither jax nor torch.
 """
 
+from jaxdist.config.data import Data
 from jaxdist.config.environment import whole_number
 from jaxdist.config.errors import (
     ConfigError,
@@ -16,7 +17,6 @@ from jaxdist.config.errors import (
 )
 from jaxdist.config.experiment import (
     Checkpoint,
-    Data,
     Experiment,
     Memory,
     Metrics,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,22 +22,22 @@ from jaxdist.data.sources import open_stream
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3, "<s>": 4, "</s>": 5, "far": 300}
 
 
-def ids_of(path, vocab=512, **fields):
+def ids_of(path: Path | str, vocab: int = 512, **fields: Any) -> list[int]:
     stream = open_stream(Data(path=str(path), **fields), vocab)
     return stream.read(0, len(stream)).tolist()
 
 
-def write(path, content):
+def write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
-def lines(path, *records):
+def lines(path: Path, *records: Any) -> Path:
     return write(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 @pytest.fixture
-def words(tmp_path):
+def words(tmp_path: Path) -> str:
     """A word-level tokenizer.json that asks for truncation, padding and a leading <s>, to no effect."""
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -49,13 +50,13 @@ def words(tmp_path):
     return str(folder / "tokenizer.json")
 
 
-def test_text_as_bytes_is_mapped(tmp_path):
+def test_text_as_bytes_is_mapped(tmp_path: Path) -> None:
     file = write(tmp_path / "a.txt", "naïve 猫\n")
     assert ids_of(file) == list("naïve 猫\n".encode())
     assert all(isinstance(part, ids.Mapped) for part in open_stream(Data(path=str(file)), 256)._parts)
 
 
-def test_folder_is_read_by_name_without_hidden_files(tmp_path):
+def test_folder_is_read_by_name_without_hidden_files(tmp_path: Path) -> None:
     for name, text in (
         ("b.txt", "two"),
         ("a.md", "one"),
@@ -69,7 +70,7 @@ def test_folder_is_read_by_name_without_hidden_files(tmp_path):
     assert open_stream(Data(path=str(tmp_path)), 256).bounds.tolist() == [0, 3, 6, 11]
 
 
-def test_reads_across_files_agree_with_the_whole(tmp_path):
+def test_reads_across_files_agree_with_the_whole(tmp_path: Path) -> None:
     for number in range(100):
         write(tmp_path / f"{number:03}.txt", bytes([number]) * (number % 4))
     stream = open_stream(Data(path=str(tmp_path)), 256)
@@ -80,24 +81,24 @@ def test_reads_across_files_agree_with_the_whole(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", ">i4"])
-def test_npy(tmp_path, dtype):
+def test_npy(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "a.npy", np.array([3, 1, 200], dtype))
     assert ids_of(tmp_path / "a.npy") == [3, 1, 200]
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32"])
-def test_bin(tmp_path, dtype):
+def test_bin(tmp_path: Path, dtype: str) -> None:
     np.array([3, 1, 500], dtype).tofile(tmp_path / "a.bin")
     assert ids_of(tmp_path / "a.bin", bin_dtype=dtype) == [3, 1, 500]
 
 
-def test_a_replaced_file_is_mapped_anew(tmp_path):
+def test_a_replaced_file_is_mapped_anew(tmp_path: Path) -> None:
     assert ids_of(write(tmp_path / "a.txt", "old")) == list(b"old")
     (tmp_path / "a.txt").unlink()
     assert ids_of(write(tmp_path / "a.txt", "new")) == list(b"new")
 
 
-def test_jsonl_as_bytes(tmp_path):
+def test_jsonl_as_bytes(tmp_path: Path) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "ä"}, {"text": ""}, {"text": "b", "id": 7})
     write(file, file.read_bytes() + b"\n  \n")
     assert ids_of(file) == list("ä\nb\n".encode())
@@ -105,24 +106,24 @@ def test_jsonl_as_bytes(tmp_path):
     assert stream.read(0, len(stream)).tolist() == list("äb".encode()) and stream.bounds.tolist() == [0, 2, 3]
 
 
-def test_jsonl_field(tmp_path):
+def test_jsonl_field(tmp_path: Path) -> None:
     assert ids_of(lines(tmp_path / "a.jsonl", {"body": "x", "text": "y"}), text_field="body") == list(b"x\n")
 
 
-def test_tokenizer_on_jsonl_ends_documents(tmp_path, words):
+def test_tokenizer_on_jsonl_ends_documents(tmp_path: Path, words: str) -> None:
     file = lines(tmp_path / "a.jsonl", {"text": "the cat sat"}, {"text": "far cat"})
     assert ids_of(file, tokenizer=words) == [1, 2, 3, 5, 300, 2, 5]
     assert ids_of(file, tokenizer=words, documents="padded") == [1, 2, 3, 300, 2]
 
 
-def test_tokenizer_on_text(tmp_path, words):
+def test_tokenizer_on_text(tmp_path: Path, words: str) -> None:
     write(tmp_path / "corpus.txt", "the\r\ncat")
     stream = open_stream(Data(path=str(tmp_path / "corpus.txt"), tokenizer=words), 512)
     assert stream.read(0, len(stream)).tolist() == [1, 2, 5]
     assert stream._parts[0].dtype == np.uint16
 
 
-def test_batches_of_documents_do_not_show(tmp_path, words, monkeypatch):
+def test_batches_of_documents_do_not_show(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = lines(tmp_path / "a.jsonl", *({"text": "the cat " * number} for number in range(1, 30)))
     one = ids_of(file, tokenizer=words)
     monkeypatch.setattr(encoding, "TOGETHER", 100)
@@ -132,7 +133,7 @@ def test_batches_of_documents_do_not_show(tmp_path, words, monkeypatch):
 
 
 @pytest.mark.parametrize("documents", ["packed", "padded"])
-def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
+def test_pieces_of_long_documents_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: Any) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     text = Path(json.__file__).read_text()
@@ -150,7 +151,7 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
     monkeypatch.setattr(encoding, "TOGETHER", 900)
     monkeypatch.setattr(reading, "PIECE", 100)
 
-    def same():
+    def same() -> bool:
         cut = open_stream(data, 512)
         assert len(cut._parts) > 3
         return np.array_equal(cut.bounds, one.bounds) and np.array_equal(cut.read(0, len(cut)), one.read(0, len(one)))
@@ -160,17 +161,17 @@ def test_pieces_of_long_documents_do_not_show(tmp_path, monkeypatch, documents):
     assert not same(), "a cut inside words went unseen"
 
 
-def test_standard_library_is_its_files_end_to_end():
+def test_standard_library_is_its_files_end_to_end() -> None:
     stream = open_stream(Data(), 256)
     found = files.library_files(Path(sysconfig.get_path("stdlib")))
     text = b"".join(file.read_bytes() for file in found)
     assert bytes(stream.read(0, len(stream)).astype(np.uint8)) == text and 5e6 < len(text) < 50e6
 
 
-def test_progress_bar_over_all_bytes(tmp_path, words, monkeypatch):
+def test_progress_bar_over_all_bytes(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.txt", "the cat")
 
-    def shown(**fields):
+    def shown(**fields: Any) -> str:
         screen = io.StringIO()
         monkeypatch.setattr(sources, "console", Console(force_terminal=True, file=screen))
         ids_of(file, **fields)
@@ -182,8 +183,8 @@ def test_progress_bar_over_all_bytes(tmp_path, words, monkeypatch):
         assert "reading data" in text and "100%" in text
 
 
-def test_fingerprint(tmp_path, words):
-    def fingerprint(path, **fields):
+def test_fingerprint(tmp_path: Path, words: str) -> None:
+    def fingerprint(path: Path | str, **fields: Any) -> str:
         return open_stream(Data(path=str(path), **fields), 512).fingerprint
 
     for name in ("a", "b", "other"):
@@ -198,14 +199,14 @@ def test_fingerprint(tmp_path, words):
     assert fingerprint("") == fingerprint("")
 
 
-def begun_earlier(path, identity, *names):
+def begun_earlier(path: Path, identity: str | None, *names: str) -> str:
     """What versions before content was sampled recorded: of names and sizes."""
     facts = [[(name, (path / name).stat().st_size) for name in names], identity, None]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
 @pytest.mark.parametrize("size", [50, 6000])
-def test_data_in_another_order_are_others(tmp_path, size):
+def test_data_in_another_order_are_others(tmp_path: Path, size: int) -> None:
     """Lines of the same length in another order, as an editor or a shuffle leaves them; and one changed byte of few."""
     texts = [{"text": f"line {number:08} " * 20} for number in range(size)]
     file = lines(tmp_path / "a.jsonl", *texts)
@@ -222,12 +223,12 @@ def test_data_in_another_order_are_others(tmp_path, size):
             open_dataset(Data(path=str(file), fingerprint=before), 512)
 
 
-def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, words):
+def test_a_run_that_an_earlier_version_began_goes_on(tmp_path: Path, words: str) -> None:
     file = lines(tmp_path / "a.jsonl", *[{"text": "the cat sat"}] * 100)
     hashed = hashlib.blake2b(Path(words).read_bytes(), digest_size=16).hexdigest()
-    for identity, fields in (("bytes", {}), (hashed, {"tokenizer": words})):
+    for identity, tokenizer in (("bytes", "bytes"), (hashed, words)):
         recorded = begun_earlier(tmp_path, identity, "a.jsonl")
-        found = open_dataset(Data(path=str(file), fingerprint=recorded, sequence=8, **fields), 512)
+        found = open_dataset(Data(path=str(file), fingerprint=recorded, sequence=8, tokenizer=tokenizer), 512)
         assert found.fingerprint not in ("", recorded), "what it goes on with knows the content"
     with pytest.raises(ConfigError, match="are others"):
         open_dataset(Data(path=str(file), fingerprint=begun_earlier(tmp_path, "other", "a.jsonl")), 512)
@@ -240,7 +241,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(tmp_path, words):
         open_dataset(Data(path=str(tmp_path / "a.bin"), fingerprint=recorded), 512)
 
 
-def test_a_run_that_took_all_files_together_goes_on_so(tmp_path):
+def test_a_run_that_took_all_files_together_goes_on_so(tmp_path: Path) -> None:
     for name in ("train", "val"):
         np.save(tmp_path / f"{name}.npy", np.arange(300, dtype=np.uint16))
     recorded = begun_earlier(tmp_path, "uint16", "train.npy", "val.npy")
@@ -253,7 +254,7 @@ def test_a_run_that_took_all_files_together_goes_on_so(tmp_path):
     assert open_dataset(Data(path=str(tmp_path)), 512).sequences("train") == 2
 
 
-ERRORS = {
+ERRORS: dict[str, tuple[bytes | None, dict[str, Any], str]] = {
     "missing": (None, {}, r"no such file or folder; give one that exists"),
     "latin1.txt": ("ok é".encode("latin1"), {}, r"not UTF-8 at byte 3; convert"),
     "cut.txt": ("ok é".encode()[:-1], {}, r"not UTF-8 at byte 3; convert"),
@@ -278,7 +279,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_error(tmp_path, name):
+def test_error(tmp_path: Path, name: str) -> None:
     content, fields, message = ERRORS[name]
     if content is not None:
         write(tmp_path / name, content)
@@ -298,19 +299,19 @@ def test_error(tmp_path, name):
         (np.array(["a", None], object), r"write it with numpy\.save"),
     ],
 )
-def test_bad_npy(tmp_path, array, message):
+def test_bad_npy(tmp_path: Path, array: np.ndarray, message: str) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(ConfigError, match=r"data\.path = .*a\.npy'.*" + message):
         ids_of(tmp_path / "a.npy")
 
 
-def test_empty_npy_holds_no_tokens(tmp_path):
+def test_empty_npy_holds_no_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(0, np.uint16))
     with pytest.raises(ConfigError, match=r"holds no tokens"):
         open_dataset(Data(path=str(tmp_path / "a.npy")), 512)
 
 
-def test_an_id_late_in_a_large_file_is_found(tmp_path, monkeypatch):
+def test_an_id_late_in_a_large_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "CHUNK", 4)
     np.save(tmp_path / "a.npy", np.array([0] * 13 + [600], np.uint16))
     with pytest.raises(ConfigError, match="token id 600"):
@@ -318,14 +319,14 @@ def test_an_id_late_in_a_large_file_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_utf8_is_checked_across_pieces(tmp_path, monkeypatch, chunk):
+def test_utf8_is_checked_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(sources, "CHUNK", chunk)
     assert ids_of(write(tmp_path / "good.txt", "a猫é猫")) == list("a猫é猫".encode())
     with pytest.raises(ConfigError, match="not UTF-8 at byte 7;"):
         ids_of(write(tmp_path / "bad.txt", "a猫猫".encode() + b"\xff" + b"abc"))
 
 
-def test_bytes_need_their_vocabulary(tmp_path):
+def test_bytes_need_their_vocabulary(tmp_path: Path) -> None:
     file = write(tmp_path / "a.txt", "az")
     assert ids_of(file, vocab=123) == [97, 122]
     with pytest.raises(ConfigError, match=r"token id 122 with model\.vocab = 122; raise model\.vocab above 122"):
@@ -334,7 +335,7 @@ def test_bytes_need_their_vocabulary(tmp_path):
         ids_of("", vocab=100)
 
 
-def test_a_vocabulary_too_large_is_no_error_until_an_id_is(tmp_path, words):
+def test_a_vocabulary_too_large_is_no_error_until_an_id_is(tmp_path: Path, words: str) -> None:
     assert ids_of(write(tmp_path / "a.txt", "the cat"), vocab=6, tokenizer=words) == [1, 2, 5]
     with pytest.raises(ConfigError, match=r"b\.txt': token id 300 with model\.vocab = 6"):
         ids_of(write(tmp_path / "b.txt", "far"), vocab=6, tokenizer=words)
@@ -342,18 +343,18 @@ def test_a_vocabulary_too_large_is_no_error_until_an_id_is(tmp_path, words):
         ids_of(tmp_path / "a.txt", vocab=5, tokenizer=words)
 
 
-def test_text_under_a_tokenizer_must_be_utf8(tmp_path, words):
+def test_text_under_a_tokenizer_must_be_utf8(tmp_path: Path, words: str) -> None:
     with pytest.raises(ConfigError, match=r"a\.txt': not UTF-8 at byte 1;"):
         ids_of(write(tmp_path / "a.txt", b"a\xff"), tokenizer=words)
 
 
-def test_unreadable_tokenizer(tmp_path):
+def test_unreadable_tokenizer(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "text")
     with pytest.raises(ConfigError, match=r"data\.tokenizer = .*bad\.json': .*; use bytes, or the path"):
         ids_of(tmp_path / "a.txt", tokenizer=str(write(tmp_path / "bad.json", "{}")))
 
 
-def test_folders_without_files_or_of_mixed_kinds(tmp_path):
+def test_folders_without_files_or_of_mixed_kinds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the folder holds no files; put"):
         ids_of(tmp_path)
     write(tmp_path / "a.txt", "a")
@@ -362,12 +363,12 @@ def test_folders_without_files_or_of_mixed_kinds(tmp_path):
         ids_of(tmp_path)
 
 
-def test_a_python_without_source(tmp_path):
+def test_a_python_without_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path = '': this Python has no source at .*; give"):
         files.library_files(tmp_path)
 
 
-def test_library_leaves_out_tests_packages_and_build_paths(tmp_path):
+def test_library_leaves_out_tests_packages_and_build_paths(tmp_path: Path) -> None:
     for name in (
         "b.py",
         "a/x.py",
@@ -385,6 +386,6 @@ def test_library_leaves_out_tests_packages_and_build_paths(tmp_path):
 
 
 @pytest.mark.long
-def test_neither_jax_nor_torch_is_imported():
+def test_neither_jax_nor_torch_is_imported() -> None:
     code = "import sys, jaxdist.data; sys.exit(bool({'jax', 'torch'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

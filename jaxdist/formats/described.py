@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdist.config.bounded import read_json
+from jaxdist.config.data import Data
 from jaxdist.config.errors import ConfigError
-from jaxdist.config.experiment import Data, Experiment, read_toml
+from jaxdist.config.experiment import Experiment, read_toml
 from jaxdist.config.model import Model
 from jaxdist.formats.dcp_index import EXPERIMENT
 from jaxdist.formats.foreign import INDEX, SINGLE
