@@ -1,5 +1,6 @@
 """The fix that a message on the config gives is followed literally, each of several, until the config is accepted."""
 
+import ast
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxdist.runs.folder import RunFolder
 
 Line = dict[str, str]
 Checks = Callable[[Experiment, dict[str, int]], None]
+VALUE = "\0"  # in place of what a message says of the moment
 DEVICES = 16
 ROUNDS = 8  # fixes that may be needed one after another; more are a circle
 ASSIGNED = re.compile(r"(?:--)?([a-z]+\.[a-z_0-9]+|(?<=--)[a-z]+)(?: = | )([^\s,;:]+(?:,[^\s,;:]+)*)")
@@ -106,6 +108,25 @@ def ways(message: str) -> Iterator[Line]:
             yield {subject if "leave it" in named[0] else SHORTCUTS.get(named[0].split()[1], field): ""}
         elif chosen := re.search(r"(?:^|use |at most |as |')([\w,.=-]+)'?$", way):
             yield {field: chosen[1] if re.search(r"[a-z]", chosen[1]) else chosen[1].replace(",", "")}
+
+
+def advice(*files: Path) -> set[str]:
+    """Patterns of the fixes that the ConfigErrors of modules give: what stands after the last semicolon of each."""
+    calls = (node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    found = set()
+    for call in calls:
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ConfigError" and call.args:
+            parts = call.args[0].values if isinstance(call.args[0], ast.JoinedStr) else call.args[:1]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else VALUE for part in parts)
+            if "; " in text:
+                found.add(".*".join(map(re.escape, text.rpartition("; ")[2].split(VALUE))))
+    return found
+
+
+def test_a_fix_that_is_given_is_found(tmp_path: Path) -> None:
+    (file := tmp_path / "module.py").write_text('raise ConfigError(f"{x} = {y}; no; give {z} (or" " none)")\n')
+    (pattern,) = advice(file)
+    assert re.fullmatch(pattern, "give 4 (or none)") and not re.fullmatch(pattern, "give 4 or none")
 
 
 def followed(line: Line, *checks: Checks) -> int:

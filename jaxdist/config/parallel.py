@@ -110,6 +110,10 @@ class Parallel(Section):
         """Whether the mesh says the size of all axes; else the devices that are there do."""
         return "-1" not in self.mesh
 
+    def mesh_of(self, devices: int) -> str:
+        """The mesh of as many devices that split the batch alone, as --mesh takes it."""
+        return written({"fsdp" if self.row.optimizer else "data": devices})
+
     def axes(self, devices: int | None = None) -> dict[str, int]:
         """Sizes of the mesh axes, all of them. `devices` fills an axis of -1.
 

@@ -38,7 +38,7 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
         if (total := math.prod(axes.values())) % processes:
             raise ConfigError(
                 f"parallel.mesh = {parallel.mesh!r} has {total} devices, which {processes} processes cannot share "
-                f"equally; start {math.gcd(total, processes)}, or change the mesh"
+                f"equally; start {math.gcd(total, processes)}"
             )
         return axes
 
@@ -69,14 +69,14 @@ def make_mesh(experiment: Experiment, device: str) -> tuple[Mesh, str]:
     elif device == "gpu":
         raise ConfigError(
             f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(accelerators)} GPUs; "
-            "use a smaller mesh or --device cpu"
+            f"use --mesh {parallel.mesh_of(len(accelerators))} or --device cpu"
         )
     else:
         devices = shares(jax.devices("cpu"), needed // processes)
     if len(devices) < needed:
         raise ConfigError(
             f"parallel.mesh = {parallel.mesh!r} needs {needed} devices, there are {len(devices)} CPU devices "
-            f"(JAX_NUM_CPU_DEVICES); use a smaller mesh or unset it"
+            f"(JAX_NUM_CPU_DEVICES); use --mesh {parallel.mesh_of(len(devices))} or unset JAX_NUM_CPU_DEVICES"
         )
     mesh = lay_out(axes, devices)
     return mesh, describe(mesh)

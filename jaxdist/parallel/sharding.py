@@ -180,8 +180,8 @@ class ParamSpec:
             if size % ways:
                 raise ConfigError(
                     f"parallel.mesh: parameter {self.name} has {size} along its axis {axis}, which mesh axis "
-                    f"{' × '.join(a for a in entry if mesh[a] > 1)} = {ways} does not divide; change the mesh or the "
-                    "model's size"
+                    f"{' × '.join(a for a in entry if mesh[a] > 1)} = {ways} does not divide; use "
+                    f"{math.gcd(size, ways)} there, or a model with a multiple of {ways}"
                 )
             yield size // ways
 

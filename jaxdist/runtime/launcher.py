@@ -26,6 +26,7 @@ VARIABLES = {
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
 }
+ADDRESS, PORT = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT"
 SECONDS = 40  # for all to come
 
 
@@ -67,23 +68,22 @@ def launched() -> Launch | None:
 
 def coordinator(launcher: str) -> tuple[str, int]:
     """Host and port of the first process. Raises ConfigError."""
-    name = "JAX_COORDINATOR_ADDRESS"
-    address = os.environ.get(name)
+    name, address = ADDRESS, os.environ.get(ADDRESS)
     if not address and launcher == "torchrun":
         if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             raise ConfigError(
                 f"WORLD_SIZE = {os.environ['WORLD_SIZE']} without MASTER_ADDR and MASTER_PORT: processes cannot find "
                 "each other; start them by torchrun, or unset WORLD_SIZE for a run of one process"
             )
-        port = whole_number("JAX_COORDINATOR_PORT", whole_number("MASTER_PORT") + 1)
-        name, address = "MASTER_ADDR:JAX_COORDINATOR_PORT", f"{os.environ['MASTER_ADDR']}:{port}"
+        port = whole_number(PORT, whole_number("MASTER_PORT") + 1)
+        name, address = f"MASTER_ADDR:{PORT}", f"{os.environ['MASTER_ADDR']}:{port}"
     elif not address:
         address = asked(launcher)[0]
     if not address:
-        raise ConfigError(f"{launcher} does not say where process 0 is; give it by {name}=HOST:PORT")
+        raise ConfigError(f"{launcher} does not say where process 0 is; set {ADDRESS}=HOST:PORT")
     host, _, text = address.rpartition(":")
     if not host or not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise ConfigError(f"{name} = {address!r}: must be host:port, the port from 1 to 65535")
+        raise ConfigError(f"{name} = {address!r}: must be host:port, the port from 1 to 65535; set {ADDRESS}=HOST:PORT")
     return host.strip("[]"), int(text)
 
 
@@ -93,8 +93,9 @@ def asked(launcher: str) -> tuple[str | None, int]:
         return compat.cluster(SECONDS)
     except Exception as error:  # of several kinds of clusters and their libraries
         reason = textwrap.shorten(str(error), 300)
+        more = ", JAX_NUM_PROCESSES, JAX_PROCESS_ID" if launcher == "Kubernetes" else ""
         raise ConfigError(
-            f"{launcher}: JAX cannot tell where process 0 is: {reason}; give it by JAX_COORDINATOR_ADDRESS=HOST:PORT"
+            f"{launcher}: JAX cannot tell where process 0 is: {reason}; set {ADDRESS}=HOST:PORT{more}"
         ) from None
 
 

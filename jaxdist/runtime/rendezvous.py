@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxdist.config import ConfigError, TrainingError
 from jaxdist.config.errors import code_of
-from jaxdist.runtime.launcher import Launch, patience
+from jaxdist.runtime.launcher import ADDRESS, PORT, VARIABLES, Launch, patience
 
 LATER = 5  # seconds after which the others give up: the first knows best who is missing
 HEARD = 1.0  # seconds: launchers end all processes when one ends, so what is to be said is said before
@@ -74,7 +74,7 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
                 connection.close()
                 continue
             connections.append(connection)
-            wrong = mismatch(me, other, came)
+            wrong = mismatch(launch, me, other, came)
             came[other.rank] = other
         if not wrong and (missing := [str(rank) for rank in range(launch.size) if rank not in came]):
             those = f"process {', '.join(missing)}" if len(missing) < 9 else f"{len(missing)} others"
@@ -95,17 +95,17 @@ def _call(launch: Launch, me: Present, until: float) -> tuple[list[str], dict[in
     return hosts, dict(zip(list(came)[1:], connections, strict=True))
 
 
-def mismatch(me: Present, other: Present, came: Mapping[int, Present]) -> ConfigError | None:
-    """The first process's complaint about a process that connected, or ""."""
+def mismatch(launch: Launch, me: Present, other: Present, came: Mapping[int, Present]) -> ConfigError | None:
+    """The complaint of the first process, `me`, about a process that connected; None without one."""
     who = f"process {other.rank}, on {other.host},"
     if other.size != me.size:
         return ConfigError(
             f"{who} was started as one of {other.size} processes, the first as one of {me.size}; tell all the same"
         )
     if not 0 <= other.rank < me.size or other.rank in came:
-        return ConfigError(
-            f"two processes are number {other.rank} of {me.size}; give each machine a --node-rank of its own"
-        )
+        _, number, _ = VARIABLES.get(launch.launcher, ("", "JOB_COMPLETION_INDEX", ""))
+        each = "machine a --node-rank" if launch.launcher == "torchrun" else f"process a {number}"
+        return ConfigError(f"two processes are number {other.rank} of {me.size}; give each {each} of its own")
     for theirs, ours in zip_longest(other.arguments, me.arguments, fillvalue="nothing more"):
         if theirs != ours:
             return ConfigError(f"{who} was started with {theirs!r} where the first has {ours!r}; give all the same")
@@ -131,7 +131,7 @@ def _listener(launch: Launch) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"port {port}, at which the {launch.size} processes meet: {error.strerror}; give all of them a free one by "
-            "JAX_COORDINATOR_PORT"
+            f"{f'{ADDRESS}=HOST:PORT' if os.environ.get(ADDRESS) else f'{PORT}=PORT'}"
         ) from None
 
 

@@ -66,29 +66,42 @@ def launched() -> bool:
 
 
 def quiet() -> bool:
-    """Whether another rank says what is wrong: all ranks see the same arguments."""
-    return os.environ.get("RANK", "0") != "0"
+    """Whether another rank says what is wrong: all ranks see the same arguments. Of a number that none of them has, no
+    other can."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "")
+    return rank.isdecimal() and int(rank) > 0 and not (size.isdecimal() and int(rank) >= int(size))
+
+
+def ranks_started() -> int:
+    """How many ranks a launcher started; 0 without one. Raises ConfigError for variables that make no sense."""
+    if not launched():
+        return 0
+    size, rank = whole_number("WORLD_SIZE"), whole_number("RANK")
+    if rank >= size:
+        raise ConfigError(f"RANK = {rank}: must be below WORLD_SIZE = {size}; let the launcher set both")
+    return size
 
 
 def plan(parallel: Parallel, device: str) -> Plan:
     """The mesh and the kind of device; `auto`: GPUs if there are enough. Raises ConfigError."""
-    world = whole_number("WORLD_SIZE") if launched() else 0
+    world = ranks_started()
     # Counted by NVML: CUDA stays untouched, so that a fork is safe.
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     axes = parallel.axes(world or gpus or None)
     ranks = math.prod(axes.values())
     if world and world != ranks:
         raise ConfigError(
-            f"parallel.mesh = {parallel.mesh!r} has {ranks} devices, the launcher started {world} ranks; "
-            f"start {ranks}, or change the mesh"
+            f"parallel.mesh = {parallel.mesh!r} has {ranks} devices, the launcher started {world} ranks; start {ranks}"
         )
     here = whole_number("LOCAL_WORLD_SIZE", ranks) if world else ranks
     if gpus >= here:
         return Plan(axes, "cuda")
+    if device == "gpu" and not gpus:
+        raise ConfigError("--device gpu: torch finds no GPU here; use --device cpu, or a build of torch with CUDA")
     if device == "gpu":
         raise ConfigError(
             f"--device gpu: parallel.mesh = {parallel.mesh!r} needs {here} GPUs here, there are {gpus}; "
-            "use a smaller mesh or --device cpu"
+            f"use --mesh {parallel.mesh_of(gpus)} or --device cpu"
         )
     return Plan(axes, "cpu")
 
