@@ -24,6 +24,7 @@ from jaxdist.data import IGNORED, Batch, dataset_of
 from jaxdist.evaluate import main as evaluate
 from jaxdist.families.loss import chunked
 from jaxdist.parallel.sharding import TOKENS
+from jaxdist.runs import checkpoints
 from jaxdist.runs.checkpoints import MANIFEST, damage, steps_in
 from jaxdist.runs.folder import read_metrics
 from jaxdist.runtime import xla
@@ -372,7 +373,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 
 def test_the_last_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is still being written when the run comes to its end."""
-    saved, publish, save = list[int](), checkpoint.publish, checkpoint.Checkpoints.save
+    saved, publish, save = list[int](), checkpoints.publish, checkpoint.Checkpoints.save
 
     def slowly(folder: Path, step: int) -> None:
         time.sleep(2)

@@ -29,6 +29,7 @@ from jaxdist.families.mixtral.config import Mixture
 from jaxdist.formats import buffers
 from jaxdist.formats.finite import is_square
 from jaxdist.formats.hf import from_settings, model_types, to_settings
+from jaxdist.formats.orbax import read_experiment
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, table_of
 from jaxdist.training import checkpoint
 
@@ -393,7 +394,7 @@ class TestCommandLine:
         config = (run / "config.toml").read_text()
         wanted.write_text(config.replace("steps = 300", "steps = 7").replace("positions = 12", "positions = 99"))
         main([str(tmp_path / "hf"), str(tmp_path / "fits"), "--model", str(wanted)])
-        kept = checkpoint.read_experiment(checkpoint.locate(tmp_path / "fits"))
+        kept = read_experiment(checkpoint.locate(tmp_path / "fits"))
         assert kept.train.steps == 7 and kept.model.model_dump()["positions"] == 99
         wanted.write_text(config.replace("norm_eps = 1e-06", "norm_eps = 1e-05"))
         with pytest.raises(ConfigError, match=r"model.norm_eps = 1e-05, but \S+ holds another model, with 1e-06; set"):

@@ -15,10 +15,11 @@ from jaxdist.convert.vocabulary import resized, vocabulary_of
 from jaxdist.formats.companions import CONFIG
 from jaxdist.formats.described import Source, of_experiment, source_of
 from jaxdist.formats.finite import of_start
+from jaxdist.formats.orbax import is_checkpoint, read_experiment
 from jaxdist.formats.origin import Beside, beside
 from jaxdist.formats.sources import kind_of
 from jaxdist.formats.tables import OWN
-from jaxdist.training import checkpoint, orbax_io
+from jaxdist.training import orbax_io
 from jaxdist.training.finite import check_start
 from jaxdist.training.program import Program
 
@@ -31,7 +32,7 @@ def source_experiment(path: Path) -> Experiment:
 
         return experiment_in(path)
     if kind == "orbax":
-        return checkpoint.read_experiment(path)
+        return read_experiment(path)
     return KINDS[kind].format.opened(path, training=False).experiment
 
 
@@ -64,7 +65,7 @@ def load_weights(program: Program, path: Path, ema: bool = False) -> dict[str, j
     where a weight is not finite.
     """
     abstract, model = program.abstract.parameters, program.experiment.model
-    found = checkpoint.read_experiment(path) if checkpoint.is_checkpoint(path) else None
+    found = read_experiment(path) if is_checkpoint(path) else None
     if found and not ema and vocabulary_of(found.model) == vocabulary_of(model):
         same_model(model, found.model, str(path))
         weights = orbax_io.restore(path, parameters=abstract).parameters

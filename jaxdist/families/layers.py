@@ -28,13 +28,13 @@ M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
 
 
-def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param:
+def parameter(shape: tuple[int, ...], axes: tuple[str, ...], std: float = 0.0, mean: float = 0.0) -> nnx.Param[Any]:
     """Declare a parameter: drawn from N(mean, std²), with one logical axis (`sharding.RULES`) per dimension."""
     shard_dim = ParamSpec("", shape, axes, mean, std).shard_dim
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes, mean=mean, std=std, shard_dim=shard_dim)
 
 
-def statistic(shape: tuple[int, ...], value: float = 0.0) -> nnx.BatchStat:
+def statistic(shape: tuple[int, ...], value: float = 0.0) -> nnx.BatchStat[Any]:
     """Declare a running statistic that begins as `value`, or a count of steps, which has no dimension."""
     declared = jax.ShapeDtypeStruct(shape, jnp.float32 if shape else jnp.int32)
     return nnx.BatchStat(declared, axes=("statistic",) * len(shape), mean=value, std=0.0)
@@ -44,7 +44,7 @@ def stacked(count: int, module: M) -> M:
     """`module` with a leading axis `layers` on every parameter: `count` of them, to be scanned over."""
     graph, state = nnx.split(module)
 
-    def stack(p: nnx.Param) -> Any:
+    def stack(p: nnx.Param[Any]) -> Any:
         return parameter((count, *p.shape), ("layers", *p.axes), p.std, p.mean)
 
     return nnx.merge(graph, jax.tree.map(stack, state, is_leaf=lambda x: isinstance(x, nnx.Param)))
@@ -59,12 +59,13 @@ def scan_layers(par: Parallel, layers: nnx.Module, x_BTD: X, rematerialize: Rema
     """
     graph, weights = nnx.split(layers)
 
-    def block(i: int, x_BTD: X, group: nnx.State) -> X:
+    def block(i: int, x_BTD: X, group: nnx.State[Any, Any]) -> X:
         # Sliced in here: the backward pass then refers to the weights that the scan has, and keeps no copy of them.
         weights = jax.tree.map(lambda w: w[i], group) if rematerialize.every > 1 else group
-        return par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
+        y_BTD: X = par.use(nnx.merge(graph, weights))(par, x_BTD, *rest)
+        return y_BTD
 
-    def body(x_BTD: X, group: nnx.State) -> tuple[X, None]:
+    def body(x_BTD: X, group: nnx.State[Any, Any]) -> tuple[X, None]:
         for i in range(rematerialize.every):
             apply = rematerialize.keep if i else rematerialize.block
             x_BTD = apply(partial(block, i))(x_BTD, group)

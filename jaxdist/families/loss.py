@@ -84,7 +84,8 @@ def valid(nats: jax.Array, targets: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _nats(logits_BTV: jax.Array, index_BT: jax.Array) -> jax.Array:
     """-log softmax(logits)[index] [B, T]."""
-    return _nats_forward(logits_BTV, index_BT)[0]
+    nats_BT: jax.Array = _nats_forward(logits_BTV, index_BT)[0]
+    return nats_BT
 
 
 def _nats_forward(logits_BTV: jax.Array, index_BT: jax.Array) -> Any:
@@ -111,7 +112,8 @@ _nats.defvjp(_nats_forward, _nats_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nats_of_chunks(model: Decoder, x_SND: jax.Array, kernel_DV: jax.Array, index_SN: jax.Array) -> jax.Array:
     """`_nats` [S, N] of the logits x · kernel."""
-    return _chunks_forward(model, x_SND, kernel_DV, index_SN)[0]
+    nats_SN: jax.Array = _chunks_forward(model, x_SND, kernel_DV, index_SN)[0]
+    return nats_SN
 
 
 def _chunks_forward(model: Decoder, x_SND: jax.Array, kernel_DV: jax.Array, index_SN: jax.Array) -> Any:

@@ -1,6 +1,6 @@
 """Abstract models of configs, the table of their parameters, and how arrays are put into them."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -34,7 +34,7 @@ def bind(model: M, weights: dict[str, jax.Array], accumulators: dict[str, jax.Ar
     differentiated."""
     graph, state = nnx.split(model)
 
-    def bound(name: str, v: nnx.Variable) -> nnx.Variable:
+    def bound(name: str, v: nnx.Variable[Any]) -> nnx.Variable[Any]:
         trained = isinstance(v, nnx.Param)
         return v.replace(
             Weight(weights[name], accumulators[name] if accumulators else None) if trained else weights[name]

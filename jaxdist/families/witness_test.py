@@ -152,13 +152,13 @@ def balance(witness: Witness) -> float:
     experiment = experiment.model_copy(update={"parallel": parallel})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
 
-    def function(parameters: Any, tokens: jax.Array) -> jax.Array:
+    def function(parameters: Any, tokens: jax.Array) -> Any:
         return jax.lax.psum(program.step_function.forward(None, parameters, tokens).added, sharding.LOSS_AXES)
 
     specs = (program.partition_specs.parameters, program.batch_specs[0])
     mapped = jax.shard_map(function, mesh=program.mesh, in_specs=specs, out_specs=P())
     added = Jitted(jax.jit(mapped), program.mesh)
-    weight = experiment.model.balance  # type: ignore[attr-defined]
+    weight: float = experiment.model.balance  # type: ignore[attr-defined]
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
 
 

@@ -17,7 +17,8 @@ def attend(q_BTHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, window: int 
 
     Query head h reads key/value head h // (H/K). Scores are scaled by 1/sqrt(C), in float32 or wider.
     """
-    return _attend_forward(q_BTHC, k_BSKC, v_BSKC, window)[0]
+    y_BTHC: jax.Array = _attend_forward(q_BTHC, k_BSKC, v_BSKC, window)[0]
+    return y_BTHC
 
 
 def _by_heads(x_BTHC: jax.Array, K: int) -> jax.Array:

@@ -26,8 +26,9 @@ Kernel = Callable[[jax.Array, jax.Array], jax.Array]  # a block's rows and its g
 def grouped(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array) -> jax.Array:
     """y[n] = x[n] · kernel[group of n], of which the first `counts_E[0]` rows are in group 0, and so on; of rows that
     are in none y is anything."""
-    y_NO = lax.platform_dependent(x_NI, kernel_EIO, counts_E, tpu=lax.ragged_dot, default=by_blocks)
-    return checkpoint_name(y_NO, "grouped")  # which is kept; what comes out of a custom_vjp is not
+    y_NO: jax.Array = lax.platform_dependent(x_NI, kernel_EIO, counts_E, tpu=lax.ragged_dot, default=by_blocks)
+    kept: jax.Array = checkpoint_name(y_NO, "grouped")  # what comes out of a custom_vjp is not
+    return kept
 
 
 class Block(NamedTuple):
@@ -68,7 +69,8 @@ def by_block(
         block = Block(*(a[index] for a in found))
         return step(carry, block, *(lax.dynamic_slice_in_dim(a, block.start, M) for a in padded))
 
-    return lax.fori_loop(0, many, one, match_varying(start, counts_E, *rows))
+    end: jax.Array = lax.fori_loop(0, many, one, match_varying(start, counts_E, *rows))
+    return end
 
 
 def each(x_NI: jax.Array, kernel_EIO: jax.Array, counts_E: jax.Array, outputs: int, product: Kernel) -> jax.Array:

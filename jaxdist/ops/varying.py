@@ -12,7 +12,8 @@ def at_least_f32(x: jax.Array) -> jax.Array:
 
 def mark_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """`x`, the same on all devices of `axes`, typed as differing there. Sends nothing."""
-    return lax.pcast(x, axes, to="varying")
+    marked: jax.Array = lax.pcast(x, axes, to="varying")
+    return marked
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

@@ -43,9 +43,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 
 from jaxdist.config import Precision
+from jaxdist.config.strategies import Strategy
 from jaxdist.ops.varying import at_least_f32, mark_varying
 from jaxdist.parallel.rematerialization import on_device
-from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, ShardDim, Strategy
+from jaxdist.parallel.sharding import LOSS_AXES, TOKENS, ShardDim
 
 M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X", bound=jax.Array | tuple[jax.Array, jax.Array])
@@ -76,22 +77,26 @@ def mask_local_vocab(index: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
 
 def of_vocabulary(sums: X) -> X:
     """Sums over the whole vocabulary, of those over each device's part of it."""
-    return lax.psum(sums, "tensor")
+    whole: X = lax.psum(sums, "tensor")
+    return whole
 
 
 def highest_of_vocabulary(highest: jax.Array) -> jax.Array:
     """The largest values of the whole vocabulary, of those of each device's part. No gradient goes through it."""
-    return lax.pmax(highest, "tensor")
+    whole: jax.Array = lax.pmax(highest, "tensor")
+    return whole
 
 
 def gather(piece: jax.Array, cut: ShardDim, to: str = "varying") -> jax.Array:
     """All-gather of what was cut; `to="invarying"` where all devices are to agree on the result."""
-    return lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
+    whole: jax.Array = lax.all_gather(piece, cut.axes, axis=piece.ndim + cut.dim, tiled=True, to=to)
+    return whole
 
 
 def scatter(whole: jax.Array, cut: ShardDim) -> jax.Array:
     """Reduce-scatter of what is to be cut."""
-    return lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
+    piece: jax.Array = lax.psum_scatter(whole, cut.axes, scatter_dimension=whole.ndim + cut.dim, tiled=True)
+    return piece
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -180,7 +185,7 @@ class Parallel:
         """`module` with its Weights whole over fsdp and in the compute dtype. Call it where the weights are needed."""
         graph, state = nnx.split(module)
 
-        def whole(v: nnx.Variable) -> nnx.Variable:
+        def whole(v: nnx.Variable[Any]) -> nnx.Variable[Any]:
             return v.replace(_whole(self, v.shard_dim, *v.get_value())) if isinstance(v, nnx.Param) else v
 
         return nnx.merge(graph, jax.tree.map(whole, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
@@ -199,7 +204,8 @@ class Parallel:
             if self.sequence
             else lax.psum(x, "tensor")
         )
-        return checkpoint_name(total, "leave")
+        named: jax.Array = checkpoint_name(total, "leave")
+        return named
 
     def length(self, tokens_BT: jax.Array) -> int:
         """The times of whole sequences, of which this device has those of `tokens_BT`."""
@@ -220,7 +226,8 @@ class Parallel:
 
     def of_all_tokens(self, sums: jax.Array) -> jax.Array:
         """Sums over the microbatch of all devices. No gradient goes through it."""
-        return lax.psum(lax.stop_gradient(sums), TOKENS)
+        total: jax.Array = lax.psum(lax.stop_gradient(sums), TOKENS)
+        return total
 
     def of_images(self, sums: jax.Array) -> jax.Array:
         """Sums over the images that are normalized together: the microbatch on all devices, or this device's own."""
@@ -241,9 +248,9 @@ class Parallel:
         if self.batch_norm == "global":
             return statistics
         vectors = {name: s for name, s in statistics.items() if s.ndim}
-        flat, whole = ravel_pytree(vectors)
-        kept = lax.psum(jnp.where(lax.axis_index(LOSS_AXES) == 0, flat, 0), LOSS_AXES)
-        return statistics | whole(kept)
+        flat, unravel = ravel_pytree(vectors)
+        kept: dict[str, jax.Array] = unravel(lax.psum(jnp.where(lax.axis_index(LOSS_AXES) == 0, flat, 0), LOSS_AXES))
+        return statistics | kept
 
     def own_times(self, table_TD: jax.Array) -> jax.Array:
         """The rows of the times that this device has between `leave` and `enter`."""

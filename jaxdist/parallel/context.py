@@ -70,12 +70,14 @@ class Ulysses(NoContextParallel):
         return lax.dynamic_slice_in_dim(table_TD, lax.axis_index(AXIS) * size, size)
 
     def all_times(self, x_BT: jax.Array) -> jax.Array:
-        return lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
+        whole_BT: jax.Array = lax.all_gather(x_BT, AXIS, axis=TIME, tiled=True)
+        return whole_BT
 
     def attend(self, q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: int) -> jax.Array:
         q, k, v = (lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True) for x in (q_BTHC, k_BTKC, v_BTKC))
         y = super().attend(q, k, v, window)
-        return lax.all_to_all(y, AXIS, split_axis=1, concat_axis=2, tiled=True)
+        y_BTHC: jax.Array = lax.all_to_all(y, AXIS, split_axis=1, concat_axis=2, tiled=True)
+        return y_BTHC
 
 
 def context(parallel: Parallel, size: int, fused: bool) -> Context:

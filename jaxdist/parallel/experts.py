@@ -52,7 +52,8 @@ class Dropless:
         rows_ND = x_BTD.reshape(-1, x_BTD.shape[-1])[order_N // chosen_BTk.shape[-1]]
         y_ND = jnp.where(mine, experts(jnp.where(mine, rows_ND, 0), counts_E.astype(jnp.int32)), 0)
         y_BTkD = y_ND[jnp.argsort(order_N)].reshape(*chosen_BTk.shape, -1)
-        return lax.psum_scatter(weighted(y_BTkD, weights_BTk), AXIS, scatter_dimension=0, tiled=True)
+        y_BTD: jax.Array = lax.psum_scatter(weighted(y_BTkD, weights_BTk), AXIS, scatter_dimension=0, tiled=True)
+        return y_BTD
 
 
 def places(chosen_BTk: jax.Array, count: int) -> jax.Array:

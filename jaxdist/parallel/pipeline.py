@@ -273,7 +273,8 @@ class GPipe(Pipeline):
             scaled, told = (a.sum() for a in losses)
             return scaled, told
 
-        return jax.tree.map(jnp.add, start, jax.grad(total, has_aux=True)(start[0]))
+        sums: Sums = jax.tree.map(jnp.add, start, jax.grad(total, has_aux=True)(start[0]))
+        return sums
 
 
 class OneFOneB(Pipeline):

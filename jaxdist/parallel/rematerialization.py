@@ -42,7 +42,8 @@ def on_device(arrays: Any, after: jax.Array | None = None) -> Any:
             return x
         if after is not None:
             x, _ = lax.optimization_barrier((x, after))
-        return jax.device_put(x, jax.memory.Space.Device)
+        copy: jax.Array = jax.device_put(x, jax.memory.Space.Device)
+        return copy
 
     return jax.tree.map(fetched, arrays)
 
@@ -78,9 +79,10 @@ _products = _saves.offload_dot_with_no_batch_dims(**_to_host)
 
 
 def _only(*names: str) -> Callable[..., Any]:
-    return _saves.save_and_offload_only_these_names(
+    policy: Callable[..., Any] = _saves.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=names, **_to_host
     )
+    return policy
 
 
 def _products_and_sums(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -109,7 +111,8 @@ class Rematerialize:
             return jax.checkpoint(block, policy=POLICIES[self.mode], prevent_cse=False)
 
         def named(x: jax.Array, *rest: Any) -> jax.Array:
-            return block(checkpoint_name(x, INPUT), *rest)
+            y: jax.Array = block(checkpoint_name(x, INPUT), *rest)
+            return y
 
         return jax.checkpoint(named, policy=OFFLOADED[self.mode], prevent_cse=False)
 

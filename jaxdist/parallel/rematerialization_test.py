@@ -117,7 +117,7 @@ def test_initialization_never_holds_the_whole_model() -> None:
 def temporary(remat: str, every: int = 1, **sections: Any) -> int:
     model = dict(tiny().model.model_dump(), layers=8, dim=64, hidden=256)
     p = program(model=model, data={"sequence": 64}, memory={"remat": remat, "remat_every": every}, **sections)
-    return compiled(p).memory_analysis().temp_size_in_bytes
+    return int(compiled(p).memory_analysis().temp_size_in_bytes)
 
 
 def test_rematerialization_saves_memory() -> None:
@@ -140,7 +140,7 @@ def scratch(mesh: str, remat: str, every: int = 1) -> float:
         memory={"remat": remat, "remat_every": every},
     )
     whole = metrics.parameter_count(p.param_specs) * 4
-    return compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / whole
+    return float(compiled(p, **AS_FOR_A_USER).memory_analysis().temp_size_in_bytes / whole)
 
 
 def allowed(devices: int) -> float:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jaxdist.config import ConfigError
-from jaxdist.runtime import launcher
+from jaxdist.runtime import compat, launcher
 from jaxdist.runtime.launcher import Launch, launched
 
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -56,7 +56,7 @@ def test_launchers_are_known_by_what_they_set(
 
 def test_jax_asks_kubernetes(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ("train-0.pods:55527", 4, 2, None)
-    monkeypatch.setattr(launcher.compat, "cluster", lambda _: answer)
+    monkeypatch.setattr(compat, "cluster", lambda _: answer)
     assert given(monkeypatch, POD) is None  # it may be a run of its own, if JAX cannot ask
     monkeypatch.setattr(launcher, "find_spec", lambda _: True)
     assert launched() == Launch("Kubernetes", 4, 2, 0, ("train-0.pods", 55527))

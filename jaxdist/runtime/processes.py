@@ -165,7 +165,8 @@ def from_first(function: Callable[[], Result], name: str | None = None) -> Resul
         found = pickle.loads(client.blocking_key_value_get_bytes(key, FOREVER))
     if isinstance(found, Exception):
         raise found
-    return found
+    result: Result = found
+    return result
 
 
 def together(function: Callable[[], None]) -> None:

@@ -115,9 +115,9 @@ class Jitted:
 
     def lowered(self, traced: Traced) -> Lowered:
         """The program that is compiled, of what `trace` returned."""
-        lowered = traced.lower()
+        lowered: Lowered = traced.lower()
         if self.platform == "cpu":
-            module = lowered.compiler_ir()
+            module: Any = lowered.compiler_ir()
             leave_out_idle(module)
             number_collectives(module)
         return lowered

@@ -61,7 +61,7 @@ def test_statistics_are_kept_and_resume_is_bitwise(run: Path) -> None:
 
 
 def test_evaluation_by_running_statistics(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*more: str) -> dict[str, Any]:
+    def told(*more: str) -> Any:
         capsys.readouterr()
         evaluate(["--checkpoint", str(run), "--json", "--device", "cpu", *more])
         return json.loads(capsys.readouterr().out.splitlines()[-1])

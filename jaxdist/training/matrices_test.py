@@ -29,7 +29,7 @@ def on_devices(mesh: str, spec: ParamSpec, function: Any, x: np.ndarray, kept: A
     devices, _ = make_mesh(tiny(model=MIXTRAL, parallel={"mesh": mesh}, precision={"policy": "fp64"}), "cpu")
     partition = spec.partition_spec(True)
 
-    def one(piece: jax.Array) -> jax.Array:
+    def one(piece: jax.Array) -> Any:
         return function(ShardedParam(spec, True, piece, jnp.ones(()), jnp.float64), piece)
 
     out = spec.partition_spec(True, kept) if kept else partition

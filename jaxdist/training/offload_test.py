@@ -87,7 +87,7 @@ def not_written_back(update: Any) -> Any:
     """The host keeps the moments that a step was given."""
 
     def wrong(self: Step, state: TrainState, *inputs: Any) -> TrainState:
-        after = update(self, state, *inputs)
+        after: TrainState = update(self, state, *inputs)
         old = rematerialization.on_device(state.optimizer)
         return after._replace(optimizer=jax.tree.map(lambda a, b: b if a.ndim else a, after.optimizer, old))
 

@@ -70,9 +70,11 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
         return jnp.sum(lax.optimization_barrier(jnp.concatenate(parts)))  # without it XLA would make one sum of both
 
     def whole(*arrays: jax.Array) -> jax.Array:
-        return optax.tree.norm(arrays, squared=True)
+        total: jax.Array = optax.tree.norm(arrays, squared=True)
+        return total
 
-    return lax.platform_dependent(*arrays, cpu=in_parts, default=whole)
+    total: jax.Array = lax.platform_dependent(*arrays, cpu=in_parts, default=whole)
+    return total
 
 
 Select = Callable[[jax.Array, jax.Array], jax.Array]
@@ -158,7 +160,8 @@ Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Select, ShardedParam],
 
 def rule_of(o: Optimizer) -> Rule:
     """The update rule of an optimizer. Raises ConfigError where a plugin's has none that can be imported."""
-    return piece(OPTIMIZERS, o.name, "rule", "training in JAX")
+    rule: Rule = piece(OPTIMIZERS, o.name, "rule", "training in JAX")
+    return rule
 
 
 class State(NamedTuple):
@@ -251,7 +254,8 @@ def updates_of(state: Any) -> list[jax.Array]:
 
 def steps_done(state: Any) -> jax.Array:
     """How many steps the schedule of a chain's state has made, those that were passed over too."""
-    return next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
+    count: jax.Array = next(part.count for part in state if isinstance(part, optax.ScaleByScheduleState))
+    return count
 
 
 def chain(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import Experiment
+from jaxdist.config.strategies import Strategy
 from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
 from jaxdist.families import models
 from jaxdist.formats.finite import is_square
@@ -60,7 +61,7 @@ class Program:
         return models.param_specs(self.model)
 
     @cached_property
-    def strategy(self) -> sharding.Strategy:
+    def strategy(self) -> Strategy:
         return sharding.strategy(self.experiment.parallel)
 
     @cached_property
@@ -149,7 +150,8 @@ class Program:
     @cached_property
     def shapes(self) -> TrainState:
         """Shapes and dtypes of the state."""
-        return jax.eval_shape(self.initial)
+        shapes: TrainState = jax.eval_shape(self.initial)
+        return shapes
 
     @cached_property
     def partition_specs(self) -> TrainState:
@@ -180,9 +182,12 @@ class Program:
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state at rest: what is traced with it knows what lies on the host."""
-        return jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.shapes, self.state_shardings
-        )
+
+        def abstract(a: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        state: TrainState = jax.tree.map(abstract, self.shapes, self.state_shardings)
+        return state
 
     @cached_property
     def abstract_batch(self) -> Batches:
@@ -229,18 +234,24 @@ class Program:
             batch = Batch(*(x[:, self.order(x.shape[1])] for x in batch))
         shardings = self.shardings(self.batch_specs)
         if not self.mesh.is_multi_process:
-            return jax.device_put(batch, shardings)
+            local: Batches = jax.device_put(batch, shardings)
+            return local
 
         def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-            return jax.make_array_from_process_local_data(sharding, x, (self.experiment.train.batch, *x.shape[1:]))
+            array: jax.Array = jax.make_array_from_process_local_data(
+                sharding, x, (self.experiment.train.batch, *x.shape[1:])
+            )
+            return array
 
-        return jax.tree.map(put, batch, shardings)
+        placed: Batches = jax.tree.map(put, batch, shardings)
+        return placed
 
     # ---- compiled functions
 
     def initialize(self) -> TrainState:
         """The starting state, born sharded: no device holds more than its share."""
-        return self.to_device_order(jax.jit(self.initial, out_shardings=self.state_shardings)())
+        state: TrainState = self.to_device_order(jax.jit(self.initial, out_shardings=self.state_shardings)())
+        return state
 
     def to_device_order(self, tree: Any) -> Any:
         """Arrays by parameter's name, whose layers are in order, in the order in which devices hold them."""
@@ -258,7 +269,8 @@ class Program:
         def one(path: Any, a: jax.Array) -> jax.Array:
             if getattr(path[-1], "key", "") not in self.stacked:
                 return a
-            return jax.jit(lambda a: a[order], out_shardings=a.sharding)(a)
+            moved: jax.Array = jax.jit(lambda a: a[order], out_shardings=a.sharding)(a)
+            return moved
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -298,7 +310,7 @@ class Program:
                 right = jnp.sum(made.output.argmax(-1) == part.targets) if images else jnp.int32(0)
                 return loss, match_varying(right, loss)
 
-            def microbatch(part: Batches) -> tuple[jax.Array, jax.Array]:
+            def microbatch(part: Batches) -> Any:
                 return self.schedule.forward(partial(scored, part), weights)
 
             losses, right = lax.map(microbatch, step.microbatches(batch))
@@ -335,7 +347,8 @@ class Program:
             logits = self.schedule.forward(
                 lambda weights, stages: step.forward(None, weights, inputs, stages).output, step.gathered(parameters)
             )
-            return lax.psum(logits, AXIS)
+            total: jax.Array = lax.psum(logits, AXIS)
+            return total
 
         specs = (self.partition_specs.parameters, self.batch_specs[0])
         logits = P(TOKENS) if self.experiment.model.input_kind == "images" else P(BATCH, "context", "tensor")

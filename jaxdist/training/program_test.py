@@ -57,7 +57,7 @@ def test_float32_is_float32_on_all_devices(model: str) -> None:
 
 
 def test_products_in_less_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    update = jax.config.update
+    update: Any = jax.config.update
 
     def but_one(name: str, value: Any) -> None:
         update(name, None if name == "jax_default_matmul_precision" else value)

@@ -205,7 +205,8 @@ class Recorder:
 
         def see(state: TrainState, batch: Batches) -> jax.Array:
             one = jax.tree.map(lambda x: x[0], self.program.step_function.microbatches(batch))
-            return lax.psum(self.loss(look, state, one, jnp.ones(())), LOSS_AXES)
+            total: jax.Array = lax.psum(self.loss(look, state, one, jnp.ones(())), LOSS_AXES)
+            return total
 
         def axes(value: Any) -> tuple[str, ...]:
             return tuple(value.manual_axis_type.varying)
@@ -241,7 +242,8 @@ class Recorder:
                 return {"activation": noted, "activation_gradient": unscaled}
 
             found = lax.map(of_one, self.program.step_function.microbatches(batch))
-            return of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+            rows: dict[str, Arrays] = of_first(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found))
+            return rows
 
         specs = {n: spec(t) for n, t in shapes.items()}
         run = self.mapped(function, {"activation": specs, "activation_gradient": specs})

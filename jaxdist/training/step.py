@@ -163,7 +163,8 @@ class Step:
 
     def microbatches(self, batch: Batches) -> Batches:
         """This device's rows, those of each microbatch by themselves: [microbatches, rows, ...]."""
-        return jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+        parts: Batches = jax.tree.map(lambda x: x.reshape(self.accumulation, -1, *x.shape[1:]), batch)
+        return parts
 
     def grad_accumulators(self) -> Arrays:
         """Zeros in the layout of the gradients, to be accumulated into."""

@@ -46,6 +46,7 @@ from parity_tests.suite.sources_test import (
     refused,
 )
 from torch_ref.formats import hf
+from torch_ref.formats.arrays import to_torch
 from torch_ref.formats.hf import lies_beside as ref_beside
 
 Tensors = dict[str, Tensor]
@@ -258,7 +259,7 @@ def test_a_square_matrix_that_one_side_turns_is_seen(tmp_path: Path, monkeypatch
     """Its shape is right, so that nothing but the numbers tells."""
     _, write, model, _ = SOURCES["a run of jaxdist, qwen2"]
     path = write(tmp_path, as_it_is)
-    right, to_torch = read_by_jaxdist(path, model), hf.to_torch
+    right = read_by_jaxdist(path, model)
 
     def turned(array: np.ndarray) -> Tensor:
         return to_torch(array.T if array.ndim == 2 and array.shape[0] == array.shape[1] else array)

@@ -366,7 +366,7 @@ def batch_mesh(mesh: DeviceMesh, whole: bool, axes: tuple[str, ...]) -> DeviceMe
 def sum_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook, a sum where the default is the mean."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 @contextmanager

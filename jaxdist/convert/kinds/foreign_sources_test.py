@@ -26,6 +26,7 @@ from jaxdist.convert.stream import Conversion
 from jaxdist.convert.weights import source_experiment
 from jaxdist.formats.dcp_index import Index, read_index
 from jaxdist.formats.hf import experiment_for, to_settings
+from jaxdist.formats.orbax import read_experiment
 from jaxdist.runs.checkpoints import checkpoint_in
 from jaxdist.training import checkpoint
 
@@ -202,7 +203,7 @@ class TestDistributed:
         saved = tree(*script(0))
         source, run, *model = self.saved(tmp_path / "dcp", saved)
         main([source, run, *model])
-        o = checkpoint.read_experiment(checkpoint.locate(Path(run))).optimizer
+        o = read_experiment(checkpoint.locate(Path(run))).optimizer
         assert (o.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay) == (1e-3, 0.8, 0.99, 1e-7, 0.03)
         content = orbax_files.opened(Path(run))
         content = replace(content, step=content.step + more, updates=content.step + more)

@@ -31,7 +31,7 @@ from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion, Resharder, one_dtype
 from jaxdist.families import models
 from jaxdist.formats.foreign import check_files
-from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, reading
+from jaxdist.formats.orbax import arrays, check_chunks, numbers_of, read_experiment, reading
 from jaxdist.formats.tables import LAYERS, OWN
 from jaxdist.runs.checkpoints import publish, sealed, unfinished
 from jaxdist.training import checkpoint
@@ -53,7 +53,7 @@ def opened(path: Path, wanted: Experiment | None = None, training: bool = True) 
     """The content of a checkpoint, or of a run's newest one that is whole as far as small files tell: the large ones
     of `Content.checkpoint` are still to be compared. Raises ConfigError."""
     found = checkpoint.locate(path, "small")
-    experiment = agreed(str(path), checkpoint.read_experiment(found), wanted)
+    experiment = agreed(str(path), read_experiment(found), wanted)
 
     def layers(what: str, group: str, there: Mapping[str, ts.TensorStore]) -> Leaves:
         wanted = {name: entry.shape for name, entry in entries_of(OWN, experiment, group).items()}

@@ -24,6 +24,7 @@ from jaxdist.convert.kinds.formats_test import content_of, tensors, written
 from jaxdist.convert.mappings.atoms import whole
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats.hf import experiment_for, to_settings
+from jaxdist.formats.orbax import read_experiment
 from jaxdist.training import checkpoint
 from jaxdist.training.optim import learning_rate
 
@@ -382,7 +383,7 @@ class TestTorchFiles:
             self.script(tmp_path / "a.pt", rule)
             given = ["--model", self.config(tmp_path, schedule=True), *arguments]
             main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--force", *given])
-            return checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+            return read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
 
         with pytest.raises(ConfigError, match=r"its rate of now is 0.001, and the schedule of --model has 0.00125 at"):
             of(None)
@@ -465,7 +466,7 @@ class TestTorchFiles:
             group["lr"] = torch.tensor(2e-3)
         torch.save(saved, tmp_path / "a.pt")
         main([str(tmp_path / "a.pt"), str(tmp_path / "run"), "--model", self.config(tmp_path)])
-        kept = checkpoint.read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
+        kept = read_experiment(checkpoint.locate(tmp_path / "run")).optimizer
         assert kept.learning_rate == pytest.approx(2e-3, rel=1e-7)
 
     @pytest.mark.parametrize("step", [float("nan"), float("inf"), 1e30, 2.0**40, 0.5, -1.0])

@@ -140,4 +140,5 @@ class Mixtral(RotaryDecoder):
         c, (count_E, sum_E) = self.config, par.of_all_times(tally_2E)
         count_E = par.of_all_tokens(count_E)
         entries = jnp.maximum(count_E.sum() / c.top_k, 1)  # tokens of all blocks
-        return c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
+        loss: jax.Array = c.balance * c.experts * (count_E / entries * sum_E / entries).sum()
+        return loss

@@ -91,7 +91,8 @@ class ConvNorm(nnx.Module):
 def max_pool(x_BYXC: jax.Array) -> jax.Array:
     """The largest of each 3×3, at every second place."""
     padding = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return lax.reduce_window(x_BYXC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+    largest_BYXC: jax.Array = lax.reduce_window(x_BYXC, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
+    return largest_BYXC
 
 
 class Block(nnx.Module):
@@ -117,12 +118,12 @@ class Block(nnx.Module):
 def apply(par: Parallel, path: str, module: M, x_BYXC: jax.Array) -> tuple[jax.Array, Statistics]:
     """`module`, called `path` in the model, gathered and applied to x; and its statistics from now on."""
     used = par.use(module)
-    y_BYXC = used(par, x_BYXC)  # type: ignore[operator]
+    y_BYXC = used(par, x_BYXC)
     found = nnx.to_flat_state(nnx.state(used, nnx.BatchStat))
     return y_BYXC, {".".join(map(str, (path, *inner))): v.get_value() for inner, v in found}
 
 
-def stage(c: Config, i: int, inputs: int) -> nnx.List:
+def stage(c: Config, i: int, inputs: int) -> nnx.List[Block]:
     """Blocks of one width, of which the first halves height and width in all stages but the first."""
     width = c.widths[i]
     first = Block(c, inputs, width, stride=2 if i else 1)

@@ -115,7 +115,7 @@ def test_mistakes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         patch.setattr(BatchNorm, "track", biased)
         assert apart("small", tmp_path)[1] > 1e-4
 
-    def own(_: Parallel, sums: jax.Array) -> jax.Array:
+    def own(_: Parallel, sums: jax.Array) -> Any:
         first = jax.lax.axis_index(LOSS_AXES) == 0
         return jax.lax.psum(jax.numpy.where(first, 2 * sums, 0), LOSS_AXES)  # for both of them
 

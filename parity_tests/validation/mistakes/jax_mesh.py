@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxdist.config import Experiment
+from jaxdist.config import STRATEGIES, Experiment
 from jaxdist.data import Batch, Dataset
 from jaxdist.families import layers
 from jaxdist.ops import linear
@@ -318,8 +318,8 @@ def weights_gathered_before_the_cast() -> None:
 @planted("zero1", "memory", "memory/optimizer_state*")
 def moments_not_sharded() -> None:
     """Under zero1 every device keeps all of Adam's moments."""
-    row = replace(sharding.STRATEGIES["zero1"], optimizer=False)
-    plant(sharding, "STRATEGIES", {**sharding.STRATEGIES, "zero1": row})
+    row = replace(STRATEGIES["zero1"], optimizer=False)
+    plant(sharding, "STRATEGIES", {**STRATEGIES, "zero1": row})
 
 
 @planted("kept", "distribution", "activation/embed")

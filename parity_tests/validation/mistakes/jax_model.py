@@ -98,7 +98,7 @@ def qk_norm_after_rope() -> None:
     def call(self: Any, par: Parallel, x_BTD: jax.Array, rotation: rotary.Rotation) -> jax.Array:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q, k, v = (p(x_BTD).reshape(heads) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = llama.rotate(q, rotation), llama.rotate(k, rotation)
+        q, k = rotary.rotate(q, rotation), rotary.rotate(k, rotation)
         y = par.attend(self.q_norm(q), self.k_norm(k), v, self.window)
         return self.o_proj(par, y.reshape(*x_BTD.shape[:2], -1))
 
@@ -200,7 +200,7 @@ def tied_head_without_gradient() -> None:
 @planted("llama", "mathematics", f"{FIRST}.attention_norm")
 def blocks_in_reverse() -> None:
     """The scan runs through the blocks from the last to the first."""
-    right = layers.lax.scan
+    right = lax.scan
     plant(layers, "lax", altered(lax, scan=lambda body, x, blocks: right(body, x, blocks, reverse=True)))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdist.parallel import pipeline
@@ -75,11 +76,11 @@ def computed_again_from_another_input() -> None:
         def a_time_off(function: Any, accumulators: Any, x: Any, **more: Any) -> Any:
             return vjp(function, accumulators, jax.tree.map(lambda a: jnp.roll(a, 1, axis=1), x), **more)
 
-        pipeline.jax.vjp = a_time_off  # type: ignore[assignment]
+        jax.vjp = a_time_off  # type: ignore[assignment]
         try:
             return right(self, *inputs)
         finally:
-            pipeline.jax.vjp = vjp
+            jax.vjp = vjp
 
     plant(OneFOneB, "accumulate", accumulate)
 
@@ -87,7 +88,7 @@ def computed_again_from_another_input() -> None:
 @planted("interleaved", "distribution", "loss")
 def chunks_in_the_order_of_devices() -> None:
     """A device holds layers that follow each other, and works on them as if they were apart."""
-    plant(Pipeline, "order", lambda self, layers: pipeline.np.arange(layers))
+    plant(Pipeline, "order", lambda self, layers: np.arange(layers))
 
 
 @planted("stages", "distribution", "grad_norm")

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxdist import train
 from jaxdist.config import Optimizer
+from jaxdist.config.optimizer import OPTIMIZERS
 from jaxdist.convert import weights
 from jaxdist.data import Batch, Dataset, dataset
 from jaxdist.families import loss
@@ -90,21 +91,21 @@ def padding_counted() -> None:
 @planted("llama", "mathematics", "loss")
 def targets_shifted_twice() -> None:
     """Both the data and the loss shift the targets."""
-    right = step.cross_entropy
+    right = loss.cross_entropy
     plant(step, "cross_entropy", lambda logits, y: right(logits, jnp.roll(y, -1, 1)))
 
 
 @planted("llama", "mathematics", "loss")
 def loss_in_float32() -> None:
     """A float64 run takes the cross-entropy in float32."""
-    right = step.cross_entropy
+    right = loss.cross_entropy
     plant(step, "cross_entropy", lambda logits, y: right(logits.astype(jnp.float32), y))
 
 
 @planted("chunks", "mathematics", "loss")
 def what_fills_the_last_chunk_counted() -> None:
     """What the last chunk of the loss is filled up with is to be predicted, too: as token 0."""
-    right = step.chunked
+    right = loss.chunked
 
     def chunked(targets: jax.Array, chunks: int) -> jax.Array:
         found = right(targets, chunks)
@@ -318,8 +319,8 @@ def second_moment_of_the_unclipped() -> None:
 @planted("adam", "mathematics", "exp_avg/*")
 def decay_beside_the_gradient() -> None:
     """Adam's decay is taken off the weights, as AdamW's is."""
-    row = replace(optim.OPTIMIZERS["adam"], coupled=False)
-    plant(optim, "OPTIMIZERS", {**optim.OPTIMIZERS, "adam": row})
+    row = replace(OPTIMIZERS["adam"], coupled=False)
+    plant(optim, "OPTIMIZERS", {**OPTIMIZERS, "adam": row})
 
 
 @planted("adam", "mathematics", "ema/*")

@@ -11,6 +11,7 @@ from jaxdist.data import dealt
 from parity_tests.validation.mistakes import everywhere, mistake, plant
 from torch_ref.families import mixtral
 from torch_ref.parallel import experts
+from torch_ref.runtime.compat import all_to_all_single_autograd
 
 planted = partial(mistake, "torch_ref")
 MIXED = "activation/layers.0.mlp"
@@ -59,7 +60,7 @@ def balance_of_each_rank() -> None:
 @planted("experts", "distribution", f"{MIXED}*")
 def rows_back_in_the_order_of_experts() -> None:
     """Rows are sorted by expert, and go back so."""
-    right = experts.all_to_all_single_autograd
+    right = all_to_all_single_autograd
 
     class Unsorted:
         """The second of two ways, whose rows are sorted again."""

@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +22,7 @@ from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
 from torch_ref.families import layers, llama
 from torch_ref.parallel import context
 from torch_ref.runtime import launch
+from torch_ref.runtime.compat import replicate
 from torch_ref.training import optim, parallelize, step
 
 planted = partial(mistake, "torch_ref")
@@ -78,7 +79,7 @@ def mean_by_ddp() -> None:
 @planted("ddp", "distribution", "gradient/norm.weight")
 def parameter_ignored_by_ddp() -> None:
     """The last norm's gradient is not summed over ranks."""
-    right = parallelize.DistributedDataParallel
+    right: Any = DistributedDataParallel
 
     def wrapped(model: Any, **more: Any) -> Any:
         right._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight"])
@@ -160,12 +161,12 @@ def clip_of_each_shard() -> None:
 @planted("2x2", "distribution", "gradient/layers.*.attention.q_norm.weight")
 def one_scale_not_summed_over_tensor() -> None:
     """The norm of queries is told that it sees all heads: its scale has the gradient of each rank's own."""
-    right = parallelize.parallelize_module
+    right = parallelize_module
 
-    def parallelize_module(model: Any, mesh: Any, styles: Any) -> Any:
+    def seeing_all_heads(model: Any, mesh: Any, styles: Any) -> Any:
         return right(model, mesh, styles | {"layers.*.attention.q_norm": parallelize.Replicated()})
 
-    plant(parallelize, "parallelize_module", parallelize_module)
+    plant(parallelize, "parallelize_module", seeing_all_heads)
 
 
 @planted("2x2", "distribution", "activation_gradient/layers.1.mlp_norm")
@@ -267,7 +268,7 @@ def replicated_not_sharded() -> None:
 
     def whole(module: Any, *, mesh: Any, reshard_after_forward: bool = False, **more: Any) -> Any:
         flat = mesh._flatten("batch") if mesh.ndim > 1 else mesh
-        return parallelize.replicate(module, mesh=flat, **more)
+        return replicate(module, mesh=flat, **more)
 
     plant(parallelize, "fully_shard", whole)
 

@@ -195,7 +195,7 @@ def last_norm_left_out() -> None:
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        rotation = llama.rotary(self.config, tokens.shape[1], like=x)
+        rotation = layers.rotary(self.config, tokens.shape[1], like=x)
         for block in self.layers:
             x = block(x, rotation)
         return self.lm_head(x)

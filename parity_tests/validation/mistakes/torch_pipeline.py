@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B
 
 from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
 from torch_ref.parallel import pipeline
@@ -39,7 +40,7 @@ def targets_of_another_microbatch() -> None:
 @planted("stages", "distribution", "gradient/*")
 def gradients_divided_by_microbatches() -> None:
     """The schedule scales gradients as if the loss were a mean, as it does by default."""
-    pipeline.SCHEDULES["1F1B"] = lambda *inputs, **more: pipeline.Schedule1F1B(*inputs, **more | {"scale_grads": True})
+    pipeline.SCHEDULES["1F1B"] = lambda *inputs, **more: Schedule1F1B(*inputs, **more | {"scale_grads": True})
 
 
 @planted("stages", "distribution", "grad_norm")

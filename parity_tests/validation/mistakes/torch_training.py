@@ -4,13 +4,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from jaxdist.data import Batch, Dataset
+from jaxdist.data import IGNORED, Batch, Dataset
 from parity_tests.validation.mistakes import altered, everywhere, mistake, plant
 from torch_ref.families import loss
 from torch_ref.parallel.weights import local, named
-from torch_ref.training import checkpoint, matrices, optim, step
+from torch_ref.training import checkpoint, matrices, optim
 
 planted = partial(mistake, "torch_ref")
 
@@ -83,17 +84,17 @@ def loaded_through_bfloat16() -> None:
 @planted("accumulation", "mathematics", "loss")
 def loss_divided_twice() -> None:
     """The loss, divided by the tokens of the whole batch, is divided by the number of microbatches as well."""
-    right = step.cross_entropy
+    right = loss.cross_entropy
     everywhere(right, lambda *inputs: right(*inputs) / 2)
 
 
 @planted("llama", "mathematics", "loss")
 def mean_by_the_loss_function() -> None:
     """Each row is divided by its own number of tokens."""
-    right = step.cross_entropy
+    right = loss.cross_entropy
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        counts = (targets != step.IGNORED).sum(1)
+        counts = (targets != IGNORED).sum(1)
         rows = [right(x[None], y[None]) / n for x, y, n in zip(logits, targets, counts, strict=True)]
         return torch.stack(rows).mean() * counts.sum()
 
@@ -106,7 +107,7 @@ def mean_times_the_size_of_a_chunk() -> None:
     right = loss.cross_entropy
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-        return right(logits, targets) * targets.numel() / (targets != step.IGNORED).sum()
+        return right(logits, targets) * targets.numel() / (targets != IGNORED).sum()
 
     plant(loss, "cross_entropy", cross_entropy)
 
@@ -118,7 +119,7 @@ def head_learns_from_one_chunk() -> None:
 
     def cross_entropy_of_chunks(x_BTD: Tensor, weight_VD: Tensor, targets_SN: Tensor, model: Any) -> Tensor:
         others, last = targets_SN.clone(), targets_SN.clone()
-        others[-1], last[:-1] = step.IGNORED, step.IGNORED
+        others[-1], last[:-1] = IGNORED, IGNORED
         return right(x_BTD, weight_VD.detach(), others, model) + right(x_BTD, weight_VD, last, model)
 
     everywhere(right, cross_entropy_of_chunks)
@@ -305,7 +306,7 @@ def update_not_clipped() -> None:
 @planted("adafactor", "distribution", "row_var/*", "col_var/*")
 def sums_of_the_own_piece() -> None:
     """adafactor's sums are of a rank's piece, and not of the whole."""
-    plant(matrices, "dist", altered(matrices.dist, all_reduce=lambda *_, **__: None))
+    plant(matrices, "dist", altered(dist, all_reduce=lambda *_, **__: None))
 
 
 @planted("muon", "distribution", "weights/layers.*")
