@@ -4,16 +4,17 @@ Importing a plugin registers its rows, by `jaxdist.register_*` and, for torch's 
 """
 
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 
 from jaxdist.config import registry
-from jaxdist.config.errors import ConfigError
+from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.model import listed
 from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
 
@@ -51,7 +52,7 @@ def _load(package: str, named: str, otherwise: str) -> None:
         import_module(package)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{package}.".startswith(f"{error.name}."):
-            raise _failed(error, named, otherwise) from None
+            raise _failed(error, named, "its import fails", otherwise) from None
         raise ConfigError(
             f"{named}: there is no such package on Python's path; install it, run in the folder that holds it, or "
             f"{otherwise}"
@@ -59,20 +60,20 @@ def _load(package: str, named: str, otherwise: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"{named}: {error}") from None
     except (Exception, SystemExit) as error:
-        raise _failed(error, named, otherwise) from None
+        raise _failed(error, named, "its import fails", otherwise) from None
     finally:
         registry.loading.pop()
     registry.loaded[package] = None
 
 
-def _failed(error: BaseException, named: str, otherwise: str) -> ConfigError:
-    """The error of an import that failed, with the line of the plugin's code that raised it."""
+def _failed(error: BaseException, named: str, fails: str, otherwise: str) -> ConfigError:
+    """The error of an import or a call that failed, with the line of code that raised it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    file, line, said = frames[-1].filename, frames[-1].lineno, str(error)
+    file, line, said = frames[-1].filename, frames[-1].lineno, " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         file, line, said = error.filename or file, error.lineno, error.msg
     return ConfigError(
-        f"{named}: its import fails, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
+        f"{named}: {fails}, {type(error).__name__}: {said} ({file}, line {line}); correct it, or {otherwise}"
     )
 
 
@@ -103,9 +104,38 @@ def optional(rows: Registry[Any], name: str, field: str) -> Any:
         raise unimportable(rows, name, field, error) from None
 
 
+Found = TypeVar("Found")
+
+
+def of_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, ConfigError]]:
+    """Row -> what `read` finds for it, and row -> the error where that fails: a broken row leaves the others usable."""
+    found, errors = dict[str, Found](), dict[str, ConfigError]()
+    for name in rows:
+        try:
+            found[name] = read(name)
+        except ConfigError as error:
+            errors[name] = error
+    return found, errors
+
+
+@contextmanager
+def running(rows: Registry[Any], name: str, field: str) -> Iterator[None]:
+    """Around a call of the code of a row's `field`. What a plugin's code raises becomes a ConfigError that names the
+    plugin, the row, the field and the line."""
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except Exception as error:
+        if rows.built_in(name):
+            raise
+        raise _failed(error, named(rows, name), f"its {field} fails", "use another") from None
+
+
 def unimportable(rows: Registry[Any], name: str, field: str, error: Exception) -> ConfigError:
     """The error where the module that a row's `field` refers to cannot be imported."""
-    return _failed(error, f"{named(rows, name)}: {field} = {getattr(rows[name], field)!r}", "use another")
+    reference = f"{named(rows, name)}: {field} = {getattr(rows[name], field)!r}"
+    return _failed(error, reference, "its import fails", "use another")
 
 
 def named(rows: Registry[Any], name: str) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import pytest
@@ -17,9 +17,11 @@ from jaxdist.convert.__main__ import main
 from jaxdist.convert.convert_test import draw, run_of, same
 from jaxdist.convert.kinds.registry import KINDS
 from jaxdist.convert.stream import Conversion
-from jaxdist.formats.hf import model_types, read_model
+from jaxdist.families.llama.config import Llama
+from jaxdist.formats.hf import model_types, read_model, to_settings
 from jaxdist.formats.hf_decisions import DECODER, HuggingFace, ModelType, read
 from jaxdist.formats.hf_keys import COUNT, FLAG, Key, Settings, values
+from jaxdist.formats.naming import family_of
 from jaxdist.formats.tables import OWN, Table, embedding, linear, norm
 
 pytest.importorskip("torch")
@@ -162,5 +164,48 @@ def test_a_piece_of_another_kind_is_refused(
 
 def test_a_model_type_that_another_family_reads_is_refused(registered: Callable[..., None]) -> None:
     registered(tables=TABLES, huggingface=HuggingFace({"gpt2": HUGGINGFACE.types["toy"]}, written))
-    with pytest.raises(ConfigError, match=r"family 'toy' reads a config.json of model_type 'gpt2', which .*'gpt2' rea"):
-        model_types()
+    says = r"family 'toy' of plugin '.*' reads a config.json of model_type 'gpt2', which the family 'gpt2' reads; give"
+    with pytest.raises(ConfigError, match=says):
+        to_settings(TOY, "float32")
+    assert model_types()["gpt2"][0] == "gpt2"
+
+
+def raising(*_: object) -> Settings:
+    raise KeyError("width")
+
+
+TYPE, made_of = HUGGINGFACE.types["toy"], cast(Any, HuggingFace)
+BROKEN: dict[str, tuple[Any, str]] = {
+    "absent": ("nowhere:HERE", "huggingface = 'nowhere:HERE': No module named 'nowhere'"),
+    "a class": (HuggingFace, "huggingface = <class .*HuggingFace'>; give a .*HuggingFace"),
+    "no table": (made_of([TYPE], written), r"huggingface = HuggingFace\(t.*; give a .*HuggingFace"),
+    "no type": (
+        made_of({"toy": "ToyModel"}, written),
+        r"huggingface.types\['toy'\] = 'ToyModel'; give a .*ModelType",
+    ),
+    "a reader that fails": (
+        HuggingFace({"toy": TYPE._replace(read=raising)}, raising),
+        rf"the family 'toy' of plugin '{__name__}': its huggingface fails, KeyError: 'width' \(.*, line \d+\);",
+    ),
+}
+
+
+@pytest.mark.parametrize("piece", BROKEN)
+def test_a_broken_piece_breaks_its_own_family_alone(
+    piece: str, registered: Callable[..., None], tmp_path: Path
+) -> None:
+    broken, says = BROKEN[piece]
+    registered(tables=TABLES, huggingface=broken)
+    ours = Llama(layers=1, dim=8, heads=2, kv_heads=1, head_dim=4, hidden=12, vocab=11, positions=16)
+    (tmp_path / "config.json").write_text(json.dumps(to_settings(ours, "float32")))
+    assert read_model(tmp_path) == ours
+    with pytest.raises(ConfigError, match=says):
+        to_settings(TOY, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(written(TOY)))
+    with pytest.raises(ConfigError, match=says):
+        read_model(tmp_path)
+
+
+def test_broken_tables_leave_other_families_recognized(registered: Callable[..., None]) -> None:
+    registered(tables={"toy": [1]})
+    assert family_of(["model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.gate_proj.weight"]) == "llama"

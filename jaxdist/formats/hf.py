@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxdist.config import ConfigError, Data, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import optional
+from jaxdist.config.plugins import named, of_each, optional, running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
 from jaxdist.formats.hf_keys import SHOWN, Settings, together
@@ -55,42 +56,72 @@ def experiment_for(model: Settings, source: str) -> Experiment:
     return Experiment.parse({"model": model, "data": {"sequence": sequence}}, source)
 
 
+class Readers(NamedTuple):
+    """The `huggingface` of all families, by family, and the errors of those whose own is broken."""
+
+    types: Mapping[str, tuple[str, ModelType]]
+    """model_type -> the family that reads it, and its reader."""
+    pieces: Mapping[str, HuggingFace | None]
+    errors: Mapping[str, ConfigError]
+
+
+def readers() -> Readers:
+    """Those of the registered families."""
+    types: dict[str, tuple[str, ModelType]] = {}
+
+    def read(family: str) -> HuggingFace | None:
+        if (piece := optional(FAMILIES, family, "huggingface")) is None:
+            return None
+        if not isinstance(piece, HuggingFace) or not isinstance(piece.types, Mapping):
+            raise unusable(family, "huggingface", piece, "a jaxdist.formats.hf_decisions.HuggingFace")
+        for model_type, reader in piece.types.items():
+            if not isinstance(reader, ModelType):
+                kind = "a jaxdist.formats.hf_decisions.ModelType"
+                raise unusable(family, f"huggingface.types[{model_type!r}]", reader, kind)
+            if model_type in types:
+                raise ConfigError(
+                    f"{named(FAMILIES, family)} reads a config.json of model_type {model_type!r}, which the family "
+                    f"{types[model_type][0]!r} reads; give it another model_type"
+                )
+        types.update({model_type: (family, reader) for model_type, reader in piece.types.items()})
+        return piece
+
+    return Readers(types, *of_each(FAMILIES, read))
+
+
 def huggingface_of(family: str) -> HuggingFace | None:
-    """The reader and writer that a family registers; None without one. Raises ConfigError for anything else."""
-    found = optional(FAMILIES, family, "huggingface")
-    if not isinstance(found, HuggingFace | None):
-        raise unusable(family, "huggingface", found, "a jaxdist.formats.hf_decisions.HuggingFace")
-    return found
+    """The reader and writer that a family registers; None without one. Raises ConfigError where they are broken."""
+    found = readers()
+    if family in found.errors:
+        raise found.errors[family]
+    return found.pieces[family]
 
 
 def model_types() -> Mapping[str, tuple[str, ModelType]]:
-    """model_type -> the family that reads it, and its reader. Raises ConfigError where two families read one."""
-    found: dict[str, tuple[str, ModelType]] = {}
-    for family in FAMILIES:
-        row = huggingface_of(family)
-        for model_type, reader in row.types.items() if row else ():
-            if model_type in found:
-                raise ConfigError(
-                    f"{FAMILIES.owner(family)}: the family {family!r} reads a config.json of model_type "
-                    f"{model_type!r}, which the family {found[model_type][0]!r} reads; give it another model_type"
-                )
-            found[model_type] = family, reader
-    return found
+    """model_type -> the family that reads it, and its reader."""
+    return readers().types
 
 
 def from_settings(settings: Settings) -> Settings:
     """The model section, not yet validated, from the settings of a config.json. Raises ConfigError."""
-    model_type, named, known = settings.get("model_type"), settings.get("architectures") or [], model_types()
+    model_type, architectures = settings.get("model_type"), settings.get("architectures") or []
+    known, _, errors = readers()
     if not isinstance(model_type, str) or model_type not in known:
+        if errors:  # one of these families may read it
+            raise next(iter(errors.values()))
         raise ConfigError(
             f"model_type = {SHOWN.repr(model_type)}; choose a model of type {', '.join(known)}, or give --plugins the "
             "package that registers its family"
         )
     family, reader = known[model_type]
     name = reader.architecture
-    if not isinstance(named, list) or (named and named[0] not in (name, HEADS.sub("Model", name))):
-        raise ConfigError(f"architectures = {SHOWN.repr(named)}; jaxdist reads {name} of model_type {model_type}")
-    _, fields = together(partial(check, settings, reader.decisions), partial(reader.read, settings))
+    if not isinstance(architectures, list) or (
+        architectures and architectures[0] not in (name, HEADS.sub("Model", name))
+    ):
+        given = SHOWN.repr(architectures)
+        raise ConfigError(f"architectures = {given}; jaxdist reads {name} of model_type {model_type}")
+    with running(FAMILIES, family, "huggingface"):
+        _, fields = together(partial(check, settings, reader.decisions), partial(reader.read, settings))
     return {"family": family, **fields}
 
 
@@ -100,9 +131,12 @@ def to_settings(model: Model, dtype: str) -> Settings:
         raise lacking(model.family, "huggingface", "there is no config.json for it")
     # Token ids belong to a tokenizer; left out, transformers would assume those of its own.
     tokens = {"bos_token_id": None, "eos_token_id": None} if model.input_kind == "tokens" else {}
-    return row.write(model) | tokens | {"torch_dtype": dtype}
+    with running(FAMILIES, model.family, "huggingface"):
+        return row.write(model) | tokens | {"torch_dtype": dtype}
 
 
 def notes_on(settings: Settings) -> list[str]:
     """Notes on a config.json that jaxdist reads, see `hf_decisions.notes`."""
-    return notes(settings, model_types()[settings["model_type"]][1])
+    family, reader = model_types()[settings["model_type"]]
+    with running(FAMILIES, family, "huggingface"):
+        return notes(settings, reader)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from jaxdist.config import ConfigError, Model
-from jaxdist.config.plugins import optional
+from jaxdist.config.plugins import of_each
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.tables import Shape, Table, table_of, table_of_files, tables_of
 
@@ -112,10 +112,16 @@ def family_of(names: Iterable[str]) -> str:
     """The family whose tensors under some naming, ours among them, the most names are; `unknown` where none is."""
     layered = (re.sub(r"\.\d+\.", ".{layer}.", plain(name), count=1) for name in names)
     given = [re.sub(r"\.experts\.\d+\.", ".experts.{expert}.", name) for name in layered]
-    scores = {family: 0 for family in FAMILIES if optional(FAMILIES, family, "tables")}
-    for family in scores:
-        for table in tables_of(family).values():
-            known = {row.theirs for row in table.rows} | {name for row in table.rows for name in row.ours}
-            scores[family] = max(scores[family], sum({name, table.prefix + name} & known != set() for name in given))
+
+    def score(family: str) -> int:
+        """Most names that are in one table of the family. Raises ConfigError where it has no tables."""
+        tables = tables_of(family).values()
+        known = [{name for row in table.rows for name in (row.theirs, *row.ours)} for table in tables]
+        return max(
+            sum(not names.isdisjoint((name, table.prefix + name)) for name in given)
+            for table, names in zip(tables, known, strict=True)
+        )
+
+    scores, _ = of_each(FAMILIES, score)
     best = max(scores, key=lambda family: scores[family])
     return best if scores[best] else "unknown"
