@@ -46,7 +46,7 @@ def unknown(model: Model, form: str) -> Unknown:
 
 def accounting_of(model: Model) -> Accounting:
     """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
-    return optional(FAMILIES, model.family, "accounting") or Accounting()
+    return optional(FAMILIES, model.family, "accounting", Accounting) or Accounting()
 
 
 def flops_per_token(experiment: Experiment, param_specs: ParamSpecs) -> float | None:

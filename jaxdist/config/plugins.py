@@ -3,6 +3,7 @@
 Importing a plugin registers its rows, by `jaxdist.register_*` and, for torch's side, `torch_ref.register_*`.
 """
 
+import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from jaxdist.config.errors import ConfigError, TrainingError
 from jaxdist.config.model import listed
 from jaxdist.config.registry import SCRIPTS, Owner, Registry, resolve, within
 
+Found = TypeVar("Found")
 GROUP = "jaxdist.plugins"  # entry points of installed packages, loaded by every command
 
 
@@ -93,18 +95,38 @@ def piece(rows: Registry[Any], name: str, field: str, needed: str) -> Any:
     return found
 
 
-def optional(rows: Registry[Any], name: str, field: str) -> Any:
-    """The object that a row's `field` refers to, or None. Raises ConfigError, naming the plugin, the row and the field,
-    where it cannot be imported."""
+def optional(rows: Registry[Any], name: str, field: str, kind: type = object) -> Any:
+    """The object that a row's `field` refers to, an instance of `kind`, or None. Raises ConfigError, naming the plugin,
+    the row and the field, where it is another or cannot be imported."""
     try:
-        return resolve(getattr(rows[name], field))
+        found = resolve(getattr(rows[name], field))
     except ConfigError as error:
         raise ConfigError(f"{named(rows, name)}: {field} = {error}") from None
     except Exception as error:
         raise unimportable(rows, name, field, error) from None
+    return None if found is None else checked(found, kind, f"{named(rows, name)}: {field} =")
 
 
-Found = TypeVar("Found")
+def checked(found: Any, kind: type, given: str) -> Any:
+    """An object of a plugin's that is to be an instance of `kind`. Raises ConfigError for another, which `given` says
+    where it comes from."""
+    if not isinstance(found, kind):
+        wanted = f"{kind.__module__}.{kind.__qualname__}"
+        raise ConfigError(f"{given} {reprlib.repr(found)}; give an instance of {wanted}")
+    return found
+
+
+def function(rows: Registry[Any], name: str, field: str, needed: str, kind: type = object) -> Callable[..., Any]:
+    """The function or class that a row's `field` refers to, as `piece`, with ConfigErrors for what a plugin's code
+    raises and for a result that is no instance of `kind`."""
+    found = piece(rows, name, field, needed)
+
+    def guarded(*arguments: Any) -> Any:
+        with running(rows, name, field):
+            made = found(*arguments)
+        return checked(made, kind, f"{named(rows, name)}: {field} returns")
+
+    return guarded
 
 
 def of_each(rows: Iterable[str], read: Callable[[str], Found]) -> tuple[dict[str, Found], dict[str, ConfigError]]:

@@ -7,7 +7,7 @@ from jaxdist import Family, register_family
 from jaxdist.config import ConfigError, Decoder, Experiment, registry
 from jaxdist.config.data import DataSource
 from jaxdist.config.fitting import splits
-from jaxdist.config.plugins import named, optional
+from jaxdist.config.plugins import function, named, optional
 from jaxdist.config.registry import FAMILIES, OURS, Owner, Registry, default_family, resolve
 
 
@@ -104,3 +104,26 @@ def test_an_error_of_any_kind_names_its_row_and_reference(monkeypatch: pytest.Mo
     )
     with pytest.raises(ConfigError, match=said):
         optional(sources, "a", "open")
+
+
+def test_what_a_plugins_code_raises_or_returns_names_its_row() -> None:
+    rows: Registry[DataSource] = Registry("row")
+    rows.register(DataSource("a", lambda value: 6 // value), Owner("one"))
+    rows.register(DataSource("b", lambda value: 6 // value), OURS)
+    opened, ours = (function(rows, name, "open", "a test", int) for name in "ab")
+    assert opened(2) == ours(2) == 3
+    said = (
+        r"^the row 'a' of plugin 'one': its open fails, ZeroDivisionError: .* \(.*registry_test.py, line \d+\); correct"
+    )
+    with pytest.raises(ConfigError, match=said):
+        opened(0)
+    with pytest.raises(
+        ConfigError, match=r"^the row 'a' of plugin 'one': open returns 3.0; give an instance of .*int$"
+    ):
+        opened(2.0)
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
+        ours(0)
+    with pytest.raises(
+        ConfigError, match=r"^the row 'a' of plugin 'one': open = <function .*; give an instance of .*int"
+    ):
+        optional(rows, "a", "open", int)

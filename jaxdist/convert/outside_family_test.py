@@ -150,7 +150,7 @@ def test_a_piece_that_is_missing_is_named(
     [
         ({"tables": {"toy": [1]}}, r"tables = \{'toy': \[1\]\}; give a mapping of namings to \S+Table"),
         ({"tables": TABLES, "huggingface": "nowhere:HERE"}, "'nowhere:HERE': No module named 'nowhere'"),
-        ({"tables": TABLES, "huggingface": written}, r"huggingface = <function .*; give a \S+HuggingFace"),
+        ({"tables": TABLES, "huggingface": written}, r"huggingface = <function .*; give an instance of \S+HuggingFace"),
     ],
 )
 def test_a_piece_of_another_kind_is_refused(
@@ -177,11 +177,11 @@ def raising(*_: object) -> Settings:
 TYPE, made_of = HUGGINGFACE.types["toy"], cast(Any, HuggingFace)
 BROKEN: dict[str, tuple[Any, str]] = {
     "absent": ("nowhere:HERE", "huggingface = 'nowhere:HERE': No module named 'nowhere'"),
-    "a class": (HuggingFace, "huggingface = <class .*HuggingFace'>; give a .*HuggingFace"),
-    "no table": (made_of([TYPE], written), r"huggingface = HuggingFace\(t.*; give a .*HuggingFace"),
+    "a class": (HuggingFace, "huggingface = <class .*HuggingFace'>; give an .*HuggingFace"),
+    "no table": (made_of([TYPE], written), r"huggingface.types = \[ModelType\(.*; give .*Mapping"),
     "no type": (
         made_of({"toy": "ToyModel"}, written),
-        r"huggingface.types\['toy'\] = 'ToyModel'; give a .*ModelType",
+        r"huggingface.types\['toy'\] = 'ToyModel'; give an .*ModelType",
     ),
     "a reader that fails": (
         HuggingFace({"toy": TYPE._replace(read=raising)}, raising),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jaxdist.config import ConfigError, Data, Experiment, Model, Train
 from jaxdist.config.data import SOURCES
 from jaxdist.config.model import ImageModel
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import function
 from jaxdist.data.blocks import Earlier
 from jaxdist.data.images import Pictures, open_pictures
 from jaxdist.data.permutation import permute
@@ -42,7 +42,7 @@ Batches = Batch | Images  # of either the first is what the model takes
 def dataset_of(experiment: Experiment) -> "Dataset":
     """The data of an experiment, such as its model takes. Raises ConfigError."""
     data, model = experiment.data, experiment.model
-    opened = piece(SOURCES, data.source, "open", "training")
+    opened = function(SOURCES, data.source, "open", "training", Dataset)
     with _readable(data):
         return _as_begun(data, lambda fields: opened(fields, model))
 

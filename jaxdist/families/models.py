@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxdist.config import Model
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import function
 from jaxdist.config.registry import FAMILIES
 from jaxdist.parallel.collectives import Weight
 from jaxdist.parallel.sharding import ParamSpec
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 def build(model: Model) -> nnx.Module:
     """The abstract model of a config: a tree of declarations."""
-    made: nnx.Module = piece(FAMILIES, model.family, "model", "training in JAX")(model)
+    made: nnx.Module = function(FAMILIES, model.family, "model", "training in JAX", nnx.Module)(model)
     return made
 
 

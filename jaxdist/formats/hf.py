@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from jaxdist.config import ConfigError, Data, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import named, of_each, optional, running
+from jaxdist.config.plugins import checked, named, of_each, optional, running
 from jaxdist.config.registry import FAMILIES
 from jaxdist.formats.hf_decisions import HuggingFace, ModelType, check, notes
 from jaxdist.formats.hf_keys import SHOWN, Settings, together
-from jaxdist.formats.tables import lacking, unusable
+from jaxdist.formats.tables import lacking
 
 HEADS = re.compile("(ForCausalLM|LMHeadModel|ForImageClassification)$")  # ends of architectures with a head
 
@@ -70,14 +70,11 @@ def readers() -> Readers:
     types: dict[str, tuple[str, ModelType]] = {}
 
     def read(family: str) -> HuggingFace | None:
-        if (piece := optional(FAMILIES, family, "huggingface")) is None:
+        if (piece := optional(FAMILIES, family, "huggingface", HuggingFace)) is None:
             return None
-        if not isinstance(piece, HuggingFace) or not isinstance(piece.types, Mapping):
-            raise unusable(family, "huggingface", piece, "a jaxdist.formats.hf_decisions.HuggingFace")
-        for model_type, reader in piece.types.items():
-            if not isinstance(reader, ModelType):
-                kind = "a jaxdist.formats.hf_decisions.ModelType"
-                raise unusable(family, f"huggingface.types[{model_type!r}]", reader, kind)
+        given = f"{named(FAMILIES, family)}: huggingface.types"
+        for model_type, reader in checked(piece.types, Mapping, f"{given} =").items():
+            checked(reader, ModelType, f"{given}[{model_type!r}] =")
             if model_type in types:
                 raise ConfigError(
                     f"{named(FAMILIES, family)} reads a config.json of model_type {model_type!r}, which the family "

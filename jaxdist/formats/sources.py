@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxdist.config import ConfigError, Decoder, Experiment, Model
 from jaxdist.config.bounded import read_json
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import function
 from jaxdist.config.registry import OURS
 from jaxdist.formats import (
     adapters,
@@ -54,17 +54,32 @@ def is_dcp(path: Path) -> bool:
 def kind_at(path: Path) -> str | None:
     """The kind of checkpoint at `path`, recognized by its files; None where it is of no kind. Raises ConfigError where
     they cannot be looked at."""
-    try:
-        return next((n for n in KINDS if piece(KINDS, n, "recognizes", "looking at a checkpoint")(path)), None)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
+    return _looked_at(path)[0]
+
+
+def _looked_at(path: Path) -> tuple[str | None, list[ConfigError]]:
+    """That kind, and the errors of kinds before it whose `recognizes` is broken. Raises ConfigError as `kind_at`."""
+    errors: list[ConfigError] = []
+    for name in KINDS:
+        try:
+            if function(KINDS, name, "recognizes", "looking at a checkpoint")(path):
+                return name, errors
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give what can be read") from None
+        except ConfigError as error:
+            if KINDS.built_in(name):
+                raise
+            errors.append(error)
+    return None, errors
 
 
 def kind_of(path: Path) -> str:
     """The kind of checkpoint at `path`. Raises ConfigError where it is of none, or a file that is a part of one."""
-    found = kind_at(path)
+    found, errors = _looked_at(path)
     if found in (None, "torch") and (error := refusal(path)):
         raise error
+    if found is None and errors:  # one of these kinds may be its own
+        raise errors[0]
     if found is None and adapters.is_adapter(path):
         raise adapters.refusal(path)
     if found is None:
@@ -118,7 +133,7 @@ def located(path: Path, verify: Looked = "checksums") -> Path:
 def found(path: Path, reader: Reader) -> Found:
     """The weights at `path`, none of them read yet; of a run's checkpoints those of the newest that is whole as far as
     small files tell. Raises ConfigError as `kind_of`, and for a damaged source."""
-    located: Found = piece(KINDS, kind_of(path), "find", "reading it")(path, reader)
+    located: Found = function(KINDS, kind_of(path), "find", "reading it", Found)(path, reader)
     return located
 
 

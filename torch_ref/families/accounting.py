@@ -32,7 +32,7 @@ class Accounting:
 
 def accounting_of(model: Model) -> Accounting:
     """The closed forms of a model's family. Raises ConfigError for a row that refers to none."""
-    found = optional(FAMILIES, model.family, "accounting") if model.family in FAMILIES else None
+    found = optional(FAMILIES, model.family, "accounting", Accounting) if model.family in FAMILIES else None
     return found or Accounting(why=f"as that of family {model.family} is unknown")
 
 

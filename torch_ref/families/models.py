@@ -6,14 +6,16 @@ from collections.abc import Callable
 from torch import nn
 
 from jaxdist.config import Model
-from jaxdist.config.plugins import piece, twin
+from jaxdist.config.plugins import function, piece, twin
 from jaxdist.config.registry import FAMILIES as OURS
 from torch_ref.families.registry import FAMILIES, Family
 
 
 def build(model: Model) -> nn.Module:
     """The module of a config, on torch's current default device; `torch_ref.parallel.weights` gives it its values."""
-    return module_of(model)(model)
+    module_of(model)
+    made: nn.Module = function(FAMILIES, model.family, "model", "training in torch", nn.Module)(model)
+    return made
 
 
 def module_of(model: Model) -> Callable[[Model], nn.Module]:

@@ -19,7 +19,7 @@ from jaxdist.config import EMA, Experiment
 from jaxdist.config import Optimizer as Config
 from jaxdist.config.optimizer import OPTIMIZERS as OURS
 from jaxdist.config.optimizer import ParamRole
-from jaxdist.config.plugins import piece, twin
+from jaxdist.config.plugins import function, piece, running, twin
 from torch_ref.families.layers import at_least_f32
 from torch_ref.parallel.mesh import SHARDS, over
 from torch_ref.parallel.weights import local, named
@@ -123,7 +123,8 @@ class Rule(NamedTuple):
 def rule_of(o: Config) -> Rule:
     """The update rule of an optimizer. Raises ConfigError where a plugin's has none on torch's side."""
     row = twin(OURS, OPTIMIZERS, o.name, "register_optimizer")
-    made, settings = (piece(OPTIMIZERS, o.name, field, "training in torch") for field in ("optimizer", "settings"))
+    made = piece(OPTIMIZERS, o.name, "optimizer", "training in torch")
+    settings = function(OPTIMIZERS, o.name, "settings", "training in torch", dict)
     return Rule(made, settings, row.counts, row.pieces, row.groups)
 
 
@@ -185,13 +186,14 @@ class Optimizer:
             made = partial(made, pieces=Pieces(pieces, getattr(torch, p.compute)))
         groups = grouped(o, self.locals)
         self.optimizer: torch.optim.Optimizer
-        if experiment.parallel.row.splits_update:
-            self.optimizer = ZeroRedundancyOptimizer(
-                groups, made, process_group=over(mesh, *SHARDS).get_group(), **settings
-            )
-            self.holder: torch.optim.Optimizer = self.optimizer.optim
-        else:
-            self.optimizer = self.holder = made(groups, **settings)
+        with running(OPTIMIZERS, o.name, "optimizer"):
+            if experiment.parallel.row.splits_update:
+                self.optimizer = ZeroRedundancyOptimizer(
+                    groups, made, process_group=over(mesh, *SHARDS).get_group(), **settings
+                )
+                self.holder: torch.optim.Optimizer = self.optimizer.optim
+            else:
+                self.optimizer = self.holder = made(groups, **settings)
         held = {id(t) for group in self.holder.param_groups for t in group["params"]}
         self.state = {name: self._start(name) for name, t in self.locals.items() if id(t) in held}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jaxdist.config import Experiment
-from jaxdist.config.plugins import piece
+from jaxdist.config.plugins import function
 from jaxdist.convert.content import PARAMETERS, Content, Leaf, Origin, agreed
 from jaxdist.convert.kinds.reader import READER
 from jaxdist.formats.kinds import KINDS, CheckpointKind
@@ -18,7 +18,7 @@ class Weights:
         self.kind = kind
 
     def _found(self, path: Path) -> Found:
-        found: Found = piece(KINDS, self.kind.name, "find", "reading it")(path, READER)
+        found: Found = function(KINDS, self.kind.name, "find", "reading it", Found)(path, READER)
         return found
 
     def described(self, path: Path) -> dict[str, Leaf]:
