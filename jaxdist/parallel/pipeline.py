@@ -244,15 +244,15 @@ class Pipeline:
         x, _ = lax.scan(on, self.nothing(function, weights), jnp.arange(table.ticks - 1))
         return tick(x, table.ticks - 1)[1]
 
-    def run(self, loss: Loss, accumulators: Arrays | None, weights: Arrays, parts: Any, x: Any, m: Any, c: Any) -> Any:
-        """A stage's forward pass: (what it sends, its parts of the losses)."""
-        here = self.stage(x, c)
-        losses = loss(accumulators, self.chunk(weights, c), pick(parts, m), here)
-        return here.sent, only(here.last, losses)
-
     def start(self, loss: Loss, weights: Arrays, parts: Any) -> Any:
         """Zero-filled receive buffer for the first tick."""
         return self.nothing(lambda weights, look: loss(None, weights, pick(parts, jnp.int32(0)), look), weights)
+
+
+def run(loss: Loss, accumulators: Arrays | None, weights: Arrays, part: Any, here: Stage) -> Any:
+    """A stage's forward pass on a microbatch: (what it sends, its parts of the losses)."""
+    losses = loss(accumulators, weights, part, here)
+    return here.sent, only(here.last, losses)
 
 
 class GPipe(Pipeline):
@@ -261,7 +261,8 @@ class GPipe(Pipeline):
     def summed(self, loss: Loss, start: Sums, weights: Arrays, parts: Any) -> Sums:
         def stage(accumulators: Arrays, x: Any, t: jax.Array, m: jax.Array, c: jax.Array) -> Any:
             # Chunk and microbatch are picked in here: picked outside of the checkpoint, each tick would keep its own.
-            return self.run(loss, self.chunk(accumulators, c), not_before(t, weights), parts, x, m, c)
+            own = self.chunk(not_before(t, weights), c)
+            return run(loss, self.chunk(accumulators, c), own, pick(parts, m), self.stage(x, c))
 
         def total(accumulators: Arrays) -> tuple[jax.Array, jax.Array]:
             def tick(x: Any, t: jax.Array) -> tuple[Any, Any]:
@@ -289,7 +290,7 @@ class OneFOneB(Pipeline):
 
         def forward(x: Any, kept: Any, t: jax.Array) -> tuple[Any, Any]:
             m, c, busy = self.table.at(t - i)
-            sent, _ = self.run(loss, None, not_before(t, weights), parts, x, m, c)
+            sent, _ = run(loss, None, self.chunk(not_before(t, weights), c), pick(parts, m), self.stage(x, c))
 
             def keep(all: jax.Array, a: jax.Array) -> jax.Array:
                 return all.at[c, m % places].set(jnp.where(busy, a, all[c, m % places]))
@@ -301,7 +302,8 @@ class OneFOneB(Pipeline):
             c = v - 1 - c
 
             def stage(accumulators: Arrays, x: Any) -> Any:
-                sent, (scaled, told) = self.run(loss, accumulators, not_before(t, weights), parts, x, m, c)
+                own = self.chunk(not_before(t, weights), c)
+                sent, (scaled, told) = run(loss, accumulators, own, pick(parts, m), self.stage(x, c))
                 return (sent, scaled), told
 
             x = jax.tree.map(lambda all: all[c, m % places], kept)

@@ -16,7 +16,7 @@ from jaxdist.conftest import GPT2, often, tiny
 from jaxdist.families.llama.config import Llama
 from jaxdist.parallel import pipeline
 from jaxdist.parallel.mesh import axes_of, make_mesh
-from jaxdist.parallel.pipeline import OneFOneB, Pipeline, Timetable
+from jaxdist.parallel.pipeline import OneFOneB, Timetable
 from jaxdist.training import metrics
 from jaxdist.training.checkpoint import Checkpoints
 from jaxdist.training.program import Program
@@ -187,12 +187,11 @@ def test_bf16_loses_no_more_than_without_stages(batches: Any) -> None:
 # ---- planted mistakes
 
 
-def wrong_microbatch(at: Any) -> Any:
+def wrong_microbatch(pick: Any) -> Any:
     """Every stage but the first takes the tokens and targets of the microbatch after the one that it receives."""
 
-    def wrong(self: Pipeline, loss: Any, accumulators: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
-        other = jnp.where(lax.axis_index("pipeline") > 0, (m + 1) % self.table.microbatches, m)
-        return at(self, loss, accumulators, weights, parts, x, other, c)
+    def wrong(parts: Any, m: Any) -> Any:
+        return pick(parts, jnp.where(lax.axis_index("pipeline") > 0, (m + 1) % len(parts.targets), m))
 
     return wrong
 
@@ -216,7 +215,7 @@ def busy_always(at: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "mistake"),
     [
-        (Pipeline, "run", wrong_microbatch),
+        (pipeline, "pick", wrong_microbatch),
         pytest.param(pipeline, "shift", sent_twice_as_far, marks=pytest.mark.slow),
         pytest.param(Timetable, "at", busy_always, marks=pytest.mark.slow),
     ],

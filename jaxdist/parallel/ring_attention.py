@@ -62,7 +62,7 @@ def _forward(q_BTHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, window: in
         k, v = keys
         for a, b in pairs:
             so_far = Softmax(*(x[a] for x in found))
-            scores = _scores(q, k, a, b, step, window)
+            scores = _scores(q, k, (a, b), step, window)
             highest = jnp.maximum(so_far.highest_BKGL, scores.max(-1))
             shrink, weights = jnp.exp(so_far.highest_BKGL - highest), jnp.exp(scores - highest[..., None])
             added = jnp.einsum("BKGLM,BMKC->BLKGC", weights.astype(v.dtype), v[b], preferred_element_type=scores.dtype)
@@ -97,7 +97,7 @@ def _backward(window: int, kept: Any, dy_BTHC: jax.Array) -> tuple[jax.Array, ..
     def meet(gradients: Any, keys: tuple[jax.Array, jax.Array], step: Any, pairs: Pairs) -> Any:
         (k, v), (dq, dk, dv) = keys, gradients
         for a, b in pairs:
-            weights = jnp.exp(_scores(q, k, a, b, step, window) - logarithm[a][..., None])
+            weights = jnp.exp(_scores(q, k, (a, b), step, window) - logarithm[a][..., None])
             product = partial(jnp.einsum, preferred_element_type=weights.dtype)
             towards = product("BLKGC,BMKC->BKGLM", dy[a], v[b]) - inner[a][..., None]
             low, dscores = weights.astype(v.dtype), (weights * towards * q.shape[-1] ** -0.5).astype(q.dtype)
@@ -128,10 +128,10 @@ def _others(step: jax.Array) -> Pairs:
     return ((1, 0), (same, same))
 
 
-def _scores(q: jax.Array, k: jax.Array, a: Any, b: Any, step: Any, window: int) -> jax.Array:
-    """Scores of chunk `a` of this device's queries and chunk `b` of the keys `step` devices behind, the lowest number
+def _scores(q: jax.Array, k: jax.Array, pair: tuple[Any, Any], step: Any, window: int) -> jax.Array:
+    """Scores of a pair of chunks, of this device's queries and of the keys `step` devices behind; the lowest number
     where a key is not to be seen."""
-    i, count = lax.axis_index(AXIS), 2 * q.shape[2]
+    (a, b), i, count = pair, lax.axis_index(AXIS), 2 * q.shape[2]
     behind = times(i, count)[a][:, None] - times((i - step) % lax.axis_size(AXIS), count)[b]
     seen = (behind >= 0) & (behind < window) if window else behind >= 0
     dtype = jnp.promote_types(q.dtype, jnp.float32)

@@ -12,7 +12,7 @@ from jaxdist.config import ConfigError, Experiment
 from jaxdist.config.fixes_test import advice
 from jaxdist.conftest import free_port
 from jaxdist.parallel import mesh
-from jaxdist.runtime import launcher, processes, rendezvous
+from jaxdist.runtime import compat, launcher, processes, rendezvous
 from jaxdist.runtime.launcher import ADDRESS, PORT, launched, patience
 from jaxdist.runtime.launcher_test import OPEN_MPI, PLAIN, POD, SLURM, TORCHRUN, bare
 from jaxdist.runtime.processes import World
@@ -86,7 +86,7 @@ def test_what_a_launcher_set_wrongly(environment: Environment, monkeypatch: pyte
     if "JOB_COMPLETION_INDEX" in environment:
         monkeypatch.setattr(launcher, "find_spec", lambda _: True)
         answer = (environment.get(ADDRESS), 4)
-        monkeypatch.setattr(launcher.compat, "cluster", (lambda _: answer) if ADDRESS in environment else cluster)
+        monkeypatch.setattr(compat, "cluster", (lambda _: answer) if ADDRESS in environment else cluster)
     monkeypatch.setattr(launcher, "SECONDS", 1)
     message = refusal(environment, monkeypatch)
     firsts = list(ways(message))
@@ -176,8 +176,8 @@ def mesh_or_message(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def of(parallel: Mapping[str, str], count: int, gpus: int) -> str:
         devices = [Gpu()] * gpus or jax.devices("cpu")
         monkeypatch.setattr(mesh, "world", lambda: World(count, 0, tuple(range(count))))
-        monkeypatch.setattr(mesh.jax, "devices", lambda *_: devices)
-        monkeypatch.setattr(mesh.jax.config, "update", lambda *_: None)  # of the whole process
+        monkeypatch.setattr(jax, "devices", lambda *_: devices)
+        monkeypatch.setattr(jax.config, "update", lambda *_: None)  # of the whole process
         monkeypatch.setattr(mesh, "shares", lambda found, size: found[: size * count])
         monkeypatch.setattr(mesh, "lay_out", lambda axes, taken: None)
         monkeypatch.setattr(mesh, "describe", lambda made: "")

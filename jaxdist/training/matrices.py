@@ -26,13 +26,12 @@ LEAST = 1e-7  # a norm that is divided by
 class ShardedParam:
     """A parameter as an update rule sees it: `weights` is this device's piece, over fsdp too where it is `sharded`.
 
-    `rate` is the learning rate; products of its matrices are computed in `dtype`.
+    Products of its matrices are computed in `dtype`.
     """
 
     spec: ParamSpec
     sharded: bool
     weights: jax.Array
-    rate: jax.Array
     dtype: Any
 
     @cached_property

@@ -30,7 +30,7 @@ def on_devices(mesh: str, spec: ParamSpec, function: Any, x: np.ndarray, kept: A
     partition = spec.partition_spec(True)
 
     def one(piece: jax.Array) -> Any:
-        return function(ShardedParam(spec, True, piece, jnp.ones(()), jnp.float64), piece)
+        return function(ShardedParam(spec, True, piece, jnp.float64), piece)
 
     out = spec.partition_spec(True, kept) if kept else partition
     mapped = jax.shard_map(one, mesh=devices, in_specs=partition, out_specs=out, check_vma=True)

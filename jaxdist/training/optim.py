@@ -77,51 +77,51 @@ def sum_of_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
-Select = Callable[[jax.Array, jax.Array], jax.Array]
-"""(new, old) -> new in the dtype of old, or old where the step is not taken."""
+class UpdateStep(NamedTuple):
+    """The step that an update belongs to: `t`, the number of updates with this one, in the widest float; the learning
+    rate; and `select(new, old)`: new in the dtype of old, or old where the step is not taken."""
 
-# ---- update rules: (config, gradient, state, update, select, parameter) -> update before the learning rate, new state
+    t: jax.Array
+    rate: jax.Array
+    select: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def adam(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
-) -> tuple[jax.Array, Arrays]:
-    """m̂ / (√v̂ + ε) (arXiv:1412.6980), of the update t, counted from 1."""
+# ---- update rules: (config, gradient, state, step, parameter) -> update before the learning rate, new state
+
+
+def adam(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedParam) -> tuple[jax.Array, Arrays]:
+    """m̂ / (√v̂ + ε) (arXiv:1412.6980), of update t."""
     # 1 - βᵗ; of β = 0 it is 1
-    left1, left2 = (-jnp.expm1(t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
+    left1, left2 = (-jnp.expm1(step.t * (math.log(b) if b else -math.inf)) for b in (o.beta1, o.beta2))
     m, v = kept["exp_avg"], kept["exp_avg_sq"]
-    m, v = select(o.beta1 * m + (1 - o.beta1) * g, m), select(o.beta2 * v + (1 - o.beta2) * g * g, v)
+    m, v = step.select(o.beta1 * m + (1 - o.beta1) * g, m), step.select(o.beta2 * v + (1 - o.beta2) * g * g, v)
     return m / left1 / (jnp.sqrt(v / left2) + o.eps), {"exp_avg": m, "exp_avg_sq": v}
 
 
-def sgd(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
-) -> tuple[jax.Array, Arrays]:
+def sgd(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedParam) -> tuple[jax.Array, Arrays]:
     """torch.optim.SGD without dampening: m = μ·m + g, or g + μ·m of it by Nesterov."""
     if not o.momentum:
         return g, {}
     m = kept["momentum_buffer"]
-    m = select(o.momentum * m + g, m)
+    m = step.select(o.momentum * m + g, m)
     return (g + o.momentum * m if o.nesterov else m), {"momentum_buffer": m}
 
 
-def lion(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, _: ShardedParam
-) -> tuple[jax.Array, Arrays]:
+def lion(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, _: ShardedParam) -> tuple[jax.Array, Arrays]:
     """The sign of β1·m + (1-β1)·g, where m itself decays by β2 (arXiv:2302.06675, algorithm 2)."""
     m = kept["exp_avg"]
-    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": select(o.beta2 * m + (1 - o.beta2) * g, m)}
+    return jnp.sign(o.beta1 * m + (1 - o.beta1) * g), {"exp_avg": step.select(o.beta2 * m + (1 - o.beta2) * g, m)}
 
 
 def adafactor(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, param: ShardedParam
+    o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, param: ShardedParam
 ) -> tuple[jax.Array, Arrays]:
     """torch.optim.Adafactor: g/√v, v of a matrix by rows and columns (arXiv:1804.04235), scaled by the parameter's
     size; the rate is 1/√t at most."""
-    taken, least = t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
+    taken, least = step.t**o.beta2_decay, o.eps1 or float(jnp.finfo(g.dtype).eps)
 
     def moved(kind: str, mean: jax.Array) -> jax.Array:
-        return select(kept[kind] + taken * (mean - kept[kind]), kept[kind])
+        return step.select(kept[kind] + taken * (mean - kept[kind]), kept[kind])
 
     if "variance" in kept:
         v = moved("variance", g * g)
@@ -132,7 +132,7 @@ def adafactor(
         v = new[ROWS] * new[COLUMNS] / jnp.maximum(param.mean(new[ROWS], rows), least)
     update = g * lax.rsqrt(jnp.maximum(v, least**2))
     size = jnp.maximum(param.rms(param.weights), o.eps2) / jnp.maximum(param.rms(update) / o.d, 1)
-    return update * size * jnp.minimum(1 / (param.rate * jnp.sqrt(t)), 1), new
+    return update * size * jnp.minimum(1 / (step.rate * jnp.sqrt(step.t)), 1), new
 
 
 ADJUSTED: dict[str, Callable[[int, int], float]] = {
@@ -141,21 +141,19 @@ ADJUSTED: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def muon(
-    o: Optimizer, g: jax.Array, kept: Arrays, t: jax.Array, select: Select, param: ShardedParam
-) -> tuple[jax.Array, Arrays]:
+def muon(o: Optimizer, g: jax.Array, kept: Arrays, step: UpdateStep, param: ShardedParam) -> tuple[jax.Array, Arrays]:
     """torch.optim.Muon of the matrices of blocks, in the dtype that products have where torch has bfloat16; Adam of all
     else."""
     if "momentum_buffer" not in kept:
-        return adam(o, g, kept, t, select, param)
+        return adam(o, g, kept, step, param)
     m = kept["momentum_buffer"]
-    m = select(m + (1 - o.momentum) * (g - m), m)
+    m = step.select(m + (1 - o.momentum) * (g - m), m)
     along = g + o.momentum * (m - g) if o.nesterov else m
     update = param.by_matrix(partial(orthogonal, steps=o.ns_steps), along.astype(param.dtype))
     return ADJUSTED[o.adjust_lr_fn](*param.spec.shape[-2:]) * update.astype(g.dtype), {"momentum_buffer": m}
 
 
-Rule = Callable[[Optimizer, jax.Array, Arrays, jax.Array, Select, ShardedParam], tuple[jax.Array, Arrays]]
+Rule = Callable[[Optimizer, jax.Array, Arrays, UpdateStep, ShardedParam], tuple[jax.Array, Arrays]]
 
 
 def rule_of(o: Optimizer) -> Rule:
@@ -177,13 +175,13 @@ Kept = Mapping[str, Arrays]
 
 def stateful(
     begin: Callable[[Arrays], dict[str, Arrays]],
-    step: Callable[[jax.Array, Arrays, Arrays, Kept, Select, jax.Array], tuple[Arrays, Kept]],
+    apply: Callable[[UpdateStep, Arrays, Arrays, Kept], tuple[Arrays, Kept]],
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation `step(t, updates, parameters, kept, select, rate)` -> (updates, new state), which starts as
+    """The transformation `apply(step, updates, parameters, kept)` -> (updates, new state), which starts as
     `begin(parameters)`.
 
-    `taken` and `rate` are extra arguments of an update. A step that is not taken leaves the state as it was: `step`
-    calls `select` on each array before it is used, so that no second copy of the state is held.
+    `taken` and `rate` are extra arguments of an update. A step that is not taken leaves the state as it was: `apply`
+    calls `step.select` on each array before it is used, so that no second copy of the state is held.
     """
 
     def init(parameters: Arrays) -> State:
@@ -195,7 +193,8 @@ def stateful(
         def select(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(taken, new.astype(old.dtype), old)
 
-        after, kept = step(state.updates + 1, updates, params, state.kept, select, jnp.asarray(rate))
+        t = (state.updates + 1).astype(jnp.result_type(float))
+        after, kept = apply(UpdateStep(t, jnp.asarray(rate), select), updates, params, state.kept)
         return after, State(select(state.updates + 1, state.updates), dict(kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -213,33 +212,29 @@ def rule(
 
         return {kind: zeros(kind, applies_to) for kind, applies_to in o.states.items() if kind != EMA}
 
-    def step(
-        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, select: Select, rate: jax.Array
-    ) -> tuple[Arrays, Kept]:
-        t, made, update_rule = t.astype(jnp.result_type(float)), dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
+    def apply(step: UpdateStep, updates: Arrays, parameters: Arrays, kept: Kept) -> tuple[Arrays, Kept]:
+        made, update_rule = dict[str, tuple[jax.Array, Arrays]](), rule_of(o)
         for name, g in updates.items():
             own = {kind: arrays[name] for kind, arrays in kept.items() if name in arrays}
-            param = ShardedParam(param_specs[name], sharded, parameters[name], rate, dtype)
-            made[name] = update_rule(o, g, own, t, select, param)
+            param = ShardedParam(param_specs[name], sharded, parameters[name], dtype)
+            made[name] = update_rule(o, g, own, step, param)
         kinds = {kind: {name: made[name][1][kind] for name in arrays} for kind, arrays in kept.items()}
         return {name: update for name, (update, _) in made.items()}, kinds
 
-    return stateful(begin, step)
+    return stateful(begin, apply)
 
 
 def averaged(decay: float) -> optax.GradientTransformationExtraArgs:
     """Keeps the moving average of the weights after the update, as `torch.optim.swa_utils.AveragedModel` does with
     `get_ema_multi_avg_fn(decay)`: the first update is copied."""
 
-    def step(
-        t: jax.Array, updates: Arrays, parameters: Arrays, kept: Kept, select: Select, _: jax.Array
-    ) -> tuple[Arrays, Kept]:
-        share = jnp.where(t == 1, 1.0, 1 - decay)
+    def apply(step: UpdateStep, updates: Arrays, parameters: Arrays, kept: Kept) -> tuple[Arrays, Kept]:
+        share = jnp.where(step.t == 1, 1.0, 1 - decay)
         after = optax.apply_updates(parameters, updates)
-        moved = jax.tree.map(lambda average, w: select(average + share * (w - average), average), kept[EMA], after)
+        moved = jax.tree.map(lambda average, w: step.select(average + share * (w - average), average), kept[EMA], after)
         return updates, {EMA: moved}
 
-    return stateful(lambda parameters: {EMA: dict(parameters)}, step)
+    return stateful(lambda parameters: {EMA: dict(parameters)}, apply)
 
 
 def kept_of(state: Any) -> dict[str, Arrays]:

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,12 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
         plain = build(init, experiment, mesh)
         model = distribute(plain, experiment, mesh)
         optimizer, schedule = optimizer_of(plain, experiment)
-        average = Average(plain, optimizer, experiment.optimizer.ema)
         p = experiment.precision
         scaler = ShardedGradScaler(
             mesh.device_type, p.loss_scale, p.backoff_factor, p.growth_factor, p.growth_interval, bool(p.loss_scale)
         )
+        average = Average(plain, optimizer, experiment.optimizer.ema)
+        trainer = Trainer(experiment, mesh, model, optimizer, scaler, average)
         first = dist.get_rank() == 0
         if first:
             folder.create(experiment)
@@ -160,7 +162,7 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                         stack.enter_context(traffic)
                         stack.enter_context(arithmetic)
                     batch = fetch(dataset, experiment, mesh, step)
-                    values = train_step(model, optimizer, scaler, batch, experiment, mesh, step, keep, average)
+                    values = trainer.step(batch, step, keep)
                     rate = schedule.get_last_lr()[0]
                     schedule.step()
                 record = {"step": step, **values, "learning_rate": rate}
@@ -252,45 +254,47 @@ SCHEDULES: dict[str, Callable[[Any, Optimizer, int], Any]] = {
 }
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: ShardedGradScaler,
-    batch: Any,
-    experiment: Experiment,
-    mesh: DeviceMesh,
-    step: int,
-    keep: Any,
-    average: "Average",
-) -> dict[str, float]:
-    """Loss over the global batch's valid tokens, clip_grad_norm_, update. DDP and FSDP2 average: times the ranks."""
-    optimizer.zero_grad()
-    ranks, parts = mesh.size(), experiment.train.accumulation
-    count = (batch.targets != IGNORED).sum()
-    dist.all_reduce(count)
-    total = torch.zeros((), dtype=torch.float64, device=count.device)
-    asked = {"output_router_logits": True} if getattr(experiment.model, "balance", 0) else {}
-    for i, (tokens, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
-        with summing(model, experiment.parallel, last=i == parts - 1):
-            found = model(tokens, **asked)
-            logits = found.logits.float()
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            added = balance(found.router_logits, targets != IGNORED, experiment.model) / parts if asked else 0
-            scaler.scale(loss * ranks / count + added).backward()
-        total += loss.detach() / count
-    dist.all_reduce(total)
-    scaler.unscale_(optimizer)
-    keep.gradients("gradient")
-    norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.optimizer.clip or math.inf, foreach=False)
-    keep.gradients("clipped")
-    if step not in experiment.train.skip:
-        scaler.step(optimizer)
-        if norm.isfinite():
-            average.update()
-    scaler.update()
-    return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
+@dataclass(frozen=True)
+class Trainer:
+    """What a rank trains with: the distributed model, torch's optimizer and loss scale, and the average of weights."""
+
+    experiment: Experiment
+    mesh: DeviceMesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: ShardedGradScaler
+    average: "Average"
+
+    def step(self, batch: Any, step: int, keep: "Keeping") -> dict[str, float]:
+        """Loss over the global batch's valid tokens, clip_grad_norm_, update. DDP and FSDP2 average: times the
+        ranks."""
+        self.optimizer.zero_grad()
+        e, ranks = self.experiment, self.mesh.size()
+        parts, count = e.train.accumulation, (batch.targets != IGNORED).sum()
+        dist.all_reduce(count)
+        total = torch.zeros((), dtype=torch.float64, device=count.device)
+        asked = {"output_router_logits": True} if getattr(e.model, "balance", 0) else {}
+        for i, (tokens, targets) in enumerate(zip(batch.inputs.chunk(parts), batch.targets.chunk(parts), strict=True)):
+            with summing(self.model, e.parallel, last=i == parts - 1):
+                found = self.model(tokens, **asked)
+                logits = found.logits.float()
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+                )
+                added = balance(found.router_logits, targets != IGNORED, e.model) / parts if asked else 0
+                self.scaler.scale(loss * ranks / count + added).backward()
+            total += loss.detach() / count
+        dist.all_reduce(total)
+        self.scaler.unscale_(self.optimizer)
+        keep.gradients("gradient")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), e.optimizer.clip or math.inf, foreach=False)
+        keep.gradients("clipped")
+        if step not in e.train.skip:
+            self.scaler.step(self.optimizer)
+            if norm.isfinite():
+                self.average.update()
+        self.scaler.update()
+        return {"loss": total.item(), "grad_norm": (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()}
 
 
 def balance(logits: Sequence[Tensor], valid_BT: Tensor, c: Any) -> Any:

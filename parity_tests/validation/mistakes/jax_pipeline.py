@@ -19,14 +19,13 @@ planted = partial(mistake, "jaxdist")
 @planted("stages", "distribution", "loss")
 def another_microbatch_on_the_last_stage() -> None:
     """The last stage takes the targets of the microbatch after the one that it receives."""
-    right = Pipeline.run
+    right = pipeline.pick
 
-    def run(self: Any, loss: Any, accumulators: Any, weights: Any, parts: Any, x: Any, m: Any, c: Any) -> Any:
-        last = lax.axis_index(AXIS) == self.table.stages - 1
-        after = jnp.where(last, (m + 1) % self.table.microbatches, m)
-        return right(self, loss, accumulators, weights, parts, x, after, c)
+    def pick(parts: Any, m: Any) -> Any:
+        last = lax.axis_index(AXIS) == lax.axis_size(AXIS) - 1
+        return right(parts, jnp.where(last, (m + 1) % len(parts.targets), m))
 
-    plant(Pipeline, "run", run)
+    plant(pipeline, "pick", pick)
 
 
 @planted("stages", "distribution", "loss")

@@ -239,7 +239,7 @@ def norm_without_the_embedding() -> None:
 
 
 def plant_rule(name: str, change: Any) -> None:
-    """Plant an update rule of `change(right, o, g, kept, t, select)`."""
+    """Plant an update rule of `change(right, o, g, kept, step, param)`."""
     rule_of = optim.rule_of
     changed = partial(change, rule_of(Optimizer(name=name)))
     plant(optim, "rule_of", lambda o: changed if o.name == name else rule_of(o))
@@ -261,9 +261,10 @@ def eps_ten_times() -> None:
 def scaling(formula: Any) -> None:
     """Plant an Adam that updates by `formula(m, v, left1, left2, eps)`; `left` is 1 - βᵗ."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, *rest: Any) -> Any:
-        _, new = right(o, g, kept, t, *rest)
-        return formula(new["exp_avg"], new["exp_avg_sq"], 1 - o.beta1**t, 1 - o.beta2**t, o.eps), new
+    def change(right: Any, o: Optimizer, g: Any, kept: Any, step: Any, param: Any) -> Any:
+        _, new = right(o, g, kept, step, param)
+        left1, left2 = (1 - beta**step.t for beta in (o.beta1, o.beta2))
+        return formula(new["exp_avg"], new["exp_avg_sq"], left1, left2, o.eps), new
 
     plant_rule("adamw", change)
 
@@ -354,8 +355,8 @@ def lion_by_its_new_moment() -> None:
 def factors_without_their_mean() -> None:
     """The second moment of a matrix is the product of its rows' and columns', not divided by the mean of both."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, select: Any, param: ShardedParam) -> Any:
-        update, new = right(o, g, kept, t, select, param)
+    def change(right: Any, o: Optimizer, g: Any, *rest: Any) -> Any:
+        (update, new), param = right(o, g, *rest), rest[-1]
         if "variance" in new:
             return update, new
         update = g * lax.rsqrt(new["row_var"] * new["col_var"] + jnp.finfo(g.dtype).eps ** 2)
@@ -378,8 +379,8 @@ def means_of_the_first_piece() -> None:
 def step_without_the_size() -> None:
     """adafactor's update is not scaled by the size of the parameter."""
 
-    def change(right: Any, o: Optimizer, g: Any, kept: Any, t: Any, select: Any, param: ShardedParam) -> Any:
-        update, new = right(o, g, kept, t, select, param)
+    def change(right: Any, o: Optimizer, g: Any, *rest: Any) -> Any:
+        (update, new), param = right(o, g, *rest), rest[-1]
         return update / jnp.maximum(param.rms(param.weights), o.eps2), new
 
     plant_rule("adafactor", change)
