@@ -205,10 +205,11 @@ class Experiment(Section):
                 f"{math.gcd(self.memory.remat_every, model.layers)}"
             )
         if train.batch % train.accumulation:
+            batch = f"train.batch = {multiple(train.accumulation, train.batch)}, or "
             raise ValueError(
-                f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} "
-                f"equal microbatches; use train.batch = {multiple(train.accumulation, train.batch)}, or "
-                f"train.accumulation = {math.gcd(train.batch, train.accumulation)}"
+                f"train.batch = {train.batch} cannot be divided into train.accumulation = {train.accumulation} equal "
+                f"microbatches; use {'' if 'train.batch' in self.held else batch}train.accumulation = "
+                f"{math.gcd(train.batch, train.accumulation)}"
             )
         return self
 

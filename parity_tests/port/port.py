@@ -110,19 +110,19 @@ class Port:
         """Raises ConfigError where the parts do not fit together."""
         if (self.jax_step is None) != (self.torch_step is None):
             raise ConfigError("jax_step and torch_step belong together; give both, or neither for `optimizer`")
-        if self.optimizer.ema:
-            raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
-        if self.optimizer.depends_on_role:
-            raise ConfigError(
-                f"optimizer.name = {self.optimizer.name}: a port declares no parameter roles, which its rule asks for; "
-                "choose another, or give jax_step and torch_step"
-            )
+        if self.jax_step is None:
+            self.check_optimizer()
         if self.sharded is not None and (self.jax_step is not None or self.jax_loss is not None):
             raise ConfigError("sharded has a loss and a step of its own; leave out jax_loss, jax_step and torch_step")
+        if self.sharded is not None and self.torch_loss is None:
+            raise ConfigError("torch_loss is missing; give it beside sharded")
         if self.jax_step is None and not (self.shows_inside and self.torch_loss):
             raise ConfigError("jax_loss and torch_loss are missing; give both, or the steps of both sides")
         if torch.distributed.is_initialized():
-            raise ConfigError("torch.distributed is initialized; a port is proved on one device, in a plain process")
+            raise ConfigError(
+                "torch.distributed is initialized, and a port is proved on one device; end it by "
+                "torch.distributed.destroy_process_group(), or start a plain process"
+            )
         if not self.batches or not all(isinstance(batch, Mapping) for batch in self.batches):
             raise ConfigError("batches: give one mapping of names to arrays for each step, and at least one")
         for number, batch in enumerate(self.batches, 1):
@@ -132,6 +132,17 @@ class Port:
         self.keys.check(ours, torch_shapes(self.torch_module, mapped))
         if self.sharded is not None:
             self.sharded.check(self.start, self.batches, self.optimizer)
+
+    def check_optimizer(self) -> None:
+        """Raises ConfigError where both sides' own steps by `optimizer` cannot be compared."""
+        if self.optimizer.ema:
+            raise ConfigError(f"optimizer.ema = {self.optimizer.ema}: a port compares no averages; leave it out")
+        if self.optimizer.depends_on_role:
+            steps = "" if self.sharded else ", or give jax_step and torch_step"
+            raise ConfigError(
+                f"optimizer.name = {self.optimizer.name}: a port declares no parameter roles, which its rule asks for; "
+                f"choose another, as adamw{steps}"
+            )
 
     @property
     def shows_inside(self) -> bool:

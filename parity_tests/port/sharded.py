@@ -91,7 +91,7 @@ class Sharded:
         values["model"] = {"family": "llama", "layers": max(stacked, default=1)}
         values["train"] = {"steps": 1} | dict(self.sections.get("train", {})) | sections.get("train", {})
         values["train"]["batch"] = rows or values["train"].get("accumulation", 1)
-        return Experiment.parse(values, source="sections")
+        return Experiment.parse(values, source="sections", held=["train.batch"])  # that of `batches`
 
     def mesh(self, parallel: ParallelSection) -> Mesh:
         """On accelerators if there are enough, else on CPU devices. Raises ConfigError where there are fewer."""
@@ -121,7 +121,7 @@ class Sharded:
         if experiment.train.batch % parts:
             raise ConfigError(
                 f"batches: {len(example.targets)} rows are not divided by {' × '.join(BATCH)} × train.accumulation = "
-                f"{parts}; give others"
+                f"{parts}; give a multiple of {parts} rows"
             )
         return OwnProgram(experiment, mesh, self.model, example)
 

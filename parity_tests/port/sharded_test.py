@@ -128,7 +128,7 @@ def test_traffic_of_another_strategy_is_caught(proved: Path) -> None:
         ({"sections": {"parallel": {"mesh": "2x3"}}}, "parameter .* does not divide"),
         ({"sections": {"parallel": {"mash": "2x2"}}}, "mash"),
         ({"jax_loss": lambda p, b: 0.0}, "sharded has a loss and a step of its own"),
-        ({"torch_loss": None}, "jax_loss and torch_loss are missing"),
+        ({"torch_loss": None}, "torch_loss is missing; give it beside sharded"),
         ({"batches": [{"images": np.zeros((4, 8)), "targets": np.zeros((4, 8))}]}, "no array 'tokens'"),
         ({"batches": [batch(4), batch(2)]}, "batches: 2 has other shapes than the first"),
         ({"batches": [batch(4) | {"targets": np.zeros((4, 7), np.int64)}]}, "a step of the model cannot be traced"),

@@ -272,14 +272,19 @@ class TorchSide:
         self.modules = None if modules is None else set(modules.values())
         self.optimizer, self.steps, self.count = optimizer, steps, 0
         self.own = None if own is None else own(self.module)
-        o, trained = optimizer, [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
-        decaying = [(decays or {}).get(name, p.ndim >= 2) for name, p in trained]
+        if own is None:
+            self.ruled = self.optimizer_of(decays or {})
+
+    def optimizer_of(self, decays: Mapping[str, bool]) -> torch.optim.Optimizer:
+        """Ours, for a side without a step of its own."""
+        o, trained = self.optimizer, [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        decaying = [decays.get(name, p.ndim >= 2) for name, p in trained]
         groups: list[dict[str, Any]] = [
             {"params": [p for (_, p), d in zip(trained, decaying, strict=True) if d == which], "weight_decay": decay}
             for which, decay in ((True, o.weight_decay), (False, 0.0))
         ]
         rule = torch_optim.rule_of(o)
-        self.ruled = rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
+        return rule.optimizer(groups, lr=o.learning_rate, **rule.settings(o))
 
     def ready(self, batch: Batch) -> dict[str, Tensor]:
         """Fields as `plain`, floating-point ones in the dtype of the side, and int32 as torch's own, int64."""
