@@ -148,14 +148,14 @@ TORCH_FILES = {
     *("torch_compat.py", "torch_numpy.py", "boxes.py", "dcp_files.py", "assembled.py", "deepspeed_folders.py"),
     "rules.py",  # optimizers
 }
-WITNESS = "witness.py"  # there too: another implementation's logits, for --verify
+HF_REFERENCE = "hf_reference.py"  # there too: another implementation's logits, for --verify
 
 
 def test_jaxdist_never_imports_torch() -> None:
     for file in source_files("jaxdist"):
         within = "convert" in file.relative_to(ROOT).parts
-        torch = set() if within and file.name in {*TORCH_FILES, WITNESS} else {"torch"}
-        transformers = set() if within and file.name == WITNESS else {"transformers"}
+        torch = set() if within and file.name in {*TORCH_FILES, HF_REFERENCE} else {"torch"}
+        transformers = set() if within and file.name == HF_REFERENCE else {"transformers"}
         assert not packages(file) & (torch | transformers | {"torch_ref", "parity_tests"}), file
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jaxdist.command_line.arguments import Arguments, parse
 from jaxdist.config import Experiment, check_validation, diverged, exit_codes, overflown
 from jaxdist.config.errors import LESS, in_device_memory
-from jaxdist.data import Batch, Dataset, Split, Targets, dataset_of, dealt, in_steps
+from jaxdist.data import Batch, Dataset, Split, Targets, dataset_of, in_steps, microbatch_order
 from jaxdist.formats.dcp_index import INDEX
 from jaxdist.formats.origin import begin
 from jaxdist.runs.checkpoints import Saves
@@ -85,7 +85,7 @@ def train(
                 start = starting_state(program, arguments.init, folder)
             dist.barrier()  # every rank has looked at the run folder before the first writes to it
 
-            held = footprint.held(model, program.optimizer, experiment, mesh)
+            memory = footprint.memory(model, program.optimizer, experiment, mesh)
             first = dist.get_rank() == 0
             saves = Saves(folder.checkpoints, experiment.checkpoint, first) if folder else None
             if folder:
@@ -94,7 +94,7 @@ def train(
                 )
             if first:
                 say(str(plan))
-                rows = dataset.table(experiment.train) | notes(model, held)
+                rows = dataset.table(experiment.train) | notes(model, memory)
                 show_start("torch_ref", experiment, plan.axes, metrics.parameter_count(whole), rows)
             traffic, arithmetic = Traffic(mesh, getattr(model, "tied", None)), Arithmetic()
             peak = footprint.Peak(model, program.optimizer.holder, mesh.device_type)
@@ -109,8 +109,8 @@ def train(
                 run.keep(steps)
             if schedule.stopping():
                 raise run.interrupted(steps)
-        held = footprint.held(model, program.optimizer, experiment, mesh, peak)
-        summary = metrics.summary(program, whole, held, traffic.collectives(), records)
+        memory = footprint.memory(model, program.optimizer, experiment, mesh, peak)
+        summary = metrics.summary(program, whole, memory, traffic.collectives(), records)
         summary |= {"arithmetic": arithmetic.narrowest(), "validation_loss": validation, "data": dataset.fingerprint}
         if isinstance(model, pipeline.Pipeline):
             summary["pipeline"] = {"schedule": experiment.parallel.pipeline_schedule, **model.bubble}
@@ -233,7 +233,9 @@ def fetch(dataset: Dataset, experiment: Experiment, mesh: DeviceMesh, step: int,
     tokens keeps its times, as many on each rank of `context`."""
     size = experiment.train.batch
     rank, ranks = rank_over(mesh, *BATCH)
-    rows = dealt(size, ranks, experiment.train.accumulation)[rank * size // ranks : (rank + 1) * size // ranks]
+    rows = microbatch_order(size, ranks, experiment.train.accumulation)[
+        rank * size // ranks : (rank + 1) * size // ranks
+    ]
     if split == "train":
         batch = dataset.batch(step, size, experiment.train.seed, rows=rows)
     else:

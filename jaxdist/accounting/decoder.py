@@ -262,7 +262,7 @@ class DecoderFootprint(Footprint):
             FRESH: self.fresh,
             WAITING: self.waiting,
             ENDS: self.weights(False) * self.compute * (row.reshards and n > 1),
-            WHOLE: self.held(False) * self.compute * (row.parameters and not row.reshards and n > 1),
+            WHOLE: self.elements(False) * self.compute * (row.parameters and not row.reshards and n > 1),
             BLOCKS: self.at_once * self.kept,
         }
         yield during | {LOGITS: self.logits, LAST: self.arrays(NORM)}
@@ -286,7 +286,7 @@ class DecoderFootprint(Footprint):
         inside = self.scores * self.arrays({"S": self.beside_probabilities})
         # XLA takes the last block out of the loop over blocks on several GPUs. Where the head's gradient is cast to no
         # wider dtype its product comes after that block's, and the logits' gradient waits for it.
-        waits = self.gpu and self.several and self.at_rest < 4 and memory.loss_chunks == 1
+        waits = self.gpu and self.several and self.param_itemsize < 4 and memory.loss_chunks == 1
         beside = {LOGITS: waits * self.arrays({"V": (1, 0)})}
         return block | beside | {INSIDE: max(inside, self.arrays({"R": (1, 0)}))}
 
@@ -337,7 +337,7 @@ class DecoderFootprint(Footprint):
         """Moments that XLA copies at the start of a step where it widens. Gradients that are laid out as they are, are
         added up in their place."""
         row = strategy(self.experiment.parallel)
-        placed = self.gradients * (self.held(row.gradients) == self.held(row.optimizer))
+        placed = self.gradients * (self.elements(row.gradients) == self.elements(row.optimizer))
         return self.widens * max(self.optimizer_state - placed, 0)
 
     @property
@@ -347,7 +347,7 @@ class DecoderFootprint(Footprint):
         chunks = self.experiment.parallel.virtual_stages if self.mesh["pipeline"] > 1 else 1
         sharded = strategy(self.experiment.parallel).gradients
         numbers = self.numbers[True, sharded] / chunks + self.numbers[False, sharded]
-        return numbers * self.at_rest * (self.experiment.train.accumulation > 1)
+        return numbers * self.param_itemsize * (self.experiment.train.accumulation > 1)
 
     @property
     def attention(self) -> float:
@@ -416,7 +416,7 @@ class DecoderFootprint(Footprint):
         )
         # Each pass reads the weights forward and backward, writes their gradients, and adds them to the accumulators.
         weights = p.layers / self.decoder.layers * self.weights(True) + self.weights(False)
-        moved += p.both * weights * (2 * self.compute + 3 * self.at_rest) + p.forward * weights * self.compute
+        moved += p.both * weights * (2 * self.compute + 3 * self.param_itemsize) + p.forward * weights * self.compute
         moved += self.update
         products = 2 * self.tokens * (blocks * block + heads * head)
         return Work(products, self.tokens * attended * self.attention_flops, moved)

@@ -78,8 +78,8 @@ class State:
         return math.prod(self.mesh[axis] for axis in SHARDS)
 
     @property
-    def at_rest(self) -> int:
-        """Bytes of a parameter's number."""
+    def param_itemsize(self) -> int:
+        """Bytes of one element of a parameter, as it is stored between steps."""
         return ITEMSIZE[str(self.experiment.precision.parameters)]
 
     @property
@@ -115,20 +115,20 @@ class State:
         """Numbers of all blocks of a stage, or of what is no block, whole over what a strategy shards."""
         return self.numbers[layers, False]
 
-    def held(self, sharded: bool) -> int:
-        """Numbers of all parameters that a device has, sharded or whole."""
+    def elements(self, sharded: bool) -> int:
+        """Elements of all parameters on a device, sharded or whole."""
         return self.numbers[True, sharded] + self.numbers[False, sharded]
 
     @property
     def update(self) -> float:
         """Bytes that the update moves: gradients read, weights and what the optimizer keeps read and written."""
-        local = self.held(strategy(self.experiment.parallel).optimizer) * self.at_rest
+        local = self.elements(strategy(self.experiment.parallel).optimizer) * self.param_itemsize
         return 3 * local + 2 * self.optimizer_state
 
     @property
     def parameters(self) -> int:
         """Bytes of the parameters at rest, running statistics apart."""
-        return self.held(strategy(self.experiment.parallel).parameters) * self.at_rest
+        return self.elements(strategy(self.experiment.parallel).parameters) * self.param_itemsize
 
     @cached_property
     def optimizer_state(self) -> int:
@@ -144,12 +144,12 @@ class State:
             for spec in trained
             if applies_to(spec.role)
         )
-        return sum(kept) * self.at_rest + COUNT * (2 + bool(self.experiment.optimizer.ema))
+        return sum(kept) * self.param_itemsize + COUNT * (2 + bool(self.experiment.optimizer.ema))
 
     @property
     def gradients(self) -> float:
         """A device's share of the gradients, as their accumulators are laid out."""
-        return self.held(strategy(self.experiment.parallel).gradients) * self.at_rest
+        return self.elements(strategy(self.experiment.parallel).gradients) * self.param_itemsize
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Footprint(State, ABC):
     def largest_stack(self) -> int:
         """Bytes of the largest parameter of a stage, all of its blocks together, whole over what a strategy shards."""
         shapes = (spec.local_shape(self.mesh, False) for spec in self.param_specs.values())
-        return max(map(math.prod, shapes)) * self.at_rest
+        return max(map(math.prod, shapes)) * self.param_itemsize
 
     @property
     def fetched(self) -> float:
@@ -201,7 +201,8 @@ class Footprint(State, ABC):
         row, offload = strategy(self.experiment.parallel), self.experiment.memory.offload
         copies = [("parameters" in offload, 1, row.parameters), ("optimizer" in offload, 2, row.optimizer)]
         return sum(
-            (self.platform != "cpu") * there * n * self.held(sharded) * self.at_rest for there, n, sharded in copies
+            (self.platform != "cpu") * there * n * self.elements(sharded) * self.param_itemsize
+            for there, n, sharded in copies
         )
 
     @property

@@ -85,8 +85,8 @@ def test_what_stays_between_steps_is_exact(case: dict[str, Any]) -> None:
     e = experiment(**case)
     program, form = Program(e, make_mesh(e, "cpu")[0]), footprint(e)
     trained = {n: a for n, a in program.abstract.parameters.items() if not program.param_specs[n].statistic}
-    assert form.parameters == metrics.held(trained)
-    assert form.optimizer_state == metrics.held(program.abstract.optimizer)
+    assert form.parameters == metrics.bytes_on_device(trained)
+    assert form.optimizer_state == metrics.bytes_on_device(program.abstract.optimizer)
 
 
 LONG = {"model.dim": 512, "model.head_dim": 64, "data.sequence": 4096, "model.positions": 4096, "model.vocab": 4096}
@@ -238,7 +238,7 @@ def test_a_gpu_fetches_what_is_updated() -> None:
     """Sharded moments and, where they are offloaded too, whole weights; nothing where the host's memory is its own."""
     e = experiment(**{"parallel.mesh": "8x1", "parallel.strategy": "zero1", "memory.offload": "optimizer,parameters"})
     form = footprint(e)
-    whole = form.held(False) * 4
+    whole = form.elements(False) * 4
     assert form.fetched == 0 and replace(form, platform="gpu").fetched == whole + 2 * whole / 8
 
 

@@ -160,7 +160,7 @@ def least_of_parameters(
     e, row, p = experiment, strategy(experiment.parallel), passes(experiment, mesh)
     chunks = e.parallel.virtual_stages if mesh["pipeline"] > 1 else 1
     compute, reduced = ITEMSIZE[str(e.precision.compute)], ITEMSIZE[str(e.precision.reduce)]
-    at_rest = ITEMSIZE[str(e.precision.parameters)]
+    param_itemsize = ITEMSIZE[str(e.precision.parameters)]
     total: dict[str, float] = defaultdict(float)
     for spec in (spec for spec in param_specs.values() if not spec.statistic):
         cut, stacked = spec.shard_dim, "layers" in spec.axes
@@ -183,7 +183,7 @@ def least_of_parameters(
             gathered = part * ((1 + again) * both + forward) if row.reshards else size
             total[shards] += ring_bytes("all_gather", gathered * compute, n)
         else:
-            total[shards] += ring_bytes("all_gather", size * at_rest, n)
+            total[shards] += ring_bytes("all_gather", size * param_itemsize, n)
     return {axis: size for axis, size in total.items() if size}
 
 

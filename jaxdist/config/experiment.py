@@ -158,12 +158,12 @@ class Experiment(Section):
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     record: Record = Record()
-    _held: frozenset[str] = PrivateAttr(frozenset())
+    _pinned: frozenset[str] = PrivateAttr(frozenset())
 
     @property
-    def held(self) -> frozenset[str]:
-        """Fields, with their sections, that the weights or the run to go on with hold: no fix changes them."""
-        return self._held
+    def pinned(self) -> frozenset[str]:
+        """Fields, with their sections, that given weights or a resumed run determine: no fix changes them."""
+        return self._pinned
 
     def naming_plugins(self) -> "Experiment":
         """This experiment, with the plugins that registered what it names."""
@@ -178,9 +178,9 @@ class Experiment(Section):
 
     def holding(self, fields: Iterable[str]) -> "Experiment":
         """This experiment, with weights or a run that hold the `fields`."""
-        held = self.model_copy()
-        held._held = frozenset(fields)
-        return held
+        pinned = self.model_copy()
+        pinned._pinned = frozenset(fields)
+        return pinned
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Unpickle, as in a rank of torch's. Raises ConfigError as `load_plugins`."""
@@ -190,11 +190,11 @@ class Experiment(Section):
     @model_validator(mode="after")
     def _fits(self, info: ValidationInfo) -> "Experiment":
         model, train = self.model, self.train
-        self._held = frozenset(info.context or ())
+        self._pinned = frozenset(info.context or ())
         if isinstance(model, ImageModel):
             self._fits_images(model)
         elif isinstance(model, Decoder) and self.data.sequence > model.positions:
-            longer = "" if "model.positions" in self.held else f", or model.positions = {self.data.sequence}"
+            longer = "" if "model.positions" in self.pinned else f", or model.positions = {self.data.sequence}"
             raise ValueError(
                 f"data.sequence = {self.data.sequence} is longer than model.positions = {model.positions}; "
                 f"use data.sequence = {model.positions}{longer}"
@@ -265,7 +265,7 @@ class Experiment(Section):
             if size % (parts := math.prod(axes[axis] for axis in over)):
                 named = " × ".join(axis for axis in over if axes[axis] > 1)
                 larger, padding = grown(self, axes), "model.vocab_multiple"
-                if field == "vocab" and not self.held & larger.keys():
+                if field == "vocab" and not self.pinned & larger.keys():
                     fix = f"pad it by {padding} = {larger[padding]}{along(larger, padding)}"
                 else:
                     size_of = "vocab_multiple" if field == "vocab" else field.rpartition(" × ")[2]
@@ -284,7 +284,7 @@ class Experiment(Section):
             images = isinstance(self.model, ImageModel)
             batch, others = multiple(least, train.batch), {} if images else grown(self, axes)
             fix = f"use a multiple of {least}, as train.batch = {batch}{along(others, 'train.batch')}"
-            if self.held & {"train.batch", *others}:
+            if self.pinned & {"train.batch", *others}:
                 mesh = f"use --mesh {resized(axes, ('data', 'fsdp'), train.batch // train.accumulation)}"
                 fix = mesh if images else ways(self, axes, BATCH, "batch", least)
             raise ConfigError(
@@ -329,7 +329,7 @@ class Experiment(Section):
             fsdp = math.gcd(axes["fsdp"], *widths)
             raise ConfigError(
                 f"model.widths: {bad[0]} channels cannot be divided over the mesh axis fsdp = {axes['fsdp']}; use "
-                f"--mesh {written({**axes, 'fsdp': fsdp})}{'' if self.held else ', or multiples of it'}"
+                f"--mesh {written({**axes, 'fsdp': fsdp})}{'' if self.pinned else ', or multiples of it'}"
             )
 
     def _check_experts(self, axes: Mapping[str, int]) -> None:
@@ -338,7 +338,7 @@ class Experiment(Section):
         if not (experts := getattr(model, "experts", 0)):
             if n > 1:
                 mesh = shrunk(self, {**axes, "expert": 1, "fsdp": axes["fsdp"] * n}, ["fsdp"], "dim")
-                other = "" if "model.family" in self.held else ", or model.family = mixtral or qwen3_moe"
+                other = "" if "model.family" in self.pinned else ", or model.family = mixtral or qwen3_moe"
                 raise ConfigError(
                     f"parallel.mesh: axis expert = {n} splits experts, and model.family = {model.family} has none; use "
                     f"--mesh {written(mesh)}{along(grown(self, mesh))}{other}"
@@ -360,7 +360,7 @@ class Experiment(Section):
             named += f" × parallel.virtual_stages = {chunks}"
         if layers % parts:
             fix = ways(self, axes, ["pipeline"], "layers", parts)
-            if layers % chunks and "model.layers" not in self.held:
+            if layers % chunks and "model.layers" not in self.pinned:
                 fix = f"use model.layers = {multiple(parts, layers)}{along(grown(self, axes), 'model.layers')}"
             raise ConfigError(f"model.layers = {layers} cannot be divided over {named}; {fix}")
         every = self.memory.remat_every
@@ -416,7 +416,7 @@ class Experiment(Section):
 
     @classmethod
     def parse(cls, values: dict[str, Any], source: str, held: Iterable[str] = ()) -> "Experiment":
-        """Validate nested `values`, read from `source`, where weights hold the fields `held`.
+        """Validate nested `values`, read from `source`, where weights hold the fields `pinned`.
 
         Raises ConfigError, one line per problem.
         """

@@ -51,7 +51,7 @@ def shrunk(e: "Experiment", axes: Mapping[str, int], over: Iterable[str], needed
         divides = all(
             math.prod(sizes[name] for name in names) % parts == 0 for names, parts in needs(e, mesh) if {*names} & fixed
         )
-        return divides and (not e.held or e.held.isdisjoint(grown(e, mesh)))
+        return divides and (not e.pinned or e.pinned.isdisjoint(grown(e, mesh)))
 
     def choices(axis: str) -> list[int]:
         alone = dict.fromkeys(AXES, 1)
@@ -69,7 +69,7 @@ def ways(e: "Experiment", axes: Mapping[str, int], over: Sequence[str], name: st
     size that grows with it is free; each with the further changes that it needs."""
     smaller, larger = shrunk(e, axes, over, name), grown(e, axes)
     told = f"use --mesh {written(smaller)}{along(grown(e, smaller))}"
-    if e.held & larger.keys():
+    if e.pinned & larger.keys():
         return told
     if (own := field(name)) in larger:
         told += f", or a multiple of {parts}, as {own} = {larger[own]}{along(larger, own)}"
@@ -92,7 +92,7 @@ def split_into(e: "Experiment", axes: Mapping[str, int], microbatches: int) -> s
     pipeline where these are held."""
     split = e.model_copy(update={"train": e.train.model_copy(update={"accumulation": microbatches})})
     larger = grown(split, axes)
-    if e.held & {"train.accumulation", *larger}:
+    if e.pinned & {"train.accumulation", *larger}:
         return moved(e, axes, "pipeline")
     return f"train.accumulation = {microbatches}{along(larger)}"
 

@@ -15,7 +15,7 @@ from jaxdist.formats.companions import files_of
 from jaxdist.formats.dcp_index import MOST_BYTES
 from jaxdist.formats.origin import FILES, ORIGIN, SAID
 from jaxdist.formats.safetensors_files import Tensors, leaves
-from jaxdist.runs.checkpoints import damage, placed, run_of, seal
+from jaxdist.runs.checkpoints import canonical, damage, run_of, seal
 from jaxdist.runs.display import say
 from jaxdist.runs.folder import RunFolder, each_metrics
 
@@ -79,7 +79,7 @@ def _extras(beside: Path) -> Any:
 
 def metrics_of(checkpoint: Path) -> bytes:
     """The lines that the run logged up to `checkpoint`. Raises ConfigError."""
-    run, name = run_of(checkpoint), placed(checkpoint).name
+    run, name = run_of(checkpoint), canonical(checkpoint).name
     if run is None or not name.isdecimal():
         return b""
     kept = (record for record in each_metrics(run) if record["step"] <= int(name))

@@ -28,7 +28,7 @@ from jaxdist.formats.tables import LAYERS, OWN, table_of
 
 T = TypeVar("T")
 BLOCK = 1_000_000  # numbers that are rounded at a time
-KEPT = "iubc"  # numpy's kinds of numbers that stay as they are: whole ones, and what would lose a part
+UNCAST_KINDS = "iubc"  # numpy's kinds of dtypes that are not cast: integers, booleans and complex numbers
 AHEAD = 400_000_000  # bytes that may be on their way beside the largest unit
 NonFinite = Literal["refuse", "keep", "zero"]
 WITHOUT_STATE = (
@@ -115,7 +115,7 @@ class Resharder(ABC):
     def _dtype(self, group: str, unit: ConversionUnit) -> np.dtype:
         leaves = self.given[group]
         dtypes = {leaves[source.name].dtype for source in unit.sources}
-        if self.dtype and group == PARAMETERS and not any(dtype.kind in KEPT for dtype in dtypes):
+        if self.dtype and group == PARAMETERS and not any(dtype.kind in UNCAST_KINDS for dtype in dtypes):
             return np.dtype(DTYPES[self.dtype])
         if len(dtypes) > 1 and self.widen and group == PARAMETERS:
             return np.result_type(*dtypes)

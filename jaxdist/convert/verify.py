@@ -171,15 +171,15 @@ def told(path: Path, content: Content, inputs: np.ndarray) -> tuple[np.ndarray, 
     """
     if is_hf(path):
         try:
-            witness = import_module("jaxdist.convert.witness")
+            hf_reference = import_module("jaxdist.convert.hf_reference")
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "transformers"):
                 raise
         except ImportError as error:
             say(f"transformers cannot be imported: {error}; the logits of {path} are jaxdist's own")
         else:
-            if witness.knows(path):
-                return witness.logits(path, inputs), THEIRS
+            if hf_reference.knows(path):
+                return hf_reference.logits(path, inputs), THEIRS
             say(f"transformers knows no model_type of {path}; the logits are jaxdist's own")
     return logits(content, inputs), OURS
 

@@ -170,7 +170,7 @@ class TestLogits:
         assert "of SOURCE by transformers and of TARGET by jaxdist, are within" in said
         assert "where 8.7e-06 is what rounding may do" in said and "not verified" not in said
         monkeypatch.setitem(sys.modules, "transformers", None)
-        monkeypatch.delitem(sys.modules, "jaxdist.convert.witness")
+        monkeypatch.delitem(sys.modules, "jaxdist.convert.hf_reference")
         monkeypatch.setitem(TABLES, HUGGINGFACE, swapped(*SWAPS[0]))
         main([str(hf), str(tmp_path / "b"), "--verify"])
         said = capsys.readouterr().out

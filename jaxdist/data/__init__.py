@@ -13,8 +13,8 @@ from jaxdist.data.dataset import (
     Split,
     Targets,
     dataset_of,
-    dealt,
     in_steps,
+    microbatch_order,
     open_dataset,
 )
 from jaxdist.data.sources import Stream
@@ -30,7 +30,7 @@ __all__ = [
     "Stream",
     "Targets",
     "dataset_of",
-    "dealt",
     "in_steps",
+    "microbatch_order",
     "open_dataset",
 ]

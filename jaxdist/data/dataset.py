@@ -100,8 +100,8 @@ def _as_begun(data: Data, opened: Callable[[Data], "Dataset"]) -> "Dataset":
     return dataset
 
 
-def dealt(size: int, ways: int, microbatches: int) -> NDArray[np.int64]:
-    """The rows of a batch in the order in which devices hold them, each a part of every microbatch in turn.
+def microbatch_order(size: int, ways: int, microbatches: int) -> NDArray[np.int64]:
+    """The rows of a batch in the order in which devices hold them: a part of each microbatch in turn.
 
     So microbatch i is the i-th part of the batch however many devices there are: its images are normalized together,
     and its tokens balanced among experts.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxdist.config import ConfigError, Experiment
-from jaxdist.data import Dataset, dataset, dataset_of, dealt
+from jaxdist.data import Dataset, dataset, dataset_of, microbatch_order
 
 MODEL = {"family": "resnet", "channels": 1, "image": 5, "classes": 4}
 RANDOM = np.random.default_rng(0)
@@ -192,7 +192,7 @@ def test_data_of_the_other_kind(file: Path, tmp_path: Path) -> None:
 
 def test_a_microbatch_has_the_same_rows_on_any_mesh() -> None:
     for ways in (1, 2, 4):
-        held = dealt(24, ways, 3).reshape(ways, 3, -1)
+        held = microbatch_order(24, ways, 3).reshape(ways, 3, -1)
         assert [sorted(held[:, i].ravel()) for i in range(3)] == [list(range(8 * i, 8 * i + 8)) for i in range(3)]
 
 

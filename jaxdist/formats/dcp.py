@@ -26,8 +26,8 @@ BESIDE = (TRAIN_STATE, "dataloader.", *(f"{key}." for key in SCHEDULER))
 PREFIXES = {"model": f"{MODEL[0]}.", "optimizer": f"{OPTIMIZER[0]}.", "step": STEP[0]}
 
 
-def placed(entries: Mapping[str, Shape | None]) -> tuple[dict[str, str], list[str]]:
-    """Prefixes of the names of each part, as in PREFIXES, and the names of the weights.
+def part_prefixes(entries: Mapping[str, Shape | None]) -> tuple[dict[str, str], list[str]]:
+    """The prefix of the names of each part, as in PREFIXES, and the names of the weights.
 
     `entries`: name -> shape of a tensor, None for another entry.
     """

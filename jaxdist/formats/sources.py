@@ -33,7 +33,7 @@ from jaxdist.formats.own_files import files_of
 from jaxdist.formats.refusals import incomplete, is_torch_zip, mapped, refusal, several
 from jaxdist.formats.tables import HUGGINGFACE, LAYERS, TORCH_REF
 from jaxdist.formats.torch_files import SUFFIXES
-from jaxdist.runs.checkpoints import Looked, checkpoint_in, placed, whole
+from jaxdist.runs.checkpoints import Looked, canonical, checkpoint_in, whole
 
 
 def is_torch(path: Path) -> bool:
@@ -127,7 +127,7 @@ class Found:
 
 def located(path: Path, verify: Looked = "checksums") -> Path:
     """The verified checkpoint that a run folder stands for; any other path itself. Raises ConfigError."""
-    return placed(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
+    return canonical(whole(path, verify)) if kind_of(path) in ("orbax", "dcp") else path
 
 
 def found(path: Path, reader: Reader) -> Found:

@@ -41,7 +41,7 @@ class Named:
         self.name = name
 
 
-class Made:
+class CallResult:
     """Placeholder of the result of a call."""
 
     def __init__(self, length: int) -> None:
@@ -54,7 +54,7 @@ class Made:
         self.length += 1
 
 
-class Bytes(Made):
+class Bytes(CallResult):
     """Placeholder of bytes, the only ones that a bytearray may be made of: a tensor could be taken for a size."""
 
 
@@ -79,7 +79,7 @@ class Rehearsal(Careful):
                     storage_of(self.places, key, *STORED[kind], count)
                 case _:
                     raise UnpicklingError("it has a storage of no known kind")
-        return Made(0)
+        return CallResult(0)
 
     def load_reduce(self) -> None:
         given, called = self.stack.pop(), self.stack.pop()
@@ -90,7 +90,7 @@ class Rehearsal(Careful):
     def load_build(self) -> None:
         self.charge(self.stack.pop())
 
-    def made(self, called: Any, given: Any) -> Made:
+    def made(self, called: Any, given: Any) -> CallResult:
         """The placeholder of the result of a call."""
         self.charge(given)
         if not isinstance(called, Named) or not isinstance(given, tuple):
@@ -101,19 +101,19 @@ class Rehearsal(Careful):
             case name, (str() as text, "latin1" | "latin-1") if name in (BYTES, BYTEARRAY):
                 return Bytes(len(text))
             case name, () | (Bytes(),) if name == BYTEARRAY:
-                return Made(sum(map(len, given)))
+                return CallResult(sum(map(len, given)))
             case name, (list() as items,) if name in SETS:
                 for item in items:
                     self.hashes(tuple(item) if isinstance(item, list) else item)  # a list is a key and a value
-                return Made(len(items))
+                return CallResult(len(items))
             case name, () | (dict(),) if name in SETS:
-                return Made(sum(map(len, given)))
-            case name, _ if name in PLAIN and not any(isinstance(x, Made) for x in self.written_out(given)):
-                return Made(0)
+                return CallResult(sum(map(len, given)))
+            case name, _ if name in PLAIN and not any(isinstance(x, CallResult) for x in self.written_out(given)):
+                return CallResult(0)
             case name, _ if name == QUANTIZED:
                 raise ValueError("it has a tensor that is quantized")
             case name, _ if name in TENSORS or name in STAND_INS:
-                return Made(0)
+                return CallResult(0)
         raise UnpicklingError(f"it has a {called.name}, which is neither a tensor nor a plain value")
 
 

@@ -17,7 +17,7 @@ from jaxdist.parallel.mesh import make_mesh
 from jaxdist.parallel.sharding import LOSS_AXES
 from jaxdist.runtime.xla import Jitted
 from jaxdist.training import metrics
-from jaxdist.training.metrics import held
+from jaxdist.training.metrics import bytes_on_device
 from jaxdist.training.program import Program
 from jaxdist.training.step import TrainState
 
@@ -55,11 +55,14 @@ def test_born_with_its_share(mesh: str, strategy: str, parameters: int, optimize
     p = program(parallel={"mesh": mesh, "strategy": strategy})
     state = p.initialize()
     whole = metrics.parameter_count(p.param_specs) * 4
-    assert held(state.parameters) == whole // parameters
+    assert bytes_on_device(state.parameters) == whole // parameters
     counts = 2 * 4  # the step counts of Adam and of the schedule
-    assert held(state.optimizer) == 2 * whole // optimizer + counts
+    assert bytes_on_device(state.optimizer) == 2 * whole // optimizer + counts
     found = reported(p)
-    assert (found["parameters"], found["optimizer_state"]) == (held(state.parameters), held(state.optimizer))
+    assert (found["parameters"], found["optimizer_state"]) == (
+        bytes_on_device(state.parameters),
+        bytes_on_device(state.optimizer),
+    )
 
 
 def test_what_is_reported_is_what_is_held() -> None:
@@ -70,7 +73,7 @@ def test_what_is_reported_is_what_is_held() -> None:
     everywhere = state._replace(optimizer=jax.device_put(state.optimizer, NamedSharding(p.mesh, P())))
     found = reported(p, everywhere)
     assert found["parameters"] == declared["parameters"]
-    assert found["optimizer_state"] == held(everywhere.optimizer) > 7 * declared["optimizer_state"]
+    assert found["optimizer_state"] == bytes_on_device(everywhere.optimizer) > 7 * declared["optimizer_state"]
 
 
 def gradients(p: Program, batch: Any) -> Any:
@@ -102,7 +105,7 @@ def test_gradients_are_the_share_that_is_reported(
     mesh: str, strategy: str, reduce: str, share: int, batches: Any
 ) -> None:
     p = program(parallel={"mesh": mesh, "strategy": strategy, "reduce": reduce})
-    found = held(gradients(p, batches(p.experiment, 1)[0]))
+    found = bytes_on_device(gradients(p, batches(p.experiment, 1)[0]))
     assert found == reported(p)["gradients"] == metrics.parameter_count(p.param_specs) * 4 // share
 
 

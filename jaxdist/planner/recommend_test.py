@@ -20,7 +20,7 @@ from jaxdist.planner.recommend import COMPARED, REMATS, candidates, none_fits, r
 from jaxdist.planner.time import links
 from jaxdist.runs.display import megabytes
 
-FREE = ("data", "fsdp")
+FREE_AXES = ("data", "fsdp")
 VERDICT = re.compile(
     r"(?P<called>.+?) (?:"
     r"would not fit, as it holds at least (?P<least>[\d.]+ [GM]B)"
@@ -36,8 +36,8 @@ def settings(plan: Plan) -> dict[str, str]:
 
 
 def every(plan: Plan, **axes: int) -> Iterator[Plan]:
-    """All plans on as many devices whose axes but FREE are the plan's, or `axes`: also what no search tries."""
-    model = {axis: plan.mesh[axis] for axis in AXES if axis not in FREE} | axes
+    """All plans on as many devices whose axes other than FREE_AXES are the plan's, or `axes`: also what no search tries."""
+    model = {axis: plan.mesh[axis] for axis in AXES if axis not in FREE_AXES} | axes
     rest, batch = plan.devices // math.prod(model.values()), plan.experiment.train.batch
     meshes = [model | {"data": rest // n, "fsdp": n} for n in range(1, rest + 1) if rest % n == 0]
     parts = [n for n in range(model["pipeline"], batch + 1) if batch % n == 0]
@@ -79,8 +79,8 @@ def check_lead(plan: Plan, lead: str) -> None:
         assert f"idle {1 - plan.experiment.train.accumulation / ticks:.0%} " in lead
     if name.split()[0] in STRATEGIES:
         parts = {
-            "parameters": f.parameters < f.held(False) * f.at_rest,
-            "gradients": f.gradients < f.held(False) * f.at_rest,
+            "parameters": f.parameters < f.elements(False) * f.param_itemsize,
+            "gradients": f.gradients < f.elements(False) * f.param_itemsize,
             "optimizer state": f.optimizer_state < f.optimizer_states(False),
         }
         sharing = SHARDS if any(parts.values()) else TOKENS
@@ -101,7 +101,7 @@ def check_verdict(plan: Plan, found: re.Match[str]) -> None:
     name, _, value = called.partition(" = ")
     if called in STRATEGIES:
         name, value = "strategy", called
-    others = list(every(plan, **({name: int(value)} if name in AXES and name not in FREE else {})))
+    others = list(every(plan, **({name: int(value)} if name in AXES and name not in FREE_AXES else {})))
     if called == "fewer microbatches":
         others = [other for other in others if other.experiment.train.accumulation < plan.experiment.train.accumulation]
     else:
@@ -179,7 +179,7 @@ def test_every_choice_is_told_of() -> None:
 def test_without_a_choice_nothing_is_said() -> None:
     """Of one device; and of a pipeline of one row at a time no strategy, as no devices share the batch."""
     assert reasons(recommended("default on one")[0]) == []
-    plan = next(p for p in recommended("mixtral-8x7b on 64") if math.prod(p.mesh[axis] for axis in FREE) == 1)
+    plan = next(p for p in recommended("mixtral-8x7b on 64") if math.prod(p.mesh[axis] for axis in FREE_AXES) == 1)
     assert plan.experiment.parallel.strategy == "ddp"
     assert not any(sentence.startswith(tuple(STRATEGIES)) for sentence in reasons(plan))
 

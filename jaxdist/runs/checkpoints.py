@@ -322,9 +322,9 @@ def checkpoint_in(path: Path) -> Path:
     return path if step is None else last_whole(path / FOLDER) or path / FOLDER / str(step)
 
 
-def placed(checkpoint: Path) -> Path:
-    """Absolute, in its run and by the name of its step if the path or the links in it say so: `latest` may be one, and
-    so may all of `checkpoints`."""
+def canonical(checkpoint: Path) -> Path:
+    """The absolute path of a checkpoint, in its run and by its step where the path or its symbolic links say so (as
+    `latest` does, or all of `checkpoints` may)."""
     named = checkpoint.absolute()
     while not named.name.isdecimal() and named.is_symlink() and named.exists():  # else it may be a circle
         named = named.parent / named.readlink()
@@ -333,7 +333,7 @@ def placed(checkpoint: Path) -> Path:
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder whose checkpoint it is; None of one that lies elsewhere, as a copy does."""
-    folder = placed(checkpoint).parent
+    folder = canonical(checkpoint).parent
     return folder.parent if folder.name == FOLDER else None
 
 

@@ -23,9 +23,9 @@ from jaxdist.runs.checkpoints import FOLDER, Saves, clean, last_whole, newest_wh
 from jaxdist.runs.display import say
 from jaxdist.runs.lock import Taken, alone
 
-# Fields that may differ between a run and its continuation: layout and saving, never the training itself. The location
-# of the data and the choice of splits are free too: `data.fingerprint` identifies the data.
-FREE = (
+# Fields that may differ between a run and its continuation: mesh, memory and saving, never the training itself. The
+# location of the data and the choice of splits may differ too: `data.fingerprint` identifies the data.
+RESUMABLE_FIELDS = (
     "parallel.", "memory.", "checkpoint.", "metrics.", "record.", "train.steps", "train.validation_batches",
     "train.compile", "train.nonfinite", "train.skip", "data.path", "data.tokenizer",
     "data.bin_dtype", "data.split", "data.end_of_text",
@@ -90,7 +90,7 @@ class RunFolder:
         begun = self.begun = Experiment.parse(values, source=str(file))
         if not self.experiment.data.fingerprint:
             self.experiment = self.experiment.on_data(begun.data.fingerprint)
-        pinned = (field for field in _flat(begun.model_dump()) if not field.startswith(FREE))
+        pinned = (field for field in _flat(begun.model_dump()) if not field.startswith(RESUMABLE_FIELDS))
         self.experiment = self.experiment.holding(field for field in pinned if not _may_change(begun, field))
         found = [one for one in differences(begun, self.experiment) if not _may_change(begun, one[0])]
         if found:
@@ -368,7 +368,7 @@ def _may_change(begun: Experiment, field: str) -> bool:
 
 
 def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
-    """(field, a's value, b's) of what tells two experiments apart in what they train; FREE fields do not."""
+    """(field, a's value, b's) of fields by which two experiments train differently, RESUMABLE_FIELDS left out."""
     before, now = (_flat(e.model_dump(exclude_none=True)) for e in (a, b))
     # The decay ends at train.steps unless said otherwise, so a longer continuation would change the schedule.
     for config in (before, now):
@@ -376,7 +376,7 @@ def differences(a: Experiment, b: Experiment) -> Iterator[tuple[str, Any, Any]]:
         if config["optimizer.decay"] == "constant":
             del config["optimizer.decay_steps"]
     for field in sorted(before.keys() | now.keys()):
-        if not field.startswith(FREE) and before.get(field) != now.get(field):
+        if not field.startswith(RESUMABLE_FIELDS) and before.get(field) != now.get(field):
             yield field, before.get(field), now.get(field)
 
 

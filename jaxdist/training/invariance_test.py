@@ -205,15 +205,15 @@ def renamed_ids(case: Case) -> float:
     new = np.random.default_rng(1).permutation(size).astype(np.int32)  # old id -> new id
     old = np.argsort(new)
 
-    def in_order(arrays: Arrays, order: np.ndarray) -> Arrays:
+    def permuted(arrays: Arrays, order: np.ndarray) -> Arrays:
         axes = {"head.kernel": 1, "head.bias": 0} if images else {"embed.embedding": 0, "lm_head.kernel": 1}
         return {n: a.take(order, axes[n]) if n in axes else a for n, a in arrays.items()}
 
     first, targets = case.batch
     targets = np.where(targets == IGNORED, IGNORED, new[np.maximum(targets, 0)])
     batch = Images(first, targets) if images else Batch(new[first], targets)
-    a = taken(replace(case, batch=batch, weights=in_order(case.weights, old)))
-    return difference(Step(a.loss, in_order(a.gradients, new), in_order(a.weights, new)), taken(case))
+    a = taken(replace(case, batch=batch, weights=permuted(case.weights, old)))
+    return difference(Step(a.loss, permuted(a.gradients, new), permuted(a.weights, new)), taken(case))
 
 
 # transformation -> families

@@ -56,14 +56,14 @@ def memory(program: Program, traced: Any, compiled: Any, state: TrainState | Non
     """
     analysis = compiled.memory_analysis()
     state = state or program.abstract
-    host = held((state.parameters, state.optimizer), offloaded=True)
+    host = bytes_on_device((state.parameters, state.optimizer), offloaded=True)
     running = {n: a for n, a in state.parameters.items() if program.param_specs[n].statistic}
-    statistics = held(running)
+    statistics = bytes_on_device(running)
     seen = analysis.host_argument_size_in_bytes  # nothing on the CPU, where XLA takes all for the device's
     return {
-        "parameters": held(state.parameters) - statistics,
-        "gradients": accumulated(program, traced.jaxpr) - held([a for a in running.values() if a.ndim]),
-        "optimizer_state": held(state.optimizer),
+        "parameters": bytes_on_device(state.parameters) - statistics,
+        "gradients": accumulated(program, traced.jaxpr) - bytes_on_device([a for a in running.values() if a.ndim]),
+        "optimizer_state": bytes_on_device(state.optimizer),
         "host": host,
         "temporary": analysis.temp_size_in_bytes,
         "peak": analysis.argument_size_in_bytes
@@ -107,7 +107,7 @@ def pipeline(program: Program) -> dict[str, Any]:
     }
 
 
-def held(tree: Any, offloaded: bool = False) -> int:
+def bytes_on_device(tree: Any, offloaded: bool = False) -> int:
     """Bytes of a device's shards of the arrays of `tree`; of those alone that are `offloaded` to its host."""
     return sum(
         math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize

@@ -15,7 +15,7 @@ from jaxdist.parallel import collectives, rematerialization
 from jaxdist.parallel.mesh import make_mesh
 from jaxdist.training import metrics, program, step
 from jaxdist.training.checkpoint import Checkpoints
-from jaxdist.training.metrics import held
+from jaxdist.training.metrics import bytes_on_device
 from jaxdist.training.program import Program
 from jaxdist.training.record import Recorder
 from jaxdist.training.step import Step, TrainState
@@ -121,14 +121,17 @@ def test_it_lies_on_the_host_between_steps(offload: str, batches: Any) -> None:
         assert all(array.is_deleted() for array in jax.tree.leaves(given))  # its memory is used again
     traced = p.step.trace(p.abstract, p.abstract_batch)
     found = metrics.memory(p, traced, traced.lower().compile(), state)
-    moments = held(state.optimizer) - 2 * 4  # the counts of steps stay
-    assert found["host"] == ("parameters" in offload) * held(state.parameters) + ("optimizer" in offload) * moments
+    moments = bytes_on_device(state.optimizer) - 2 * 4  # the counts of steps stay
+    assert (
+        found["host"]
+        == ("parameters" in offload) * bytes_on_device(state.parameters) + ("optimizer" in offload) * moments
+    )
 
 
 def test_a_state_that_stays_on_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "offloaded", lambda shardings: shardings)
     p = built({"memory": {"offload": BOTH}})
-    assert kinds(p.initialize()) == {"device"} and held(p.abstract, offloaded=True) == 0
+    assert kinds(p.initialize()) == {"device"} and bytes_on_device(p.abstract, offloaded=True) == 0
 
 
 @pytest.mark.parametrize(("owner", "offload"), [(collectives, "parameters"), (step, "optimizer")])

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdist.config import Experiment
 from jaxdist.config.strategies import Strategy
-from jaxdist.data import IGNORED, Batch, Batches, Images, dealt
+from jaxdist.data import IGNORED, Batch, Batches, Images, microbatch_order
 from jaxdist.families import models
 from jaxdist.formats.finite import is_square
 from jaxdist.ops.varying import match_varying
@@ -226,7 +226,7 @@ class Program:
     def microbatch_order(self) -> np.ndarray:
         """The rows of a batch in the order in which devices hold them."""
         train, axes = self.experiment.train, axes_of(self.mesh)
-        return dealt(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
+        return microbatch_order(train.batch, math.prod(axes[axis] for axis in BATCH), train.accumulation)
 
     def place(self, batch: Batches) -> Batches:
         """A batch, of which this process has its `rows`, on the devices: each has its rows, and of tokens its times."""

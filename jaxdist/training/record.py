@@ -54,14 +54,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-class AsItIs(Rematerialize):
-    """Blocks as they are: what is noted within one must be seen outside of it."""
+class NoRematerialization(Rematerialize):
+    """No rematerialization: what a tap notes within a block must be visible outside it."""
 
     def block(self, block: Callable[..., Any]) -> Callable[..., Any]:
         return block
 
 
-KEPT = AsItIs("none", 1)
+NO_REMAT = NoRematerialization("none", 1)
 
 
 @dataclass
@@ -149,12 +149,12 @@ class Recorder:
         rows, layers = np.argsort(program.microbatch_order), np.argsort(program.layers)
         times = np.argsort(program.order(e.data.sequence)) if e.model.input_kind == "tokens" else slice(None)
 
-        def in_order(name: str, a: np.ndarray) -> np.ndarray:
+        def reorder(name: str, a: np.ndarray) -> np.ndarray:
             if name.startswith(OF_ROWS):
                 return a[rows] if e.model.input_kind == "images" else a[rows][:, times]
             return a[layers] if name.partition("/")[2] in program.stacked else a
 
-        return {name: in_order(name, a) for name, a in found.items()}
+        return {name: reorder(name, a) for name, a in found.items()}
 
     def first_nonfinite(self, state: TrainState, batch: Batches) -> str | None:
         """The first tensor of the step that begins with `state` that is not finite, in the order of a step."""
@@ -265,5 +265,7 @@ class Recorder:
             for name, w in step.gathered(on_device(state.parameters)).items()
         }
         with Taps(note).installed(step.model) as model:
-            loss, made = replace(step, model=model, rematerialize=KEPT, loss_chunks=1).loss(None, weights, microbatch)
+            loss, made = replace(step, model=model, rematerialize=NO_REMAT, loss_chunks=1).loss(
+                None, weights, microbatch
+            )
         return (loss / count + made.added / step.accumulation) * loss_scale.factor(state.scaling)

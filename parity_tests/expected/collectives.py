@@ -126,9 +126,9 @@ def least(
         shards = mesh["fsdp"] * mesh["context"]
         for spec in (spec for spec in param_specs.values() if not spec.statistic):
             numbers = math.prod(spec.shape) / (mesh["tensor"] if "tensor" in spec.mesh_axes(False) else 1)
-            reduced, at_rest = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
+            reduced, stored = (numbers * ITEMSIZE[str(d)] for d in (e.precision.reduce, e.precision.parameters))
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", reduced, shards * mesh["data"])
-            found[first(mesh, SHARDS)] += ring_bytes("broadcast", at_rest, shards)
+            found[first(mesh, SHARDS)] += ring_bytes("broadcast", stored, shards)
     return {axis: size for axis, size in found.items() if size > 1 and axis not in unknown(side, mesh, e)}
 
 

@@ -58,7 +58,7 @@ class TorchFootprint(DecoderFootprint):
         parallel = self.experiment.parallel
         sharded = not parallel.row.replicates
         sharded &= not parallel.once or self.experiment.train.accumulation == 1
-        return self.held(sharded) * self.at_rest
+        return self.elements(sharded) * self.param_itemsize
 
     @property
     def windowed(self) -> bool:
@@ -129,7 +129,7 @@ class TorchFootprint(DecoderFootprint):
     @property
     def largest(self) -> float:
         """Bytes of the largest single parameter of torch, whole over fsdp."""
-        item, t = self.at_rest, self.mesh["tensor"]
+        item, t = self.param_itemsize, self.mesh["tensor"]
         return max(
             math.prod(x.shape[1:] if "layers" in x.axes else x.shape)
             * item / (t if "tensor" in x.mesh_axes(False) else 1)

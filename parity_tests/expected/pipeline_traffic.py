@@ -40,7 +40,7 @@ def sums(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str,
 def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str, int]) -> dict[str, float]:
     """Bytes by axis."""
     m, stages, v, tensor = e.train.accumulation, mesh["pipeline"], e.parallel.virtual_stages, mesh["tensor"]
-    compute, reduced, at_rest = (
+    compute, reduced, param_itemsize = (
         ITEMSIZE[str(d)] for d in (e.precision.compute, e.precision.reduce, e.precision.parameters)
     )
     whole = e.parallel.row.replicates
@@ -55,7 +55,7 @@ def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str
         if whole:
             found[first(mesh, TOKENS)] += ring_bytes("all_reduce", size * reduced, n * mesh["data"])
             if e.parallel.row.optimizer:
-                found[first(mesh, SHARDS)] += ring_bytes("broadcast", size * at_rest, n)
+                found[first(mesh, SHARDS)] += ring_bytes("broadcast", size * param_itemsize, n)
             continue
         times = gathers(e) if "layers" in param_specs[name].axes else 1
         found[first(mesh, SHARDS)] += ring_bytes("all_gather", times * size * compute, n)
@@ -63,7 +63,7 @@ def least(e: Experiment, param_specs: Mapping[str, ParamSpec], mesh: Mapping[str
         found["data"] += ring_bytes("all_reduce", size / n * reduced, mesh["data"])
     if e.model.tied:
         embed = math.prod(param_specs["embed.embedding"].shape) / tensor / (1 if whole else n)
-        found["pipeline"] += ring_bytes("all_reduce", embed * at_rest, 2)
+        found["pipeline"] += ring_bytes("all_reduce", embed * param_itemsize, 2)
     return found
 
 

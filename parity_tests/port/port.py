@@ -168,7 +168,7 @@ class Port:
     @cached_property
     def start(self) -> dict[str, np.ndarray]:
         """Our parameters as float64, by name."""
-        return {n: wide(np.asarray(a)) for n, a in flatten(self.jax_parameters).items()}
+        return {n: as_float64(np.asarray(a)) for n, a in flatten(self.jax_parameters).items()}
 
     def perturbed(self) -> dict[str, np.ndarray]:
         random, size = np.random.default_rng(0), PERTURBED * self.rounding or compare.PERTURBATION
@@ -277,7 +277,7 @@ class Port:
 
     def before(self, side: Side, batch: Batch) -> dict[str, np.ndarray]:
         """Records of a step, before it is taken."""
-        fields = {f"batch/{n}": wide(np.asarray(a)) for n, a in batch.items()}
+        fields = {f"batch/{n}": as_float64(np.asarray(a)) for n, a in batch.items()}
         return fields | {f"start/{n}": w for n, w in side.weights().items()} | side.observe(batch)
 
     def after(self, side: Side, values: Values) -> dict[str, np.ndarray]:
@@ -468,7 +468,7 @@ def check_batch(number: int, batch: Batch, first: Batch) -> None:
                 f"batches: {name} of batch {number} is of dtype {values.dtype}; give whole or floating-point numbers, "
                 "and leave out what the losses do not need"
             )
-        if not np.isfinite(wide(values)).all():
+        if not np.isfinite(as_float64(values)).all():
             raise ConfigError(f"batches: {name} of batch {number} has NaN or infinite numbers; give finite ones")
         if values.dtype.kind in "iu" and (values != values.astype(np.int32)).any():
             raise ConfigError(f"batches: {name} of batch {number} has whole numbers beyond 32 bits; give smaller ones")
@@ -488,6 +488,6 @@ def torch_shapes(module: nn.Module, named: Collection[str] = ()) -> dict[str, tu
     return found
 
 
-def wide(array: np.ndarray) -> np.ndarray:
-    """Floating-point numbers as float64; others as they are."""
+def as_float64(array: np.ndarray) -> np.ndarray:
+    """A floating-point array as float64; others unchanged."""
     return array.astype(np.float64) if array.dtype.kind not in "iub" else array

@@ -15,7 +15,7 @@ from parity_tests.proof import batches
 from parity_tests.proof.evidence import Search
 from parity_tests.runs.cases import IMAGES, write_images
 from torch_ref.families.models import build
-from torch_ref.parallel.weights import draw, fill, held
+from torch_ref.parallel.weights import draw, fill, model_tensors
 
 DECODER = {"layers": 2, "dim": 16, "hidden": 32, "vocab": 256, "positions": 32, "heads": 2}
 MIXTURE = DECODER | {"family": "mixtral", "kv_heads": 2, "head_dim": 8, "experts": 4, "top_k": 2, "balance": 0.1}
@@ -43,7 +43,7 @@ def made(folder: Path, model: str, steps: int = 20) -> Experiment:
 def weights(experiment: Experiment) -> dict[str, np.ndarray]:
     model = build(experiment.model)
     fill(model, lambda name, shape: draw(experiment.model, 0, name, shape))
-    return {name: w.detach().numpy().copy() for name, w in held(model)}
+    return {name: w.detach().numpy().copy() for name, w in model_tensors(model)}
 
 
 def told(experiment: Experiment, batch: Any, balance: float = 0.0) -> float:

@@ -69,7 +69,7 @@ def carried() -> tuple[str, ...]:
     return ("start/", *(f"{kind}/" for kind in state_kinds()))
 
 
-def in_order(record: Record) -> Iterator[str]:
+def computation_order(record: Record) -> Iterator[str]:
     """`kind/name` of what a record holds, as it arises within a step, METRICS among them."""
     kinds: dict[str, list[str]] = {}
     for key in record:
@@ -114,7 +114,7 @@ def errors(a: Run, b: Run, step: int, zero_gradient: bool) -> dict[str, float]:
     lone = {key for key in x.keys() ^ y.keys() if key.startswith(PARTLY) or key.partition("/")[0] not in kinds}
     x, y = ({key: w for key, w in tensors.items() if key not in lone} for tensors in (x, y))
     found = compare.states(x, y, zero_gradient)
-    order = [key for key in in_order(y) if key in found]
+    order = [key for key in computation_order(y) if key in found]
     return {key: found[key] for key in [*order, *sorted(found.keys() - set(order))]}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests.proof.bisect import Divergence, cost, first, in_order, search
+from parity_tests.proof.bisect import Divergence, computation_order, cost, first, search
 
 RECORD = [
     "weights/embed.weight", "gradient/embed.weight", "gradient/layers.0.mlp.up.weight", "start/embed.weight",
@@ -19,7 +19,7 @@ RECORD = [
 
 
 def test_a_step_is_walked_as_it_is_computed() -> None:
-    order = list(in_order(dict.fromkeys(RECORD, np.zeros(1))))
+    order = list(computation_order(dict.fromkeys(RECORD, np.zeros(1))))
     assert sorted(order) == sorted(RECORD)
     assert order == [
         "batch/tokens", "start/embed.weight", "activation/embed", "activation/layers.0.mlp.up",
@@ -33,7 +33,7 @@ def test_a_step_is_walked_as_it_is_computed() -> None:
 def test_gradients_come_before_the_update_whatever_modules_show() -> None:
     """A module may show its output and not the gradient of it."""
     shown = [name for name in RECORD if name != "activation_gradient/layers.0.mlp.up"]
-    order = list(in_order(dict.fromkeys(shown, np.zeros(1))))
+    order = list(computation_order(dict.fromkeys(shown, np.zeros(1))))
     assert sorted(order) == sorted(shown)
     assert order.index("gradient/layers.0.mlp.up.weight") < order.index("grad_norm")
 

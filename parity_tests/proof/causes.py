@@ -25,7 +25,7 @@ SHIFTS = (1, -1, 2, -2)  # steps by which a schedule is tried to be ahead
 FACTORS = range(2, 17)  # times that a schedule is tried to be stepped per step
 ALONG = 0.9  # cosine from which a difference of weights is along the weights
 UNLIKE = 5.0  # times that one moment differs more than the other
-KEPT = state_kinds()  # of our own optimizers
+STATE_KINDS = state_kinds()  # of our own optimizers
 COUPLED = 3.0  # times our weight decay from which theirs is hardly another value of it
 FORMULA = 10.0  # times that moments differ more than weights, where those differ by what moments made of them
 EACH = 0.5  # of the largest logarithm of a factor of gradients, from where they have not one factor
@@ -283,7 +283,7 @@ def weight_decay(e: Evidence) -> Seen:
 def moments(e: Evidence) -> Seen:
     """One kind of moments differs far more than the other, or both do far more than the weights: the formula does."""
     step = e.updates
-    found = {kind: off for kind in KEPT if kind != EMA and (off := e.difference(kind))}
+    found = {kind: off for kind in STATE_KINDS if kind != EMA and (off := e.difference(kind))}
     if not step or not found:
         return None
     most = max(found, key=found.__getitem__)
@@ -378,8 +378,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("gradients", BACKWARD, "gradient|grad_norm", gradients),
     Cause("forward or backward pass", (), "gradient|grad_norm|loss", forward_or_backward),
     Cause("precision", UPDATED, "in less than", narrower),
-    Cause("clip", ("clipped", *KEPT), "exp_avg|momentum", by_rule("clip", clip)),
-    Cause("moments", KEPT, "exp_avg|momentum|_var|variance", by_rule("moments", moments)),
+    Cause("clip", ("clipped", *STATE_KINDS), "exp_avg|momentum", by_rule("clip", clip)),
+    Cause("moments", STATE_KINDS, "exp_avg|momentum|_var|variance", by_rule("moments", moments)),
     Cause("weight decay", UPDATED, "weights", by_rule("weight decay", weight_decay)),
     Cause("forward pass, backward pass or update", (), "cost to", hidden),
     Cause(UPDATE, UPDATED, "weights", by_rule(UPDATE, update)),

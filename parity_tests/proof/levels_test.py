@@ -22,7 +22,7 @@ RATE = 0.1
 
 
 @dataclass
-class Made:
+class StubRun:
     """A run whose curves, and each vector, are off by so much of another draw, relative."""
 
     loss: float = 0.0
@@ -63,9 +63,9 @@ NAMES = {
 }
 
 
-def judged(a: Made, b: Made, compute: str = "bfloat16", alone: bool = False) -> list[Check]:
+def judged(a: StubRun, b: StubRun, compute: str = "bfloat16", alone: bool = False) -> list[Check]:
     """The checks of two runs under a policy; `alone` where the second has no float64 run of its own."""
-    a64, b64 = (Made(steps=run.steps) for run in (a, b))
+    a64, b64 = (StubRun(steps=run.steps) for run in (a, b))
     policy: Any = (a, b)
     double: Any = (a64, a64 if alone else b64)
     return list(levels.precision(policy, double, compute))
@@ -77,30 +77,32 @@ def failed(*of: Any, **how: Any) -> set[str]:
 
 def test_a_loss_off_by_chance_is_none() -> None:
     """Of 312 pairs of equal runs in each precision the one that lost most lost 12.6 times what the other did."""
-    assert not failed(Made(1e-3, NOISE, draw=0), Made(1e-3 / 12.6, NOISE, draw=1))
-    assert not failed(Made(1e-3, NOISE, draw=0), Made(1e-3, NOISE, draw=1))
-    assert not failed(Made(1e-7, NOISE, draw=0), Made(0.0, NOISE, draw=1))  # exact to the last bit, by chance
+    assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3 / 12.6, NOISE, draw=1))
+    assert not failed(StubRun(1e-3, NOISE, draw=0), StubRun(1e-3, NOISE, draw=1))
+    assert not failed(StubRun(1e-7, NOISE, draw=0), StubRun(0.0, NOISE, draw=1))  # exact to the last bit, by chance
 
 
 def test_a_loss_off_by_no_chance_is_one() -> None:
-    assert failed(Made(1e-1, NOISE, draw=0), Made(0.9e-1 / DRIFT, NOISE, draw=1)) == {"cost to loss"}
-    assert failed(Made(1e-3, NOISE, draw=0), Made(0.0, NOISE, draw=1)) == {"cost to loss"}
-    assert failed(Made(1e-3, NOISE, draw=0), Made(np.nan, NOISE, draw=1)) == {"cost to loss"}
+    assert failed(StubRun(1e-1, NOISE, draw=0), StubRun(0.9e-1 / DRIFT, NOISE, draw=1)) == {"cost to loss"}
+    assert failed(StubRun(1e-3, NOISE, draw=0), StubRun(0.0, NOISE, draw=1)) == {"cost to loss"}
+    assert failed(StubRun(1e-3, NOISE, draw=0), StubRun(np.nan, NOISE, draw=1)) == {"cost to loss"}
 
 
 def test_chance_goes_so_far_once_in_10_000_times() -> None:
     assert 0.9e-4 <= 2 * stats.f.sf(DRIFT**2, 3, 3) <= 1.1e-4
     # Of fewer steps, down to one, chance goes further, so that nothing is judged.
-    few = {check.name for check in judged(Made(1e-1, NOISE, steps=FEWEST - 1), Made(1e-7, NOISE, steps=FEWEST - 1))}
+    few = {
+        check.name for check in judged(StubRun(1e-1, NOISE, steps=FEWEST - 1), StubRun(1e-7, NOISE, steps=FEWEST - 1))
+    }
     assert few == {*NAMES.values(), "made, learning_rate"}
 
 
 @pytest.mark.parametrize("kind", NOISE)
 def test_a_vector_has_less_of_chance(kind: str) -> None:
-    right = Made(1e-3, NOISE, draw=0)
+    right = StubRun(1e-3, NOISE, draw=0)
 
-    def off(times: float) -> Made:
-        return Made(1e-3, NOISE | {kind: times * NOISE[kind]}, draw=1, side="wrong")
+    def off(times: float) -> StubRun:
+        return StubRun(1e-3, NOISE | {kind: times * NOISE[kind]}, draw=1, side="wrong")
 
     drifts = kind in ("exp_avg", "exp_avg_sq")  # means of later gradients, of which equal runs reached 6.6
     limit = DRIFT if drifts else LIMIT["bfloat16"]
@@ -113,20 +115,20 @@ def test_a_vector_has_less_of_chance(kind: str) -> None:
 def test_sides_that_lose_alike_may_be_far_apart() -> None:
     """A deep model in bfloat16, by which both are off by a twentieth, and from each other by more than either."""
     vectors = dict.fromkeys(NOISE, 0.05)
-    assert not failed(Made(1e-3, vectors, draw=0), Made(1e-3, vectors, draw=1))
+    assert not failed(StubRun(1e-3, vectors, draw=0), StubRun(1e-3, vectors, draw=1))
 
 
 def test_float64_has_no_policy() -> None:
     """What training makes of rounding may be more than the contract's 1e-12: the mathematics know by how much."""
-    one: Any = Made(1e-9)
-    other: Any = Made()
+    one: Any = StubRun(1e-9)
+    other: Any = StubRun()
     assert not list(levels.precision((one, other), (one, other), "float64"))
 
 
 # ---- all that a run keeps
 
 
-OURS = Made(1e-6, NOISE, grad_norm=1e-6, learning_rate=1e-8)
+OURS = StubRun(1e-6, NOISE, grad_norm=1e-6, learning_rate=1e-8)
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -155,7 +157,7 @@ def test_an_overflow_at_the_first_step_hides_no_norm() -> None:
     """As of a scale that begins too high: the norm of the steps after it is judged."""
 
     @dataclass
-    class Scaled(Made):
+    class Scaled(StubRun):
         overflown: frozenset[int] = frozenset({1})
 
         @property
@@ -171,7 +173,7 @@ def test_an_overflow_at_the_first_step_hides_no_norm() -> None:
 
 def test_a_run_by_itself_may_lose_less() -> None:
     """Than ours; of two that have float64 runs of their own either may be the one that loses too much."""
-    less = Made(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)
+    less = StubRun(vectors=dict.fromkeys(OURS.vectors, 1e-5), draw=1)
     for right in (replace(OURS, draw=1), less):
         assert not failed(OURS, right, "float32", alone=True)
     assert NAMES["weights"] in failed(OURS, less, "float32")
@@ -181,7 +183,7 @@ def test_weights_that_rounding_moves_are_no_yardstick() -> None:
     """A key's bias, off by its own size on either side, hides nothing of other weights, nor is it left out."""
 
     @dataclass
-    class Biased(Made):
+    class Biased(StubRun):
         bias: float = 0.0
 
         def vector(self, kind: str) -> dict[str, np.ndarray]:
@@ -217,7 +219,7 @@ def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, ra
     """Of 32 times a rounding a step: decay that is left out is less, and so is a thousandth of what they moved."""
 
     @dataclass
-    class Tuned(Made):
+    class Tuned(StubRun):
         @property
         def metrics(self) -> list[dict[str, Any]]:
             return [record | {"learning_rate": rate} for record in super().metrics]
@@ -231,7 +233,7 @@ def test_weights_that_hardly_moved_decide_nothing(moved: float, decay: float, ra
 
 def test_decay_that_float32_hides_is_named() -> None:
     """Of one kind of tensor, where that of all would be seen; another run's noise is at least a rounding."""
-    exact: Any = Made(learning_rate=-0.99)  # five steps at 1e-3
+    exact: Any = StubRun(learning_rate=-0.99)  # five steps at 1e-3
     start = {"weights/layers.0.q_proj.weight": TRUE * 1e-4, "weights/layers.1.q_proj.weight": TRUE * 1e-4}
     start |= {"weights/embed.weight": TRUE}
     for cost, decay, hidden in (
@@ -241,7 +243,7 @@ def test_decay_that_float32_hides_is_named() -> None:
         (1e-7, 0.0, []),
         (1e-4, 0.1, ["layers.q_proj.weight", "embed.weight"]),
     ):
-        run: Any = Made(vectors={"weights": cost})
+        run: Any = StubRun(vectors={"weights": cost})
         assert levels.decay_hidden((run, run), (exact, exact), start, decay) == hidden
 
 
@@ -249,7 +251,7 @@ def test_decay_that_float32_hides_is_named() -> None:
 
 
 @dataclass
-class Kept(Made):
+class Kept(StubRun):
     """A run that keeps its numbers in a dtype, or in float32 what is rounded to it."""
 
     dtype: str = "float32"
@@ -282,7 +284,7 @@ def test_numbers_that_are_rounded_are_seen(dtype: str) -> None:
 
 
 @dataclass
-class Gradients(Made):
+class Gradients(StubRun):
     """A run of two gradients, one of which is rounding alone."""
 
     good: float = 1.0
@@ -293,7 +295,7 @@ class Gradients(Made):
         return {f"{kind}/good": np.full(3, self.good), f"{kind}/rounding": np.array([1e-17, self.rounding, 0])} | still
 
 
-def agreement(a: Made, b: Made, perturbed: Made) -> dict[str, Check]:
+def agreement(a: StubRun, b: StubRun, perturbed: StubRun) -> dict[str, Check]:
     noise = levels.Noise(a, perturbed, zero_gradient=False)  # type: ignore[arg-type]
     return {check.name: check for check in levels.agreement("mathematics", "", a, b, noise)}  # type: ignore[arg-type]
 
@@ -327,7 +329,7 @@ def test_a_wide_bound_is_seen_behind_the_closest() -> None:
     assert found["gradients at step 1"].widest == pytest.approx(0.08, rel=0.1)
     assert "gradients at step 1" in levels.too_wide(found.values())["mathematics"]
 
-    class Curve(Made):
+    class Curve(StubRun):
         @property
         def metrics(self) -> list[dict[str, Any]]:
             first, second = super().metrics
@@ -345,7 +347,7 @@ def schedules(right: Optimizer, wrong: Optimizer, steps: int) -> Check:
 
     with jax.enable_x64(True):
         ours = jax_metrics.schedule(right, steps)
-    a, b = (Made(summary={"schedule": told}) for told in (ours, torch_metrics.schedule(wrong, steps)))
+    a, b = (StubRun(summary={"schedule": told}) for told in (ours, torch_metrics.schedule(wrong, steps)))
     return agreement(a, b, a)[levels.SCHEDULE]
 
 
@@ -358,7 +360,7 @@ def test_a_schedule_is_compared_beyond_the_steps_that_were_run(warmup: int, wron
     right = Optimizer(warmup=warmup, decay_steps=300, final=0.1)
     assert schedules(right, right, 20).holds
     assert not schedules(right, right.model_copy(update=wrong), 20).holds
-    assert not agreement(Made(summary={"schedule": {"1": 0.1}}), Made(summary={"schedule": {}}), Made())[
+    assert not agreement(StubRun(summary={"schedule": {"1": 0.1}}), StubRun(summary={"schedule": {}}), StubRun())[
         levels.SCHEDULE
     ].holds
 

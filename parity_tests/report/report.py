@@ -245,7 +245,7 @@ def layer_of(name: str) -> str:
     return f"{first}.{rest[0]}" if first == "layers" else first
 
 
-def in_order(layer: str) -> tuple[int, int, str]:
+def layer_key(layer: str) -> tuple[int, int, str]:
     """The key that sorts layers as a token meets them, by number and not by text."""
     first, _, number = layer.partition(".")
     return MODULES.index(first) if first in MODULES else len(MODULES), int(number or 0), layer
@@ -275,7 +275,7 @@ def heat(kind: str, runs: Pair, bounds: Mapping[int, float]) -> Plot:
     title = f"Gradients by layer, {KINDS[kind]}"
     steps = sorted(a.keys() & b.keys())
     columns = [layer_errors(a[step], b[step]) for step in steps]
-    rows = sorted({layer for column in columns for layer in column}, key=in_order)
+    rows = sorted({layer for column in columns for layer in column}, key=layer_key)
     if not rows:
         return final(kind, runs)
     errors = np.array([[column.get(layer, np.inf) for column in columns] for layer in rows])
@@ -301,7 +301,7 @@ def final(kind: str, runs: Pair) -> Plot:
     a, b = runs
     kinds = {k: (a.kept_states(k), b.kept_states(k)) for k in ("weights", *state_kinds())}
     columns = {k: layer_errors(x, y, f"{k}/") for k, (x, y) in kinds.items() if x and y}
-    rows = sorted({layer for column in columns.values() for layer in column}, key=in_order)
+    rows = sorted({layer for column in columns.values() for layer in column}, key=layer_key)
     missing = "No gradients were recorded on both sides."
     if not rows:
         return Plot(f"Gradients by layer, {KINDS[kind]}", None, [missing])

@@ -43,7 +43,7 @@ from jaxdist.config import (
     exit_codes,
     same_model,
 )
-from jaxdist.data import IGNORED, Dataset, dataset_of, dealt, in_steps
+from jaxdist.data import IGNORED, Dataset, dataset_of, in_steps, microbatch_order
 from jaxdist.formats.hf import read_model
 from jaxdist.runs.display import progress, say
 from jaxdist.runs.folder import RunFolder
@@ -180,12 +180,12 @@ def train(experiment: Experiment, plan: launch.Plan, dataset: Dataset, init: Pat
                     show(record)
                     if kept:
                         folder.record(step, kept)
-        held = footprint.held(plain, optimizer, experiment, mesh)
+        memory = footprint.memory(plain, optimizer, experiment, mesh)
         if first:
             steps = experiment.optimizer.landmarks(experiment.train.steps)
             told = {step: experiment.optimizer.learning_rate * schedule.lr_lambdas[0](step) for step in steps}
             dtypes = {"arithmetic": arithmetic.narrowest(), "schedule": told}
-            folder.summarize(summary(experiment, plain, mesh, held, traffic) | dtypes)
+            folder.summarize(summary(experiment, plain, mesh, memory, traffic) | dtypes)
 
 
 def build(init: Path, experiment: Experiment, mesh: DeviceMesh) -> nn.Module:
@@ -356,7 +356,7 @@ class Keeping:
         self.last = step == experiment.train.steps
         self.arrays: Arrays = {}
         train = experiment.train
-        self.order = np.argsort(dealt(train.batch, dist.get_world_size(), train.accumulation))
+        self.order = np.argsort(microbatch_order(train.batch, dist.get_world_size(), train.accumulation))
         if self.every:
             self._keep("start", dict(model.named_parameters()))
         self.noted: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -404,7 +404,7 @@ class Keeping:
 
 
 def summary(
-    experiment: Experiment, model: nn.Module, mesh: DeviceMesh, held: dict[str, int | None], traffic: Traffic
+    experiment: Experiment, model: nn.Module, mesh: DeviceMesh, memory: dict[str, int | None], traffic: Traffic
 ) -> dict[str, Any]:
     """Entries of summary.json that this run can state."""
     import transformers
@@ -417,7 +417,7 @@ def summary(
         "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
         "strategy": experiment.parallel.strategy,
         "precision": experiment.precision.policy,
-        "memory": held,
+        "memory": memory,
         "collectives": traffic.collectives(),
     }
 

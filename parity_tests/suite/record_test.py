@@ -64,7 +64,7 @@ def test_the_first_tensor_is_named(runs: Runs, field: str) -> None:
     assert later and later.tensor.startswith(("start/", "batch/"))
 
 
-class Made(Proof):
+class FinishedProof(Proof):
     """A proof whose runs have been made, with all tensors of all steps."""
 
     def recorded(self, key: tuple[str, str], steps: list[int], start: Path) -> Run:
@@ -74,8 +74,8 @@ class Made(Proof):
 
 
 def test_a_proof_says_where_its_runs_part(runs: Runs, experiments: dict[str, Path], tmp_path: Path) -> None:
-    def proof(wrong: dict[str, Any]) -> Made:
-        made = Made(
+    def proof(wrong: dict[str, Any]) -> FinishedProof:
+        made = FinishedProof(
             Proof.of(load(experiments["llama"], {"train.steps": RECORD["steps"]}), tmp_path).experiment, tmp_path
         )
         for kind in made.kinds:

@@ -33,7 +33,7 @@ from torch_ref.training import step as torch_step
 
 pytestmark = pytest.mark.long
 
-Made = Callable[[str], tuple[Path, Path]]
+TwoRuns = Callable[[str], tuple[Path, Path]]
 V = 61  # which no mesh divides
 SIZES: dict[str, Any] = {"layers": 1, "dim": 16, "heads": 2, "hidden": 24, "vocab": V, "positions": 16}
 MODELS: dict[str, Model] = {
@@ -49,7 +49,7 @@ OF_TOKENS = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.wei
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> TwoRuns:
     """made(model) -> a config, and a Hugging Face folder with weights of its model."""
     paths = {}
     for name, model in MODELS.items():
@@ -94,7 +94,7 @@ def check_grown(found: dict[str, np.ndarray], old: dict[str, np.ndarray], size: 
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("llama", 1), ("gpt2", 3)])
-def test_padding_changes_nothing(name: str, chunks: int, made: Made, tmp_path: Path) -> None:
+def test_padding_changes_nothing(name: str, chunks: int, made: TwoRuns, tmp_path: Path) -> None:
     """Losses, norms and weights, under tensor parallelism, whether the loss is computed at once or in chunks."""
     config, hf = made(name)
     padded = PADDED | {"memory.loss_chunks": chunks}
@@ -109,7 +109,7 @@ def test_padding_changes_nothing(name: str, chunks: int, made: Made, tmp_path: P
             np.testing.assert_allclose(found[tensor], array, rtol=1e-9, atol=1e-11, err_msg=f"{side} {tensor}")
 
 
-def test_new_tokens_begin_as_the_mean_and_are_trained(made: Made, tmp_path: Path) -> None:
+def test_new_tokens_begin_as_the_mean_and_are_trained(made: TwoRuns, tmp_path: Path) -> None:
     config, hf = made("llama")
     larger, old, found = PADDED | {"model.vocab": V + 2}, load_file(hf / SINGLE), {}
     for side in SIDES:
@@ -123,7 +123,7 @@ def test_new_tokens_begin_as_the_mean_and_are_trained(made: Made, tmp_path: Path
     np.testing.assert_allclose(found["torch_ref"], found["jaxdist"], rtol=SAME)
 
 
-def test_a_checkpoint_is_padded_otherwise(made: Made, tmp_path: Path) -> None:
+def test_a_checkpoint_is_padded_otherwise(made: TwoRuns, tmp_path: Path) -> None:
     """That of a run starts one with more tokens and other padding; without padding it is what it was."""
     config, hf = made("gpt2")
     four = tmp_path / "four.toml"
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_padded_otherwise(made: Made, tmp_path: Path) -> None:
         check_grown(exported(other.path, tmp_path / side / "other-hf"), old, V + 3)
 
 
-def test_moments_go_out_and_come_back(made: Made, tmp_path: Path) -> None:
+def test_moments_go_out_and_come_back(made: TwoRuns, tmp_path: Path) -> None:
     """A torch file has no padding; back from it, padding has no moments, and the run goes on."""
     config, hf = made("llama")
     line = ["--config", str(config), "--mesh", "1x2", "--model.vocab_multiple", "4", "--device", "cpu"]
@@ -161,7 +161,7 @@ def test_moments_go_out_and_come_back(made: Made, tmp_path: Path) -> None:
     train([*line, "--steps", "5", "--output", str(tmp_path / "back"), "--resume"])
 
 
-def test_logits_are_those_of_tokens(made: Made, tmp_path: Path) -> None:
+def test_logits_are_those_of_tokens(made: TwoRuns, tmp_path: Path) -> None:
     config, hf = made("gpt2")
     four = tmp_path / "four.toml"
     four.write_text(config.read_text().replace("vocab_multiple = 1", "vocab_multiple = 4"))
@@ -177,7 +177,7 @@ def test_logits_are_those_of_tokens(made: Made, tmp_path: Path) -> None:
 
 
 def test_without_the_mask_padding_takes_probability(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: TwoRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, hf = made("llama")
     line = ["--config", str(config), "--model.vocab_multiple", "4", "--device", "cpu", "--steps", "1"]
@@ -211,7 +211,7 @@ def test_the_fix_that_a_mesh_asks_for_is_followed(mesh: str, multiple: int, fix:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_new_tokens_are_verified_by_those_that_there_were(
-    name: str, made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, made: TwoRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers computes the source's logits, of tokens that the source has."""
     _, hf = made(name)

@@ -15,7 +15,7 @@ from jaxdist.config import Experiment
 from jaxdist.data import IGNORED, dataset_of
 from torch_ref.families.layers import rotary
 from torch_ref.families.models import build
-from torch_ref.parallel.weights import draw, fill, held
+from torch_ref.parallel.weights import draw, fill, model_tensors
 
 STEPS = 12
 SMALL = {"family": "llama", "layers": 1, "dim": 16, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
@@ -135,7 +135,7 @@ class Loop:
         model = self.build()
         optimizer = self.optimizer(model)
         for step in range(1, STEPS + 1):
-            finished.before[step] = {name: w.detach().numpy().copy() for name, w in held(model)}
+            finished.before[step] = {name: w.detach().numpy().copy() for name, w in model_tensors(model)}
             for group in optimizer.param_groups:
                 group |= self.settings(step)
             optimizer.zero_grad()

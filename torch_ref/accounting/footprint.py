@@ -61,7 +61,7 @@ def workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def held(
+def memory(
     model: nn.Module,
     optimizer: Optimizer | torch.optim.Optimizer,
     experiment: Experiment,

@@ -30,8 +30,8 @@ def peak_of(microbatches: int, extra: int) -> int:
     with (peak := Peak(model, optimizer, "cpu")):
         for _ in range(microbatches):
             model(torch.ones(4)).backward()
-        held = torch.empty(extra)
-        del held
+        memory = torch.empty(extra)
+        del memory
         optimizer.step()
     assert peak.bytes is not None
     return peak.bytes
@@ -56,11 +56,11 @@ def test_a_step_holds_its_own_gradients_alone(train: Train, mesh: str, standing:
 
 
 def test_memory_adds_up(train: Train) -> None:
-    held: dict[str, Any] = train("--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective").summary[
+    memory: dict[str, Any] = train("--mesh data=2,fsdp=2 --train.accumulation 2 --memory.remat selective").summary[
         "memory"
     ]
-    assert held["temporary"] > 0
-    assert held["peak"] == sum(bytes for kind, bytes in held.items() if kind != "peak")
+    assert memory["temporary"] > 0
+    assert memory["peak"] == sum(bytes for kind, bytes in memory.items() if kind != "peak")
 
 
 def test_rematerialization_shows_in_the_peak(train: Train) -> None:

@@ -95,5 +95,5 @@ class GPT2(nn.Module):
 
 
 # As Llama's, with one product into the MLP.
-KEPT = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)}
-ACCOUNTING = Accounting(flops_of_decoder, KEPT)
+SAVED = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (2, 0)}
+ACCOUNTING = Accounting(flops_of_decoder, SAVED)

@@ -94,5 +94,5 @@ class Llama(RotaryDecoder):
 
 
 # Of S the softmax, and once more in the order that its product with the values wants; of F the products alone.
-KEPT = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)}
-ACCOUNTING = Accounting(flops_of_decoder, KEPT)
+SAVED = {"R": (0, 4), "D": (2, 0), "Q": (1, 1), "K": (1, 1), "S": (1, 1), "F": (4, 0)}
+ACCOUNTING = Accounting(flops_of_decoder, SAVED)

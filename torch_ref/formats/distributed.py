@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from jaxdist.config import ConfigError
-from jaxdist.formats.dcp import check_part, placed
+from jaxdist.formats.dcp import check_part, part_prefixes
 from jaxdist.formats.dcp_index import read_index
 from jaxdist.formats.leaves import Leaf, Leaves
 from torch_ref.formats.arrays import dtype_of, to_numpy
@@ -63,7 +63,7 @@ def weights(folder: Path) -> Leaves:
     for place, part in index.storage_data.items():
         parts.setdefault(place.fqn, []).append(part)
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    prefixes, found = placed({name: tuple(tensors[name].size) if name in tensors else None for name in entries})
+    prefixes, found = part_prefixes({name: tuple(tensors[name].size) if name in tensors else None for name in entries})
     return {
         name.removeprefix(prefixes["model"]): _leaf(folder, name, tensors[name], parts.get(name, [])) for name in found
     }

@@ -1,4 +1,4 @@
-"""Models and their mapping against transformers, an independent witness in float32."""
+"""Models and their mapping against transformers, an independent reference, in float32."""
 
 import json
 import re

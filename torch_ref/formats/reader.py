@@ -21,7 +21,7 @@ from jaxdist.formats.torch_zips import is_zip, opened
 from torch_ref.families.models import build
 from torch_ref.formats import distributed
 from torch_ref.formats.arrays import to_numpy
-from torch_ref.parallel.weights import held
+from torch_ref.parallel.weights import model_tensors
 
 
 def load(path: Path) -> Any:
@@ -55,7 +55,7 @@ def leaf(path: Path, name: str, tensor: Tensor) -> Leaf:
 def shapes(model: Model) -> dict[str, Shape]:
     """Those of a model's parameters, as jaxdist has them: all layers in one."""
     with torch.device("meta"):
-        return stacked(model, {name: tuple(tensor.shape) for name, tensor in held(build(model))})
+        return stacked(model, {name: tuple(tensor.shape) for name, tensor in model_tensors(build(model))})
 
 
 READER = Reader(load, leaf, distributed.weights, shapes)

@@ -48,11 +48,11 @@ def extended(tensor: Tensor, shape: torch.Size) -> Tensor:
 @torch.no_grad()
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
     """Give every parameter and running statistic its value; `value(name, global shape)` is whole, freed after use."""
-    for name, tensor in held(model):
+    for name, tensor in model_tensors(model):
         local(tensor).copy_(value(name, tensor.shape)[place(tensor)])
 
 
-def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and running statistics, named as `named` does: all that a checkpoint keeps of a model."""
     yield from named(model)
     for name, buffer in model.named_buffers():

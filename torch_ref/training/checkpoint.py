@@ -27,7 +27,7 @@ from torch_ref.families.models import build
 from torch_ref.formats import hf
 from torch_ref.formats.distributed import Reader, load, read_whole, reading
 from torch_ref.formats.finite import check_read, check_resumed, check_start
-from torch_ref.parallel.weights import VOCABULARY, extended, fill, held, local, place
+from torch_ref.parallel.weights import VOCABULARY, extended, fill, local, model_tensors, place
 from torch_ref.runtime.launch import from_first
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.program import Program
@@ -37,7 +37,7 @@ SHORT_WRITE = "unexpected pos"  # torch's zip writer says so when the disk took 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state to save, sharing memory with model and optimizer."""
-    state = {"model": dict(held(model)), "optimizer": {"state": optimizer.state_dict()}}
+    state = {"model": dict(model_tensors(model)), "optimizer": {"state": optimizer.state_dict()}}
     return state | ({"scaling": scaling} if (scaling := optimizer.scaling) else {})
 
 
@@ -85,13 +85,13 @@ def initialize(path: Path, model: nn.Module, experiment: Experiment) -> None:
         theirs = read_experiment(found)
         same_model(config, theirs.model, str(found))
         load_weights(found, model, config, theirs.model)
-        check_start(found, dict(held(model)), dtype, theirs.precision.parameters)
+        check_start(found, dict(model_tensors(model)), dtype, theirs.precision.parameters)
     else:
         weights = hf.Weights(found, config)
         weights.check()
         fill(model, lambda name, shape: extended(weights.read(name), shape))
         check_read(found, weights.bad)
-        check_start(found, dict(held(model)), dtype, None)
+        check_start(found, dict(model_tensors(model)), dtype, None)
 
 
 def is_own(path: Path) -> bool:
@@ -102,13 +102,13 @@ def is_own(path: Path) -> bool:
     names = read_index(path).state_dict_metadata
     with torch.device("meta"):
         model = build(read_experiment(path).model)
-    return all(f"model.{name}" in names for name, _ in held(model))
+    return all(f"model.{name}" in names for name, _ in model_tensors(model))
 
 
 def load_weights(path: Path, model: nn.Module, config: Model, theirs: Model) -> None:
     """The weights of a checkpoint of torch_ref, whose model is `theirs`. Where its vocabulary is smaller or padded
     otherwise, every rank reads all rows, and keeps those of tokens. Raises ConfigError."""
-    named, other = dict(held(model)), dict[str, Tensor]()
+    named, other = dict(model_tensors(model)), dict[str, Tensor]()
     if isinstance(theirs, Decoder) and isinstance(config, Decoder):
         here, there = ((m.vocab, m.vocab_rows) for m in (config, theirs))
         for name in VOCABULARY if here != there else ():

@@ -35,7 +35,7 @@ from jaxdist.data import IGNORED
 from torch_ref.families import layers, llama, mixtral
 from torch_ref.families.mixtral import Experts
 from torch_ref.families.models import build
-from torch_ref.parallel.weights import held, named
+from torch_ref.parallel.weights import model_tensors, named
 from torch_ref.training import step
 from torch_ref.training.optim import Optimizer
 from torch_ref.training.parallelize import parallelize
@@ -106,7 +106,7 @@ def taken(case: Case) -> Step:
         plain = build(experiment.model).double()
     model = parallelize(plain, experiment, MESH[0])
     with torch.no_grad():
-        for name, tensor in held(model):
+        for name, tensor in model_tensors(model):
             tensor.copy_(case.weights[name])
     optimizer = Optimizer(model, experiment, MESH[0])
     optimizer.begin()
@@ -117,7 +117,7 @@ def taken(case: Case) -> Step:
             gradients.update({name: p.grad.clone() for name, p in named(model) if p.grad is not None})
 
     values = train_step(Program(experiment, MESH[0], model, optimizer), case.batch, 1, watch)
-    return Step(values.loss, gradients, {name: t.detach().clone() for name, t in held(model)})
+    return Step(values.loss, gradients, {name: t.detach().clone() for name, t in model_tensors(model)})
 
 
 def case_of(family: str, **model: Any) -> Case:
@@ -142,7 +142,7 @@ def case_of(family: str, **model: Any) -> Case:
 
     with torch.device("meta"):
         plain = build(experiment_of(sections).model)
-    return Case(batch, sections, {name: drawn(name, like) for name, like in held(plain)})
+    return Case(batch, sections, {name: drawn(name, like) for name, like in model_tensors(plain)})
 
 
 def difference(a: Step, b: Step) -> float:
@@ -225,14 +225,14 @@ def renamed_ids(case: Case) -> float:
     old = new.argsort()
     rows = ("head.weight", "head.bias") if images else ("embed.weight", "lm_head.weight")
 
-    def in_order(tensors: Tensors, order: Tensor) -> Tensors:
+    def permuted(tensors: Tensors, order: Tensor) -> Tensors:
         return {n: t[order] if n in rows else t for n, t in tensors.items()}
 
     first, targets = case.batch
     targets = torch.where(targets == IGNORED, IGNORED, new[targets.clamp_min(0)])
     batch = Rows(first if images else new[first], targets)
-    a = taken(replace(case, batch=batch, weights=in_order(case.weights, old)))
-    return difference(Step(a.loss, in_order(a.gradients, new), in_order(a.weights, new)), taken(case))
+    a = taken(replace(case, batch=batch, weights=permuted(case.weights, old)))
+    return difference(Step(a.loss, permuted(a.gradients, new), permuted(a.weights, new)), taken(case))
 
 
 # transformation -> families

@@ -181,7 +181,7 @@ def of_all_images(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-KEPT = {
+SAVED_OPS = {
     # Results of matrix products and of the sums over ranks after them. Batched products are attention's own:
     # recomputed, except the fused kernels.
     torch.ops.aten.mm.default,
@@ -204,7 +204,7 @@ def rematerialize(model: nn.Module, memory: Memory, pinned: bool = False) -> Non
         return
 
     def keep(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if memory.remat == "selective":

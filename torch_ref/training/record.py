@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from jaxdist.config import Model
 from jaxdist.config.record import FUNCTIONS, LOGITS
-from jaxdist.data import dealt
+from jaxdist.data import microbatch_order
 from jaxdist.runs.folder import RunFolder
 from torch_ref.families import loss
 from torch_ref.families.layers import at_least_f32
@@ -31,7 +31,7 @@ from torch_ref.families.registry import FAMILIES
 from torch_ref.parallel.context import TIME, context
 from torch_ref.parallel.mesh import BATCH, rank_over
 from torch_ref.parallel.pipeline import parts_of
-from torch_ref.parallel.weights import held, local, named, place
+from torch_ref.parallel.weights import local, model_tensors, named, place
 from torch_ref.training.program import Program
 from torch_ref.training.step import Rows, Watch
 
@@ -53,7 +53,7 @@ def whole(tensors: dict[str, Tensor]) -> Arrays:
     own = {name: (tensor.shape, place(tensor)) for name, tensor in tensors.items()}
     layouts: list[Any] = [None] * size
     dist.all_gather_object(layouts, own)
-    first = [name for name, layout in own.items() if all(held.get(name) != layout for held in layouts[:rank])]
+    first = [name for name, layout in own.items() if all(other.get(name) != layout for other in layouts[:rank])]
     pieces: list[Any] = [None] * size
     dist.gather_object({name: array(local(tensors[name])) for name in first}, None if rank else pieces)
     found: Arrays = {}
@@ -217,7 +217,7 @@ class Recorder:
         self.sliced = OF_HEADS | {name.rpartition(".")[2] for name, style in plan.items() if style in SLICED}
         self.every = experiment.record.tensors == "all"
         self.images = experiment.model.input_kind == "images"
-        self.order = dealt(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
+        self.order = microbatch_order(experiment.train.batch, rank_over(mesh, *BATCH)[1], experiment.train.accumulation)
         over = context(experiment, mesh)
         self.times = over.order(experiment.data.sequence)
         self.length = len(self.times) // over.size
@@ -245,7 +245,7 @@ class Recorder:
         if self.every:
             parts = ("images" if self.images else "tokens", [batch.inputs]), ("targets", [batch.targets])
             kinds["batch"] = self.joined(dict(parts))
-            kinds["start"] = whole(dict(held(self.model)))
+            kinds["start"] = whole(dict(model_tensors(self.model)))
         with taps.installed(self.model, self.namespace) if self.every else nullcontext():
             yield watch
         if self.every:
@@ -253,7 +253,7 @@ class Recorder:
             backward = {n: [at_least_f32(g) / scale for g in taps.gradients[n]] for n in reversed(taps.gradients)}
             kinds["activation_gradient"] = self.joined(backward, backward=True)
             kinds |= self.moments()
-            kinds["weights"] = whole(dict(held(self.model)))
+            kinds["weights"] = whole(dict(model_tensors(self.model)))
         else:
             del kinds["clipped"]
         if dist.get_rank() == 0:
@@ -281,7 +281,7 @@ class Recorder:
             rows_of = {n: np.concatenate([p for r in range(ways) for p in ranks[r, 0, 0][n]]) for n in parts}
             return {n: a[order] for n, a in rows_of.items()}
         over, tensor = (range(self.mesh[axis].size()) for axis in ("context", "tensor"))
-        in_order = np.argsort(self.times)
+        time_order = np.argsort(self.times)
 
         def join(name: str) -> np.ndarray:
             split = SPLIT if name.rpartition(".")[-1] in self.sliced else TIME
@@ -292,7 +292,7 @@ class Recorder:
                 return slices[0] if whole else np.concatenate(slices, axis=split)
 
             return np.concatenate([
-                np.concatenate([part(row, c, i) for c in over], axis=TIME)[:, in_order]
+                np.concatenate([part(row, c, i) for c in over], axis=TIME)[:, time_order]
                 for row in range(ways) for i in range(len(ranks[row, 0, 0][name]))
             ])  # fmt: skip
 
@@ -302,5 +302,5 @@ class Recorder:
     def moments(self) -> dict[str, Arrays]:
         """The optimizer's state, by kind and parameter; under ZeRO-1 gathered from the ranks that hold it."""
         state = self.optimizer.state_dict()
-        held = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
-        return {kind: whole(tensors) for kind, tensors in held.items()}
+        kinds = {kind: {n: s[kind] for n, s in state.items() if kind in s} for kind in self.optimizer.config.kept}
+        return {kind: whole(tensors) for kind, tensors in kinds.items()}

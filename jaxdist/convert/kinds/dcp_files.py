@@ -38,7 +38,7 @@ from jaxdist.convert.optimizers import fused, rates, rules
 from jaxdist.convert.runs import begin, metrics_of, origin_of
 from jaxdist.convert.stream import Conversion
 from jaxdist.formats import buffers, folders
-from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, placed
+from jaxdist.formats.dcp import APP, FIRST, PREFIXES, STATE, no_weights, part_prefixes
 from jaxdist.formats.dcp_index import EXPERIMENT, nesting, read_index
 from jaxdist.formats.naming import carried, recognized, renaming
 from jaxdist.formats.torch_files import GROUPS, SCHEDULER, part
@@ -61,7 +61,7 @@ class Tensors:
         entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         self.leaves = {name: self._leaf(name, entry) for name, entry in entries.items()}
         shapes = {name: tuple(entries[name].size) if name in entries else None for name in found}
-        self.prefixes, self.weights = placed(shapes)
+        self.prefixes, self.weights = part_prefixes(shapes)
 
     @property
     def parameters(self) -> dict[str, Leaf]:
@@ -397,14 +397,14 @@ def write(path: Path, conversion: Conversion) -> None:
     if not own:
         say("its tensors are called as in the program that they came from: torch_ref takes it by --init alone")
 
-    twins = conversion.tied_copies("dcp")
+    tied = conversion.tied_copies("dcp")
 
     def keys(group: str, name: str) -> list[str]:
         there = names.get(name, name)
         if group != PARAMETERS:
             there = names.get(f"{name}.{group}", there)
             return [f"{prefixes['optimizer']}{STATE}{there}.{group}"]
-        return [prefixes["model"] + called for called in (there, twins.get(name)) if called]
+        return [prefixes["model"] + called for called in (there, tied.get(name)) if called]
 
     with FakeTensorMode():
         state: dict[str, Any] = {

@@ -82,8 +82,8 @@ def write(path: Path, conversion: Conversion) -> None:
     """
     content, described = conversion.content, conversion.groups[PARAMETERS]
     origin = content.origin
-    config, names, twins = check(conversion), origin.names_in("hf"), conversion.tied_copies("hf")
-    besides = {**origin.buffers_in("hf"), **{twin: described[name] for name, twin in twins.items()}}
+    config, names, tied = check(conversion), origin.names_in("hf"), conversion.tied_copies("hf")
+    besides = {**origin.buffers_in("hf"), **{twin: described[name] for name, twin in tied.items()}}
     described = {names.get(name, name): leaf for name, leaf in described.items()} | besides
 
     path.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def write(path: Path, conversion: Conversion) -> None:
     places = safetensors_writer.lay_out(path, described, metadata, index)
 
     def put(_: str, name: str, array: np.ndarray) -> None:
-        for there in (names.get(name, name), twins.get(name)):
+        for there in (names.get(name, name), tied.get(name)):
             if there:
                 buffers.write(*places[there], array)
 

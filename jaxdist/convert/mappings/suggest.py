@@ -58,7 +58,8 @@ SYNONYMS = {
 }  # fmt: skip
 WEIGHTS = {"kernel", "scale", "embedding", "weight", "w", "gamma"}
 BIASES = {"bias", "b", "beta"}
-KEPT = {"kernel": False, "embedding": True}  # whether a leaf is laid out as in torch, where its shape does not tell
+# Whether a leaf's dimensions are in torch's order, where its shape does not tell.
+TORCH_ORDER = {"kernel": False, "embedding": True}
 
 
 class Node(NamedTuple):
@@ -288,7 +289,7 @@ def settle(found: list[Match], unsure: dict[Row, str]) -> tuple[Row, ...]:
     rows = []
     for row, transforms, _, _ in found:
         if len(transforms) > 1:
-            known, default = shown[_leaf(row)], KEPT.get(_leaf(row))
+            known, default = shown[_leaf(row)], TORCH_ORDER.get(_leaf(row))
             kept = known == {True} or (known != {False} and default is True)
             options = [name for name in transforms if (name == "same") == kept] or transforms
             doubt = unsure.pop(row, "")

@@ -20,7 +20,8 @@ torch = pytest.importorskip("torch")
 
 MODEL = MODELS["Qwen2ForCausalLM"]
 RULE = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
-KEPT: dict[str, Callable[[float, int], dict[str, Any]]] = {  # under a script's key, of a scale and its good steps
+# Key in a script's file -> the scaler's state, from a scale and its count of good steps.
+SCALER_STATES: dict[str, Callable[[float, int], dict[str, Any]]] = {
     "scaler": lambda scale, good: {"scale": scale} | RULE | {"_growth_tracker": good},
     "amp": lambda scale, good: {"loss_scaler0": {"loss_scale": scale, "unskipped": good}},
 }
@@ -46,10 +47,10 @@ def config(folder: Path, policy: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["", "fp16"])
-@pytest.mark.parametrize("key", KEPT)
+@pytest.mark.parametrize("key", SCALER_STATES)
 def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> None:
     """Also where --model has another; Apex's is GradScaler's default."""
-    file = script(tmp_path, **{key: KEPT[key](1024.0, 3)})
+    file = script(tmp_path, **{key: SCALER_STATES[key](1024.0, 3)})
     main([str(file), str(tmp_path / "run"), *(config(tmp_path, policy) if policy else []), "--verify"])
     found = orbax_files.opened(tmp_path / "run")
     assert found.scaling is not None and (float(found.scaling.scale), int(found.scaling.good)) == (1024.0, 3)
@@ -57,14 +58,14 @@ def test_it_goes_on_by_its_own_rule(key: str, policy: str, tmp_path: Path) -> No
     assert found.experiment.precision == Precision.model_validate({"policy": "fp16"} | rule)
 
     main([str(tmp_path / "run"), str(tmp_path / "b.pt")])
-    assert torch.load(tmp_path / "b.pt", weights_only=True)[key] == KEPT[key](1024.0, 3)
+    assert torch.load(tmp_path / "b.pt", weights_only=True)[key] == SCALER_STATES[key](1024.0, 3)
     written(tmp_path / "c.pt", "torch", replace(found, step=8, scaling=state_of(4096.0, 0)))
     back = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert back[key] == KEPT[key](4096.0, 0) and len({*KEPT} & {*back}) == 1
+    assert back[key] == SCALER_STATES[key](4096.0, 0) and len({*SCALER_STATES} & {*back}) == 1
 
 
 def test_it_ends_where_the_model_given_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = script(tmp_path, scaler=KEPT["scaler"](1024.0, 3))
+    file = script(tmp_path, scaler=SCALER_STATES["scaler"](1024.0, 3))
     main([str(file), str(tmp_path / "run"), *config(tmp_path, "fp32")])
     assert "its loss scale ends here, precision.policy = fp32 of --model" in capsys.readouterr().out
     assert orbax_files.opened(tmp_path / "run").scaling is None

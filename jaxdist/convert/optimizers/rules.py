@@ -15,7 +15,7 @@ from jaxdist.convert.optimizers.unsupported import WEIGHTS_ALONE, Group, unsuppo
 from jaxdist.runs.display import say
 
 Order = dict[Any, str]  # number or name in the optimizer -> name of the parameter
-KEPT = {"state", "param_groups"}  # by an optimizer, and by parameter "step" and the states of its rule
+STATE_DICT_KEYS = {"state", "param_groups"}  # keys that every optimizer's state_dict has
 
 
 class Rule(NamedTuple):
@@ -170,7 +170,7 @@ def order_of(
         raise ConfigError(f"{source}: its optimizer has no state and param_groups; give that of torch.optim.AdamW")
     held = (entry for entry in entries.values() if isinstance(entry, dict))
     there = [str(kind) for entry in held for kind, value in entry.items() if value is not None]
-    rule = rule_of(source, [*there, *map(str, state.keys() - KEPT)], groups)
+    rule = rule_of(source, [*there, *map(str, state.keys() - STATE_DICT_KEYS)], groups)
     like_it = Optimizer(name=rule.name)
     wanted = {kind: {n: e.shape for n, e in kept(like_it, kind).items()} for kind in rule.kinds(groups)}
     named = [{key: rename(key) for key in entries}] if all(isinstance(key, str) for key in entries) else []

@@ -38,9 +38,9 @@ from jaxdist.parallel.sharding import TOKENS, ParamSpec, strategy
 # Sizes of max-pooling: P its output, W its padded input.
 
 # Arrays that a block keeps from forward to backward: the inputs of batch norms and convolutions.
-KEPT: Arrays = {"C": (1, 0), "A": (1, 0)}
+SAVED: Arrays = {"C": (1, 0), "A": (1, 0)}
 # On one CPU reductions, which there are YNNPACK's, also keep differences from the mean, and these normalized.
-KEPT_ON_A_CPU: Arrays = {**KEPT, "C": (1, 2)}
+SAVED_ON_CPU: Arrays = {**SAVED, "C": (1, 2)}
 WORKING: Arrays = {"O": (2, 0)}  # gradients of what a block puts out, and of what one of its convolutions does
 # What max-pooling has until its backward pass: zeros to which gradients will be added, and where the largest are, four
 # indices each. XLA has both early on CPUs and where it schedules around collectives, else when they are needed.
@@ -115,8 +115,8 @@ class ImageFootprint(Footprint):
         whole: Counter[tuple[float, ...]] = Counter()
         for name, spec in self.param_specs.items():
             if not spec.statistic:
-                own[block_of(name)] += math.prod(spec.local_shape(self.mesh, sharded)) * self.at_rest
-                whole[block_of(name)] += math.prod(spec.shape) * self.at_rest
+                own[block_of(name)] += math.prod(spec.local_shape(self.mesh, sharded)) * self.param_itemsize
+                whole[block_of(name)] += math.prod(spec.shape) * self.param_itemsize
         return [(own[block], whole[block]) for block in sorted(own)]
 
     def arrays(self, arrays: Arrays, sizes: Sizes) -> float:
@@ -126,7 +126,7 @@ class ImageFootprint(Footprint):
     @cached_property
     def kept_by_block(self) -> list[float]:
         """Bytes that the stem and each block keep."""
-        kept = KEPT_ON_A_CPU if self.platform == "cpu" and not self.several else KEPT
+        kept = SAVED_ON_CPU if self.platform == "cpu" and not self.several else SAVED
         return [self.arrays(kept, sizes) for sizes in self.blocks]
 
     @property
@@ -152,10 +152,10 @@ class ImageFootprint(Footprint):
             return 0.0
         narrow = ITEMSIZE[str(e.precision.compute)]
         if self.platform != "cpu":
-            return narrow * self.held(False)
-        widened = narrow * self.held(False) * (narrow < self.compute)
-        looped = (self.held(False) * self.compute if gathered else self.turned) * (e.train.accumulation > 1)
-        return self.held(False) * self.compute + widened + looped
+            return narrow * self.elements(False)
+        widened = narrow * self.elements(False) * (narrow < self.compute)
+        looped = (self.elements(False) * self.compute if gathered else self.turned) * (e.train.accumulation > 1)
+        return self.elements(False) * self.compute + widened + looped
 
     @property
     def turned(self) -> float:
@@ -187,7 +187,7 @@ class ImageFootprint(Footprint):
         microbatches = self.experiment.train.accumulation
         products = self.images * 2 * (3 * self.multiplying - self.applied("stem.conv.kernel"))
         moved = sum(self.arrays(MOVED, sizes) for sizes in self.blocks)
-        moved += self.held(False) * (2 * self.compute + 3 * self.at_rest)  # as a decoder's
+        moved += self.elements(False) * (2 * self.compute + 3 * self.param_itemsize)  # as a decoder's
         return Work(microbatches * products, 0.0, microbatches * moved + self.update)
 
     @property

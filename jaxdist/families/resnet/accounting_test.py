@@ -118,13 +118,13 @@ def test_where_the_form_tells_too_much(row: tuple[str, int, tuple[dict[str, str]
 @pytest.mark.parametrize("left", ["C", "A"])
 def test_what_is_not_kept_is_seen(left: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that leaves out what convolutions, or what relu puts out."""
-    monkeypatch.setattr(accounting, "KEPT", {**accounting.KEPT, left: (0, 0)})
+    monkeypatch.setattr(accounting, "SAVED", {**accounting.SAVED, left: (0, 0)})
     assert planned(experiment("resnet-50", DDP, batch=32)) < 0.9 * 636.19e6
 
 
 def test_what_one_cpu_keeps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that leaves out the differences that batch norms keep there, and several devices do not."""
-    monkeypatch.setattr(accounting, "KEPT_ON_A_CPU", accounting.KEPT)
+    monkeypatch.setattr(accounting, "SAVED_ON_CPU", accounting.SAVED)
     assert planned(experiment("resnet-50", batch=8)) < 0.9 * 1682.09e6
 
 

@@ -1,4 +1,4 @@
-"""An independent witness: ResNetForImageClassification of Hugging Face transformers, in float64."""
+"""An independent reference: ResNetForImageClassification of Hugging Face transformers, in float64."""
 
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from jaxdist.training.step import Arrays
 
 pytestmark = pytest.mark.long
 
-torch = pytest.importorskip("torch", reason="the witness is a torch model: pip install 'jaxdist[test]'")
-transformers = pytest.importorskip("transformers", reason="the witness: pip install 'jaxdist[test]'")
+torch = pytest.importorskip("torch", reason="the reference is a torch model: pip install 'jaxdist[test]'")
+transformers = pytest.importorskip("transformers", reason="the reference: pip install 'jaxdist[test]'")
 
 SMALL: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def witness(name: str, folder: Path) -> tuple[Any, np.ndarray, np.ndarray, Tensors]:
+def hf_reference(name: str, folder: Path) -> tuple[Any, np.ndarray, np.ndarray, Tensors]:
     """Theirs, which is saved to `folder` before; images; its logits when evaluated; and its state after one forward
     pass in training."""
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def ours(folder: Path, images: np.ndarray, **more: Any) -> tuple[np.ndarray, Ten
 
 def apart(name: str, folder: Path, **more: Any) -> tuple[float, float]:
     """Relative differences: of the logits, and the largest of running statistics and counts."""
-    _, images, logits, state = witness(name, folder)
+    _, images, logits, state = hf_reference(name, folder)
     found, statistics = ours(folder, images, **more)
     model, _ = read_hf(folder)
     theirs = {entry.atoms[0][0]: state[key] for key, entry in entries("huggingface", model).items()}

@@ -144,4 +144,4 @@ def choices_in_the_order_of_devices() -> None:
 @planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")
 def microbatches_of_a_devices_rows() -> None:
     """Each device has rows that follow each other, so that on another mesh other ones are balanced together."""
-    plant(program, "dealt", lambda size, *_: np.arange(size))
+    plant(program, "microbatch_order", lambda size, *_: np.arange(size))

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from jaxdist.data import dealt
+from jaxdist.data import microbatch_order
 from parity_tests.validation.mistakes import everywhere, mistake, plant
 from torch_ref.families import mixtral
 from torch_ref.parallel import experts
@@ -106,4 +106,4 @@ def room_for_each_ranks_times() -> None:
 @planted("balanced", "distribution", "activation_gradient/layers.*.mlp.router")
 def microbatches_of_a_ranks_rows() -> None:
     """Each rank has rows that follow each other, so that on another mesh other ones are balanced together."""
-    everywhere(dealt, lambda size, *_: np.arange(size))
+    everywhere(microbatch_order, lambda size, *_: np.arange(size))

@@ -26,7 +26,7 @@ from jaxdist.training.program import Program
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-witness = importlib.import_module("jaxdist.convert.witness")
+hf_reference = importlib.import_module("jaxdist.convert.hf_reference")
 
 BOUND = 5e-6  # relative L2 of float32 logits
 IMAGES: dict[str, Any] = {"family": "resnet", "stem": 4, "image": 32, "classes": 7}
@@ -62,7 +62,7 @@ def error(folder: Path, model: Model, parameters: dict[str, np.ndarray]) -> floa
     given = torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy() if images else inputs.astype(np.int64))
     with torch.no_grad():
         theirs = read(folder, model)[0].eval()(given).logits.numpy()
-    assert np.array_equal(witness.logits(folder, inputs), theirs)
+    assert np.array_equal(hf_reference.logits(folder, inputs), theirs)
     assert ours.shape == theirs.shape
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
 
@@ -113,7 +113,7 @@ def test_what_transformers_cannot_read_is_told(tmp_path: Path) -> None:
     folder = saved(tmp_path / "hf", MODELS["GPT2LMHeadModel"])
     (folder / "model.safetensors").unlink()
     with pytest.raises(TrainingError, match=r"cannot compute the logits of \S+hf: OSError: .*Leave out --verify"):
-        witness.logits(folder, probe(MODELS["GPT2LMHeadModel"]))
+        hf_reference.logits(folder, probe(MODELS["GPT2LMHeadModel"]))
 
 
 @pytest.mark.parametrize("asked", ["a-hub/kernel", "flash_attention_2"])
@@ -121,6 +121,6 @@ def test_a_config_chooses_no_other_program(asked: str, tmp_path: Path) -> None:
     """A kernel would come from the Hub, and flash attention wants a GPU."""
     model = MODELS["LlamaForCausalLM"]
     folder = saved(tmp_path / "hf", model)
-    right, file = witness.logits(folder, probe(model)), folder / "config.json"
+    right, file = hf_reference.logits(folder, probe(model)), folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"_attn_implementation": asked}))
-    assert np.array_equal(witness.logits(folder, probe(model)), right)
+    assert np.array_equal(hf_reference.logits(folder, probe(model)), right)

@@ -92,7 +92,7 @@ QUICK = (
 )  # fmt: skip
 
 
-class Witness(NamedTuple):
+class HFReference(NamedTuple):
     """A Hugging Face folder, what we read from it, and transformers' logits [B, T, V]."""
 
     folder: Path
@@ -102,19 +102,19 @@ class Witness(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def witness(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Witness]:
-    """The witness of a case, made once."""
-    made: dict[str, Witness] = {}
+def hf_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFReference]:
+    """The reference of a case, made once."""
+    made: dict[str, HFReference] = {}
 
-    def make(case: str) -> Witness:
+    def make(case: str) -> HFReference:
         if case not in made:
-            made[case] = _witness(*CASES[case], tmp_path_factory.mktemp("hf"))
+            made[case] = _hf_reference(*CASES[case], tmp_path_factory.mktemp("hf"))
         return made[case]
 
     return make
 
 
-def _witness(family: str, settings: dict[str, Any], path: Path) -> Witness:
+def _hf_reference(family: str, settings: dict[str, Any], path: Path) -> HFReference:
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
     model = getattr(transformers, family + head)(config).eval()
@@ -127,12 +127,12 @@ def _witness(family: str, settings: dict[str, Any], path: Path) -> Witness:
         logits = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
     model.save_pretrained(path)
     read, parameters = read_hf(path)
-    return Witness(path, experiment_for(read.model_dump(), "test"), parameters, logits)
+    return HFReference(path, experiment_for(read.model_dump(), "test"), parameters, logits)
 
 
-def error(witness: Witness, **changes: Any) -> float:
-    """Relative L2 distance of our logits from the witness's; `changes` are fields of the model."""
-    _, experiment, parameters, logits = witness
+def error(hf_reference: HFReference, **changes: Any) -> float:
+    """Relative L2 distance of our logits from the reference's; `changes` are fields of the model."""
+    _, experiment, parameters, logits = hf_reference
     experiment = experiment.model_copy(update={"model": experiment.model.model_copy(update=changes)})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
     ours = program.logits({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)
@@ -141,13 +141,13 @@ def error(witness: Witness, **changes: Any) -> float:
 
 
 @pytest.mark.parametrize("case", often(CASES, QUICK))
-def test_logits(case: str, witness: Callable[[str], Witness]) -> None:
-    assert error(witness(case)) < BOUND
+def test_logits(case: str, hf_reference: Callable[[str], HFReference]) -> None:
+    assert error(hf_reference(case)) < BOUND
 
 
-def balance(witness: Witness) -> float:
+def balance(hf_reference: HFReference) -> float:
     """What ours adds to the loss, over its weight, on two devices that have a row of TOKENS each."""
-    _, experiment, parameters, _ = witness
+    _, experiment, parameters, _ = hf_reference
     parallel = experiment.parallel.model_copy(update={"mesh": "data=2", "strategy": "ddp"})
     experiment = experiment.model_copy(update={"parallel": parallel})
     program = Program(experiment, make_mesh(experiment, "cpu")[0])
@@ -162,9 +162,9 @@ def balance(witness: Witness) -> float:
     return float(added({n: jnp.asarray(p) for n, p in parameters.items()}, TOKENS)) / weight
 
 
-def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_balance(hf_reference: Callable[[str], HFReference], monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' load_balancing_loss_func, of all blocks and tokens at once."""
-    made = witness("qwen3_moe")
+    made = hf_reference("qwen3_moe")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
     with torch.no_grad():
         told = theirs(torch.tensor(TOKENS, dtype=torch.long), output_router_logits=True).aux_loss
@@ -191,8 +191,10 @@ def test_load_balance(witness: Callable[[str], Witness], monkeypatch: pytest.Mon
     ],
     ids=str,
 )
-def test_a_wrong_field_is_caught(case: str, changes: dict[str, Any], witness: Callable[[str], Witness]) -> None:
-    assert error(witness(case), **changes) > 5 * BOUND
+def test_a_wrong_field_is_caught(
+    case: str, changes: dict[str, Any], hf_reference: Callable[[str], HFReference]
+) -> None:
+    assert error(hf_reference(case), **changes) > 5 * BOUND
 
 
 def interleaved(x: jax.Array, rotation: rotary.Rotation) -> jax.Array:
@@ -274,10 +276,10 @@ def test_a_planted_mistake_is_caught(
     owner: Any,
     name: str,
     mistake: Any,
-    witness: Callable[[str], Witness],
+    hf_reference: Callable[[str], HFReference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = witness(case)
+    right = hf_reference(case)
     monkeypatch.setattr(owner, name, mistake)
     assert error(right) > 5 * BOUND
 
@@ -335,10 +337,10 @@ def flipped(part: str) -> Callable[[Table], Table]:
 def test_a_mistaken_mapping_is_caught(
     case: str,
     plant: Callable[[Table], Table],
-    witness: Callable[[str], Witness],
+    hf_reference: Callable[[str], HFReference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = witness(case)
+    right = hf_reference(case)
     tables = resolve(FAMILIES[right.experiment.model.family].tables)
     monkeypatch.setitem(tables, HUGGINGFACE, plant(tables[HUGGINGFACE]))
     _, parameters = read_hf(right.folder)
